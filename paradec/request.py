@@ -1,7 +1,7 @@
 """A request: everything that a caller may set beside the model and the prompt, as one frozen value.
 
-Every door makes one: `generate`, `infill`, `generate_images`, `hf_generate`, the command line. A sampler's `start`
-takes it. What is data in it can be saved, and given back as a preset.
+Every entry point makes one: `generate`, `infill`, `generate_images`, `hf_generate`, the command line. A sampler's
+`start` takes it. What is data in it can be saved, and given back as a preset.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Request:
         attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
             themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
             `Output.attention` says what was computed.
-        suffix: which masks behind the open block are evaluated: a `paradec.Suffix`, a window (64: the nearest 64), or a
+        suffix: which masks after the open block are evaluated: a `paradec.Suffix`, a window (64: the nearest 64), or a
             text ("gaussian:256"); None evaluates all of them. For bidirectional models and answers of several blocks
             (docs/caches.md).
         blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive",
@@ -329,7 +329,7 @@ BOOLEANS = tuple(name for name, value in DEFAULTS.items() if isinstance(value, b
 
 
 class Arguments(TypedDict, total=False):
-    """The fields of `Request`, for type checkers: what a door takes by name."""
+    """The fields of `Request`, for type checkers: what an entry point takes by name."""
 
     sampler: str | Sampler
     cache: str | Cache | None
@@ -400,7 +400,7 @@ def takes_arguments(
 ) -> Callable[[Any], Any]:
     """A decorator that lists a request's arguments in a function's signature, in the place of its `**arguments`; all of
     them by default. `help` and notebooks show them then, and transformers looks there. typed, defaults: their types and
-    defaults, where a door has its own."""
+    defaults, where an entry point has its own."""
 
     def decorate(function: Any) -> Any:
         own = inspect.signature(function)

@@ -175,7 +175,7 @@ def generate(
 
 
 def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str] = FIELDS) -> Output:
-    """Decode a request for encoded prompts: what all doors of text come to. As `generate`.
+    """Decode a request for encoded prompts: what all entry points of text come to. As `generate`.
 
     Args:
         said: the fields of the request that the caller gave, of which a warning may speak.
@@ -259,7 +259,7 @@ def infill(
 
     >>> paradec.infill(model, "The cat <mask> on the <mask:2>.").text    # doctest: +SKIP
 
-    A bidirectional model sees what stands on both sides of a hole. By default all holes are one block; with
+    A bidirectional model sees what is on both sides of a hole. By default all holes are one block; with
     `block_length` blocks count from the first mask, and those without a mask are passed over (`steps` counts them all
     the same). An end token inside a hole would end nothing, given text comes after it, and would be left out of the
     text, like every special token: holes are filled without end tokens. Masks that nothing given follows, those of
@@ -271,7 +271,7 @@ def infill(
             Text is taken as it is (with the special tokens around it that a masked language model was trained on); a
             chat's last turn, if it is the assistant's, is the text that is completed.
         input_ids, attention_mask: as in `generate`.
-        mask: the text that stands for one token to fill; "<mask:3>" and "<mask><mask><mask>" stand for three. A space
+        mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. A space
             before it is left to the model.
         preset, arguments: as in `generate`, but for two defaults: `max_new_tokens` is 0 (masks appended after the
             text), and `holes_eos_inf` True (False lets the model leave a part of a hole empty).
@@ -385,7 +385,7 @@ def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) ->
     column, length, end = torch.arange(width), _column(state.asked), _column(state.end)
     undecided = state.undecided.cpu()[:, :width]
     filled = ~given & (column < length)
-    # an end token counts behind everything given, and when nothing before it is undecided
+    # an end token counts after everything given, and when nothing before it is undecided
     is_end = torch.isin(ids, torch.tensor(facts.eos_token_ids, dtype=torch.int64))
     is_end &= (column >= _column(state.answer_start)) & (column < end) & (undecided.int().cumsum(1) == 0)
     ended = is_end.any(1, keepdim=True)

@@ -1,6 +1,6 @@
 """Streamers: text as it becomes final, through the protocol of transformers' streamers.
 
-`put` gets token ids [B, n] in reading order: first what stands before the first mask of any row (the prompt, padded on
+`put` gets token ids [B, n] in reading order: first what is before the first mask of any row (the prompt, padded on
 the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
 streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions; on canvases of
 noise the best tokens of the open one, up to its end (causal models decide nothing beyond what is sent). `end` comes
@@ -67,7 +67,7 @@ def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], 
         undecided = still_open()
         stop = int((offset + state.end).max())  # beyond it all rows are padding
         final = min(int(undecided.int().argmax()), stop) if undecided.any() else stop
-        if state.revises and state.running.any():  # what stands in an open block may be taken back
+        if state.revises and state.running.any():  # what is in an open block may be taken back
             final = min(final, int((offset + state.block_start)[state.running].min()))
         if final > sent:
             streamer.put(ids[:, sent:final])

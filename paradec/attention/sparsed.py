@@ -151,7 +151,7 @@ class SparseDState:
         if not part.lasts:
             return SparsePlan(self, state, part, rows, modes)
         key = ("sparsed", part.kind, part.index.tobytes(), part.positions.tobytes(), modes.tobytes())
-        return state.while_blocks_stand(key, lambda: SparsePlan(self, state, part, rows, modes))
+        return state.while_blocks_stay(key, lambda: SparsePlan(self, state, part, rows, modes))
 
     def committed(self, state: CanvasState, queries: list[Any]) -> None:
         """Called by a commit before steps are counted: `queries` were answered, and what they did holds."""

@@ -629,7 +629,7 @@ class Batch:
             ticket.isolated = True
 
     def _wait_again(self, tickets: Sequence[Ticket]) -> None:
-        """Let tickets wait where they stood: nothing that waits is older, but what came back before."""
+        """Let tickets wait at their old place: nothing that waits is older, but what came back before."""
         with self._changed:
             self._waiting = deque(sorted((*tickets, *self._waiting), key=lambda ticket: ticket.number))
 
@@ -751,5 +751,5 @@ def _without_row(error: NotFinite) -> str:
 
 
 def final_ids(output: Output) -> Tensor:
-    """[N] int64: the ids of an answer, its end token included and the padding behind it excluded."""
+    """[N] int64: the ids of an answer, its end token included and the padding after it excluded."""
     return output.sequences[0, output.filled[0]][: output.tokens[0]]

@@ -77,14 +77,14 @@ class Cache:
         topologies, predictions: the models that it is for (see `paradec.core.facts`).
         exact_on: topologies on which every step's logits equal those without a cache, whatever the settings.
         exact_when: when they do elsewhere, in words.
-        evaluates: what a step inside a block is sure to evaluate: "block" (all of it), "undecided" (what is undecided
-            in it), "some" (a part of that, one position at least), "picks" (what the sampler announced) or "targets"
+        evaluates: what a step inside a block always evaluates: "block" (all of it), "undecided" (what is undecided
+            in it), "some" (a part of that, one position at least), "picks" (what the sampler previewed) or "targets"
             (the same, where that is a set chosen before).
         steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
         suffixes: whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which
-            leave out what does not exist for now, and it keeps nothing beyond a block about what lies behind.
-        hears: whether commits tell it how sure the model was (`heard`).
+            leave out what does not exist for now, and it keeps nothing beyond a block about what is after it.
+        hears: whether commits tell it how confident the model was (`heard`).
         device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
             Subclasses say so again for themselves.
     """
@@ -200,7 +200,7 @@ class RangeCache(StoredCache):
     def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         rows = state.window.rows[chosen]
         start, stop = self.range(state, rows)
-        # the logits of position p stand at p - shift
+        # the logits of position p are at p - shift
         start = np.maximum(np.minimum(start, state.block_start[rows] - state.facts.shift), 0)
         return spans(state, chosen, start, np.minimum(stop, state.length[rows]), "window", most, self.shape_multiple)
 
@@ -238,7 +238,7 @@ class ChangeLog:
         self.canvas = state.canvas.cpu().numpy().copy()
         """[B, L] int64."""
         self.changed_at = np.full_like(self.canvas, -1)
-        """[B, L] int64: the row's step; -1 for what stood there from the start."""
+        """[B, L] int64: the row's step; -1 for what was there from the start."""
         self.mask_id = state.facts.mask_token_id
 
     def note(self, state: CanvasState, tokens: np.ndarray) -> None:

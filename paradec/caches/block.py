@@ -1,4 +1,4 @@
-"""Block cache: what lies left of the open block is final for block-causal models, and is evaluated once.
+"""Block cache: everything left of the open block is final for block-causal models, and is evaluated once.
 
 The cache of block diffusion (Arriola et al., BD3-LM, arXiv 2503.09573) as SDAR, LLaDA2 and Fast-dLLM v2 use it.
 """
@@ -31,7 +31,7 @@ class BlockCache(RangeCache):
     exact_on: ClassVar[tuple[str, ...]] = ("block_causal",)
 
     def begin(self, state: CanvasState) -> np.ndarray:
-        """[B] int64: where the last step began to evaluate the model's block; what lies left of it is final."""
+        """[B] int64: where the last step began to evaluate the model's block; everything left of it is final."""
         return np.zeros(state.batch, np.int64)
 
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:

@@ -58,7 +58,7 @@ class CanvasStore(KeyValueStore):
         return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
 
     def read(self, layer: int, kept: dict[int, Tensor]) -> Tensor:
-        """[R, kv_heads, K, head_dim]: what the bound rows hold from `first` to the reach, of keys or values."""
+        """[R, kv_heads, K, head_dim]: what bound rows hold from `first` to the visible length, of keys or values."""
         call, store = self._bound(), kept[layer]
         part = slice(self.first(self.windows[layer]), call.visible_length)
         if call.selection is not None:

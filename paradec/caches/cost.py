@@ -1,4 +1,4 @@
-"""What a cache cost: counts for `Output.cost`, and a word where it saved nothing."""
+"""What a cache cost: counts for `Output.cost`, and a warning where it saved nothing."""
 
 from __future__ import annotations
 

@@ -18,23 +18,23 @@ from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 
 UNREAD = 1.0
-"""Stands for the confidence of masks that no step has read: density alone ranks them."""
+"""Used as the confidence of masks that no step has read: density alone ranks them."""
 
 
 @dataclass(frozen=True)
 class D2Cache(SubsetCache):
-    """Evaluate `current_k` masks, what the last step decided, and what lies in small gaps between; keep the rest. A
+    """Evaluate `current_k` masks, what the last step decided, and what is in small gaps between; keep the rest. A
     row's first step evaluates it whole, and no other does.
 
     The masks are those with the highest confidence times certainty density, which is how much of what is near has been
-    decided (a Gaussian kernel; what lies left of a row counts as decided, what lies right of it if its last position
-    is). They are looked for from the open block on, up to the end of the block with the `current_k`-th mask, and those
+    decided (a Gaussian kernel; all left of a row counts as decided, all right of it if its last position is).
+    They are looked for from the open block on, up to the end of the block with the `current_k`-th mask, and those
     of the open block come first. Only what is evaluated can be decided. Models that predict shifted have the position
-    left of each of these masks evaluated in its place, since its logits stand there.
+    left of each of these masks evaluated in its place, since its logits are there.
 
     Three things differ from the public code, two of them oversights of it. It never renews the confidences that it has
     written at the first step; here they are those of the last step that read the mask, and where none has, density
-    alone decides (masks behind the open block have no logits here). It takes what was undecided in the block before the
+    alone decides (masks after the open block have no logits here). It takes what was undecided in the block before the
     last step for the block's length, since its loop has cut the block down to that in place, so that masks at the end
     of a half-filled block are not looked for, however dense; here blocks keep their length. And its third part is left
     out: positions that a rollout of attention finds important. On two small models masks and new tokens carried the
@@ -89,7 +89,7 @@ class D2Cache(SubsetCache):
             masks[:, 0] |= masks[:, 1]
             masks[:, 1:-1], masks[:, -1] = masks[:, 2:].copy(), False
         new = log.changed_at[rows] == state.row_step[rows, None] - 1
-        # what lies behind a row is no edge of a gap
+        # what is after a row is no edge of a gap
         needed = masks | (new & (np.arange(new.shape[1]) < state.length[rows, None]))
         if state.present is not None:  # what exists since this block has opened has no keys yet
             needed |= state.present[rows] & ~log.stored[rows]
@@ -132,16 +132,16 @@ class D2Cache(SubsetCache):
 
 def density(decided: np.ndarray, sigma: float) -> np.ndarray:
     """[N, L] float64 in [0, 1]: how much of what is near each position has been decided. decided: [N, L] bool."""
-    reach = math.ceil(6 * sigma)
-    kernel = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * sigma**2))
-    left, right = np.ones((len(decided), reach)), np.repeat(decided[:, -1:], reach, 1)
+    radius = math.ceil(6 * sigma)
+    kernel = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
+    left, right = np.ones((len(decided), radius)), np.repeat(decided[:, -1:], radius, 1)
     wide = np.concatenate((left, decided, right), 1)
-    near = np.lib.stride_tricks.sliding_window_view(wide, 2 * reach + 1, axis=1)
+    near = np.lib.stride_tricks.sliding_window_view(wide, 2 * radius + 1, axis=1)
     return near @ (kernel / kernel.sum())
 
 
 def between(chosen: np.ndarray, most: int) -> np.ndarray:
-    """`chosen` [N, L] bool, with what lies between two chosen positions that are at most `most` apart."""
+    """`chosen` [N, L] bool, with what is between two chosen positions that are at most `most` apart."""
     if most < 2:
         return chosen
     size = chosen.shape[1]
@@ -152,7 +152,7 @@ def between(chosen: np.ndarray, most: int) -> np.ndarray:
 
 
 class ReadLog(ChangeLog):
-    """Besides, how sure the model was of each mask when it was last read, and what has keys and values."""
+    """Besides, how confident the model was of each mask when it was last read, and what has keys and values."""
 
     def __init__(self, state: CanvasState):
         super().__init__(state)

@@ -25,7 +25,7 @@ class DkvDecode(SubsetCache):
     evaluated. Those steps are counted in the block, whose first two steps are whole, for models that predict in place,
     and in the row for models that predict shifted, as the public code for LLaDA and for Dream has it.
 
-    Where logits stand one to the left, a position's work is over when its right neighbour is decided, too:
+    Where logits are one to the left, a position's work is over when its right neighbour is decided, too:
 
     - "un_right": keep a position when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
     - "un": when its right neighbour is (76.34; what the paper runs, since its batches need equal counts);
@@ -92,7 +92,7 @@ class DkvDecode(SubsetCache):
         return state.cache_state.settled(state, rows, delay=1)
 
     def _any_logits(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
-        """[R] bool: whether an undecided token of the open block would have its logits (which stand to its left)."""
+        """[R] bool: whether an undecided token of the open block would have its logits (which are to its left)."""
         column = np.arange(state.canvas.shape[1])
         block = (column >= state.block_start[rows, None]) & (column < state.block_end[rows, None])
         asked = block & state.cache_state.undecided(rows)

@@ -33,6 +33,6 @@ class HierarchicalCache(BlockCache):
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = super().range(state, rows)
         opened = state.block_step[rows] == 0
-        # beside the first small block stands the prompt's end, if it shares the model's block
+        # beside the first small block is the prompt's end, if it shares the model's block
         left = opened | (state.block_start[rows] == state.prompt_length[rows])
         return np.where(left, start, state.block_start[rows]), np.where(opened, stop, state.block_end[rows])

@@ -74,7 +74,7 @@ class KeptPrefix:
 
     @property
     def layers(self) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """Per layer keys and values [rows, longest, kv_heads, head_dim]; what lies beyond a row's tokens is no part."""
+        """Per layer keys and values [rows, longest, kv_heads, head_dim]; what is beyond a row's tokens is no part."""
         return self._layers
 
     def row(self, index: int) -> KeptPrefix:

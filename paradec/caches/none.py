@@ -23,6 +23,6 @@ class NoCache(Cache):
     topologies = ("bidirectional", "block_causal", "causal")
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
-        keep = state.while_rows_stand if state.present is None else state.while_blocks_stand
+        keep = state.while_rows_stay if state.present is None else state.while_blocks_stay
         parts: list[Part] = keep("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
         return parts

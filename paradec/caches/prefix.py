@@ -1,4 +1,4 @@
-"""Prefix cache: what lies left of the open block is kept from the block's first forward.
+"""Prefix cache: everything left of the open block is kept from the block's first forward.
 
 Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.2.
 """
@@ -16,7 +16,7 @@ from paradec.core.contract import CanvasState
 @dataclass(frozen=True)
 class PrefixCache(RangeCache):
     """A block's first forward evaluates the whole row (and serves the block's first step); the others evaluate the
-    block and everything right of it over the keys and values of what lies left.
+    block and everything right of it over the keys and values of everything left of it.
 
     Approximate for bidirectional models: the prefix was encoded before the block was filled. The last tokens of a
     block get their own keys and values in the next block's first forward. For models that predict shifted, the position
@@ -27,7 +27,7 @@ class PrefixCache(RangeCache):
     name = "prefix"
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
-    summary = "keeps what lies left of the open block; evaluates the block and all after it"
+    summary = "keeps everything left of the open block; evaluates the block and all after it"
     device_step = True
     suffixes = True
     exact_on = ("block_causal",)

@@ -27,7 +27,7 @@ class KeyValueStore(Cache):
     own writes included. Three kinds of call:
 
     - plain (`slots` given, `visible` None): keys and values are written, and the query sees all filled slots;
-    - `slots` None: nothing is written. The call's own keys and values stand beside the store's, which are hidden at the
+    - `slots` None: nothing is written. The call's own keys and values are beside the store's, which are hidden at the
       positions that the call evaluates (a draft replaces what is stored there). Several rows of the call may read one
       row of the store;
     - `visible` [R, Q, Q] given: as the former, the columns see each other as it says (trees, shadow blocks), and those
@@ -82,10 +82,10 @@ class KeyValueStore(Cache):
     def bind(self, query: Query) -> KeyValueStore:
         """Say what the next forward writes and reads; returns itself as `past_key_values`."""
         joined = query.visible is not None or query.slots is None
-        reach = (self.length if query.visible_length is None else min(query.visible_length, self.length)) - self.start
+        visible = (self.length if query.visible_length is None else min(query.visible_length, self.length)) - self.start
         if query.store_rows is None:
             raise ValueError("a query over a store names its store_rows")
-        self._call = call = _Call(query.store_rows, self._selection(query), reach, joined)
+        self._call = call = _Call(query.store_rows, self._selection(query), visible, joined)
         if query.slots is not None:
             self._note(query, query.slots, call)
         return self
@@ -95,17 +95,17 @@ class KeyValueStore(Cache):
 
         Returns:
             [R, 1, Q or 1, K] bool, or None when it sees every key; and the keys' positions [R or 1, K] int64: the slots
-            below the reach, then the call's own columns where these stand beside them.
+            below the visible length, then the call's own columns where these are beside them.
         """
         call = self._bound()
-        reach = call.visible_length
-        keys = torch.arange(self.start, self.start + reach, device=query.positions.device).unsqueeze(0)
+        visible = call.visible_length
+        keys = torch.arange(self.start, self.start + visible, device=query.positions.device).unsqueeze(0)
         if call.joined:
-            keys = torch.cat((keys.expand(len(query.positions), reach), query.positions), 1)
+            keys = torch.cat((keys.expand(len(query.positions), visible), query.positions), 1)
             return self._joined_mask(query, call), keys
-        if self._known_full(query, reach):
+        if self._known_full(query, visible):
             return None, keys
-        return self.valid[:, :reach].index_select(0, call.rows)[:, None, None], keys
+        return self.valid[:, :visible].index_select(0, call.rows)[:, None, None], keys
 
     def _selection(self, query: Query) -> slice | None:
         """The call's rows as a slice of the store's, where the host knows them to be one: views need no copy."""
@@ -136,21 +136,21 @@ class KeyValueStore(Cache):
             filled = np.tile(query.forwarded, query.branches)
             self._filled_to[query.store_index] = self._loaded[query.store_index] + filled
 
-    def _known_full(self, query: Query, reach: int) -> bool:
+    def _known_full(self, query: Query, visible_length: int) -> bool:
         """Whether the host knows, without asking the device, that the rows' slots below `visible_length` are all
         filled."""
-        return query.store_index is not None and bool((self._filled_to[query.store_index] >= reach).all())
+        return query.store_index is not None and bool((self._filled_to[query.store_index] >= visible_length).all())
 
     def _joined_mask(self, query: Query, call: _Call) -> Tensor:
-        """[R, 1, Q, reach + Q] bool: the store's slots, then the call's own columns."""
-        (count, width), reach = query.tokens.shape, call.visible_length
+        """[R, 1, Q, visible length + Q] bool: the store's slots, then the call's own columns."""
+        (count, width), visible = query.tokens.shape, call.visible_length
         real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
-        seen = self.valid[:, :reach].index_select(0, call.rows)
+        seen = self.valid[:, :visible].index_select(0, call.rows)
         # what the call evaluates itself is not read from the store; padding hides nothing
         slots = query.positions - self.start
-        here = torch.where(real & (slots < reach), slots, reach)
-        hidden = torch.zeros((count, reach + 1), dtype=torch.bool, device=seen.device).scatter_(1, here, True)
-        seen = (seen & ~hidden[:, :reach])[:, None, :].expand(count, width, reach)
+        here = torch.where(real & (slots < visible), slots, visible)
+        hidden = torch.zeros((count, visible + 1), dtype=torch.bool, device=seen.device).scatter_(1, here, True)
+        seen = (seen & ~hidden[:, :visible])[:, None, :].expand(count, width, visible)
         own = real[:, None, :].expand(count, width, width)
         if query.visible is not None:
             own = own & query.visible
@@ -172,7 +172,8 @@ class KeyValueStore(Cache):
         return tuple(found)
 
     def _read(self, store: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
-        """[R, K, kv_heads, head_dim]: the rows' slots below the reach, and the call's own columns where they join."""
+        """[R, K, kv_heads, head_dim]: the rows' slots below the visible length, and the call's own columns where they
+        join."""
         if call.selection is not None:
             kept = store[call.selection, : call.visible_length]
         else:
@@ -252,7 +253,7 @@ class KeyValueStore(Cache):
         self._filled_to[rows] = np.minimum(self._filled_to[rows], first)
 
     def taken(self, rows: np.ndarray, length: int | None = None) -> KeyValueStore:
-        """A copy that has the `rows` [N] alone, in this order (a row may stand there several times), with so many
+        """A copy that has the `rows` [N] alone, in this order (a row may be there several times), with so many
         positions; of a store without a shared prefix."""
         assert self.shared is None and not self.start
         other = KeyValueStore(len(rows), length or self.length, self.token_at_write.device, self.dtype)
@@ -301,8 +302,8 @@ class KeyValueStore(Cache):
 class _Call:
     """What one bound forward writes and reads."""
 
-    def __init__(self, rows: Tensor, selection: slice | None, reach: int, joined: bool):
-        self.rows, self.selection, self.visible_length, self.joined = rows, selection, reach, joined
+    def __init__(self, rows: Tensor, selection: slice | None, visible_length: int, joined: bool):
+        self.rows, self.selection, self.visible_length, self.joined = rows, selection, visible_length, joined
         self.flat: Tensor | None = None
 
 

@@ -1,4 +1,4 @@
-"""Suffix windows: of the masks behind the open block only some are evaluated, and the others do not exist for now.
+"""Suffix windows: of the masks after the open block only some are evaluated, and the others do not exist for now.
 
 A masked model evaluates an answer's masks long before they are written, and they tell it little. Chen et al., "DPad:
 Efficient Diffusion Language Models with Suffix Dropout", arXiv 2508.14148, keeps a random few of them for each block,
@@ -22,15 +22,15 @@ DENSITIES = ("cut", "gaussian", "uniform")
 SCALES = {"same": 2.0, "shifted": 1.6}
 """DPad's scales of the density, for LLaDA and for Dream."""
 SUFFIX_STREAM = 6
-"""Draws that choose which masks are kept; the block's first position stands in the place of the step."""
+"""Draws that choose which masks are kept; the block's first position is used in the place of the step."""
 
 
 @dataclass(frozen=True, repr=False)
 class Suffix:
-    """Which masks behind the open block a step evaluates. They are chosen when a block opens and stay while it is open;
+    """Which masks after the open block a step evaluates. They are chosen when a block opens and stay while it is open;
     all keep their true position ids.
 
-    What was given counts as context and is always evaluated, wherever it stands: an infilling is without *masks* behind
+    What was given counts as context and is always evaluated, wherever it is: an infilling is without *masks* after
     the window, and has all of its text. Distances are counted in positions, given ones too. A row's masks depend on its
     seed, its prompt and where its block begins, not on its neighbours.
 
@@ -39,7 +39,7 @@ class Suffix:
     before its end token is decided, where DPad waits for the block.
 
     Args:
-        window: positions behind the block in which masks are kept, at least 0 ("cut") or 1. DPad's is 256.
+        window: positions after the block in which masks are kept, at least 0 ("cut") or 1. DPad's is 256.
         density: "cut" keeps all masks of the window. "gaussian" keeps the one at distance d with probability
             scale * N(z), the standard normal density, z from 0 to `k_sigma` in even steps over the window. "uniform"
             keeps `count` of them at random.
@@ -99,7 +99,7 @@ class Suffix:
 
     @classmethod
     def _settings(cls, value: Any) -> Mapping[str, Any]:
-        """The settings that a short form stands for."""
+        """The settings that a short form means."""
         if isinstance(value, Mapping):
             known = [f.name for f in fields(cls)]
             if not set(value) <= set(known):
@@ -124,11 +124,11 @@ class Suffix:
         """Why a request cannot have it, as a clause; None where it can.
 
         Args:
-            gaps: whether something given stands behind a mask, so that a row can have gaps whatever the density.
+            gaps: whether something given comes after a mask, so that a row can have gaps whatever the density.
         """
         facts = model.facts
         if facts.topology != "bidirectional":
-            return f"{facts.name} is {facts.topology.replace('_', '-')}, and sees nothing behind its block anyway"
+            return f"{facts.name} is {facts.topology.replace('_', '-')}, and sees nothing after its block anyway"
         if getattr(model, "makes", "text") != "text":
             return f"{facts.name} makes pictures or codes, all of whose positions are near each other"
         if not cache.suffixes:
@@ -157,7 +157,7 @@ class Suffix:
         generator: torch.Generator | None,
         prediction: str,
     ) -> np.ndarray:
-        """Which masks behind the block that opens are kept: [N, L] bool.
+        """Which masks after the block that opens are kept: [N, L] bool.
 
         Args:
             masks: [N, L] bool: where rows have masks.

@@ -81,7 +81,7 @@ class _OneLineErrors(TyperGroup):
 
 
 def _closed_pipe() -> int:
-    """Nobody reads what is printed (`paradec samplers | head -1`): end without a word."""
+    """Nobody reads what is printed (`paradec samplers | head -1`): end without a message."""
     # what is still in the buffer would fail once more when Python ends
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

@@ -19,7 +19,7 @@ from paradec.cli.work import Work, prepare
 from paradec.core.checks import check_text
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-System = Annotated[str | None, typer.Option(help="What stands before the first turn, in the system's name.")]
+System = Annotated[str | None, typer.Option(help="Text before the first turn, in the system's name.")]
 Cache = Annotated[
     str | None,
     typer.Option(
@@ -220,9 +220,9 @@ class Talk:
     def _cost(self) -> str:
         """What the last answer took, in one line."""
         out = self.last
-        words = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.row_nfe)}, {out.seconds:.2f} s"
+        text = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.row_nfe)}, {out.seconds:.2f} s"
         reused = out.cost.reused_tokens[0] if out.cost is not None else 0
-        return f"{words}, {reused} tokens of the turns before reused" if reused else words
+        return f"{text}, {reused} tokens of the turns before reused" if reused else text
 
     def _greet(self) -> None:
         facts, cache = self.work.model.facts, self.work.cache_name
@@ -279,9 +279,9 @@ class Talk:
         tokenizer, facts = self.work.model.tokenizer, self.work.model.facts
         for number, step in enumerate(self.last.trace.steps, 1):
             tokens = [token for _, _, token, _ in step.commits]
-            words = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
-            ends = len(tokens) - len(words)
-            told = [word.strip() or repr(word) for word in words] + ([f"end x {ends}"] if ends else [])
+            texts = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
+            ends = len(tokens) - len(texts)
+            told = [text.strip() or repr(text) for text in texts] + ([f"end x {ends}"] if ends else [])
             typer.echo(f"{number:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(told)}")
 
 

@@ -194,7 +194,7 @@ def scores(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
-    """What decoding took, how sure log-likelihoods are, and what was published."""
+    """What decoding took, how certain log-likelihoods are, and what was published."""
     config, lines = found["config"], []
     if spent := config.get("spent"):
         lines.append(
@@ -203,8 +203,8 @@ def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
         )
     if judged := config.get("log_likelihoods"):
         error = judged["median_standard_error"]
-        sure = "unknown (one draw each)" if error is None else f"{error:.4f} nats in the median"
-        lines.append(f"{judged['judged']} log-likelihoods, {judged['forwards']} rows evaluated, standard error {sure}")
+        known = "unknown (one draw each)" if error is None else f"{error:.4f} nats in the median"
+        lines.append(f"{judged['judged']} log-likelihoods, {judged['forwards']} rows evaluated, standard error {known}")
     lines.append(f"chat template {'applied' if found['met']['chat'] else 'not applied'}")
     if published := found["recipe"]["published"]:
         other = f"; {', '.join(changed)} changed here" if changed else ""

@@ -155,7 +155,7 @@ class FileJob:
                         break
         except KeyboardInterrupt:  # between two batches
             code = EXIT_CODE
-        if self.goes_on and ranks.speaks():  # answers stand in the order of the prompts
+        if self.goes_on and ranks.speaks():  # answers are in the order of the prompts
             every = [*self.before.values(), *entries]
             write_lines(self.out, sorted(every, key=lambda entry: entry["line"]))
         failed = sum("error" in entry for entry in entries)
@@ -196,7 +196,7 @@ class FileJob:
         """The entries of some lines, and whether they were interrupted: then of those that had ended.
 
         Args:
-            size: rows decoded together. place: how many lines stand before these, and of how many. found: where their
+            size: rows decoded together. place: how many lines are before these, and of how many. found: where their
                 cost is added.
         """
         from paradec.cli.batches import completed, in_batches
@@ -334,7 +334,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
             number = entry["line"]
             other = number not in prompts or json_bytes(entry["prompt"]) != prompts[number]
         except (ValueError, KeyError, TypeError):
-            # a part of a line, behind which there is no line end
+            # a part of a line, after which there is no line end
             if place == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
                 continue
             raise ValueError(f"--out {str(path)!r} holds no answers at line {place}; give another file") from None

@@ -60,7 +60,7 @@ NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads aw
 GuidanceScale = Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")]
 Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 takes all.")]
-Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: the plain run's pictures stand above.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: the plain run's pictures are above.")]
 Columns = Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")]
 Enlarge = Annotated[
     int | None,

@@ -19,7 +19,7 @@ Text = Annotated[
         metavar="TEXT", show_default=False, help='Text with <mask> in it, in quotes; "-" reads standard input.'
     ),
 ]
-Mask = Annotated[str, typer.Option(help="What stands for one token to fill; <mask:3> stands for three.")]
+Mask = Annotated[str, typer.Option(help="Text that represents one token to fill; <mask:3> represents three.")]
 BlockLength = Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to append to the text.")]
 HolesEosInf = Annotated[bool, typer.Option(help="Fill holes without end tokens, which shorten them.")]

@@ -45,7 +45,7 @@ Suffix = Annotated[
     typer.Option(
         "--suffix",
         metavar="WINDOW",
-        help="Evaluate no masks further behind the open block than this: 64; or thinned out, gaussian:256.",
+        help="Evaluate no masks further after the open block than this: 64; or thinned out, gaussian:256.",
     ),
 ]
 Attention = Annotated[
@@ -185,14 +185,14 @@ def attention_of(name: str | None, pairs: list[str] | None) -> Any:
 
 
 def given(context: typer.Context) -> set[str]:
-    """The parameters of a command that stand on its command line, by their names in Python."""
+    """The parameters of a command that are on its command line, by their names in Python."""
     # by name: typer has click's class, or its own copy of it
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -> dict[str, Any]:
-    """Arguments of a request: a preset's values stand in the place of defaults.
+    """Arguments of a request: a preset's values take the place of defaults.
 
     Args:
         request: what the options say. there: the fields among them that were given.

@@ -1,4 +1,4 @@
-"""`paradec serve`: a model behind OpenAI's endpoints."""
+"""`paradec serve`: a model at OpenAI's endpoints."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FAMILIES = {
     "groups": "models that are fed groups of positions (LPD)",
     "cache": "what is recomputed at a step, and what is kept",
 }
-"""Headings of listings, by family. A family of another package stands under its own name."""
+"""Headings of listings, by family. A family of another package is under its own name."""
 NARROWEST = 20
 """Columns that a description gets at least, beside a name."""
 FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
@@ -227,7 +227,7 @@ BY_WORTH = (2, 6, 7, 8, 5, 4, 3, 11, 9, 10)
 
 
 def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a comparison (`Comparison.columns` and `table`): on a terminal the settings of a sampler stand below it,
+    """Print a comparison (`Comparison.columns` and `table`): on a terminal the settings of a sampler are below it,
     and the numbers that there is no room for are left out."""
     if not sys.stdout.isatty():
         table(columns, rows)

@@ -50,7 +50,7 @@ Checker = Annotated[
     str | None,
     typer.Option(metavar="FILE.py:NAME", help="A function of prompt and answer that says how good it is, from 0 to 1."),
 ]
-Mask = Annotated[str | None, typer.Option(help="Text that stands for a token to fill, as in `paradec infill`.")]
+Mask = Annotated[str | None, typer.Option(help="Text that represents a token to fill, as in `paradec infill`.")]
 Trials = Annotated[int, typer.Option(help="Settings to propose, beyond those set by hand, which are tried first.")]
 Minutes = Annotated[float | None, typer.Option(help="Begin nothing new later than this; the report comes on top.")]
 StudyFile = Annotated[
@@ -64,7 +64,7 @@ Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write al
 PointNumber = Annotated[int | None, typer.Option(help="Which point of the front --out is; by default the chosen one.")]
 Tolerance = Annotated[
     float,
-    typer.Option(help="Points of score that the preset may lie below the best set by hand."),
+    typer.Option(help="Points of score that the preset may be below the best set by hand."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]

@@ -1,4 +1,4 @@
-"""`paradec verify`: a decoder against recorded traces and exact laws (`paradec.tools.conformance`,
+"""`paradec verify`: a decoder against recorded traces and exact distributions (`paradec.tools.conformance`,
 docs/conformance.md)."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tolerance = Annotated[
     float | None,
     typer.Option(help="Differences of decisions nearer to a tie are undecided; 1e-5 by default, for float32."),
 ]
-Draws = Annotated[int | None, typer.Option(help="Of each law; 10000 by default.")]
+Draws = Annotated[int | None, typer.Option(help="Of each distribution; 10000 by default.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that an answer of --command may take.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every case's outcome as JSON.")]
 

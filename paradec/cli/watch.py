@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from paradec.api.generate import Output
 
 UNDECIDED = "\N{LIGHT SHADE}"
-"""Stands for one token that is not final yet."""
+"""Shown for one token that is not final yet."""
 END = "\N{BLACK SQUARE}"
-"""Stands for an end token, or the padding after one."""
+"""Shown for an end token, or the padding after one."""
 STYLES = {
     "given": "dim",
     "final": "",
@@ -30,7 +30,7 @@ STYLES = {
     "end": "dim blue",
 }
 SHOWN = {"undecided": UNDECIDED, "ahead": UNDECIDED, "taken": UNDECIDED, "end": END}
-"""What stands for one token of a kind that is not shown as text."""
+"""What is shown for one token of a kind that is not shown as text."""
 LONG_RUN = 8
 """As many end tokens, or tokens of blocks that have not been opened, are shown one by one; more as a number."""
 PACE = 0.12
@@ -97,7 +97,7 @@ class LiveView:
         return output
 
     def draw(self, state: Any) -> RenderableType:
-        """The rows as they stand, below what they took. What became final since the last drawing stands out."""
+        """The rows as they are, below what they took. What became final since the last drawing is highlighted."""
         from rich.console import Group
         from rich.text import Text
 
@@ -112,7 +112,7 @@ class LiveView:
             legend.append("  ").append(UNDECIDED, STYLES["taken"]).append(" taken back", "dim")
         width, room = self.console.width, max(3, self.console.height - 3)
         lines = [line for text in texts for line in text.wrap(self.console, width)]
-        if len(texts) > 1 and len(lines) > room:  # the first rows stand for all
+        if len(texts) > 1 and len(lines) > room:  # the first rows represent all
             shown = lines[: room - 1]
             shown.append(Text(f"and {len(lines) - len(shown)} more lines", style="dim"))
         else:  # of a long text the end, where the open block is
@@ -162,16 +162,16 @@ def _status(decided: int, undecided: int, forwards: int, width: int) -> Text:
     from rich.text import Text
 
     total = decided + undecided
-    words = f"{decided} of {total} tokens, {count(forwards, 'forward')}"
+    text = f"{decided} of {total} tokens, {count(forwards, 'forward')}"
     rate = f", {decided / max(1, forwards):.1f} per forward"
-    words += rate if len(words + rate) <= width else ""
-    cells = min(30, width - len(words) - 2)
+    text += rate if len(text + rate) <= width else ""
+    cells = min(30, width - len(text) - 2)
     if cells < 5:
-        return Text(words, style="dim", no_wrap=True)
+        return Text(text, style="dim", no_wrap=True)
     full = round(cells * decided / max(1, total))
     bar = Text("\N{BOX DRAWINGS HEAVY HORIZONTAL}" * full, style="green")
     bar.append("\N{BOX DRAWINGS HEAVY HORIZONTAL}" * (cells - full), style="bright_black")
-    return Text.assemble(bar, "  ", (words, "dim"), no_wrap=True)
+    return Text.assemble(bar, "  ", (text, "dim"), no_wrap=True)
 
 
 def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
@@ -184,7 +184,7 @@ def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
     text = Text()
-    known: list[int] = []  # the last token that is text: it says whether a space stands before the next one
+    known: list[int] = []  # the last token that is text: it says whether a space comes before the next one
     for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
         columns = list(group)
         if kind in SHOWN:

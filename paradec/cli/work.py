@@ -110,7 +110,7 @@ def prepare(
 
     Args:
         function: "generate" or "infill". prompt: as it takes it; None where there are none yet. given: options that
-            stand on the command line. agree: called before the model is loaded with what was set, as data: "model",
+            are on the command line. agree: called before the model is loaded with what was set, as data: "model",
             "dtype", "drafter" and "request" (what differs from the defaults); returns the seed. request: further
             arguments of the function. The others are options of the command as they were given.
 

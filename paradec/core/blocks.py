@@ -94,7 +94,7 @@ class PipelinedBlocks(FixedBlocks):
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. What a step may commit are the
     undecided positions of all open blocks. Before a step the next block is added where at least `add` of the last one's
-    positions are decided: one a step, and none behind an end of the text. The sampler's rule sees all open blocks
+    positions are decided: one a step, and none after an end of the text. The sampler's rule sees all open blocks
     together; the token that it commits in any case is the best one of the first block that is not full, not of all.
 
     Works with the samplers that need no schedule over steps and take nothing back, on all models, with the usual block
@@ -106,7 +106,7 @@ class PipelinedBlocks(FixedBlocks):
             the prompt. "prompt" and "absolute" as for `FixedBlocks`.
         add: share of the last open block's positions that must be decided for the next block, in [0, 1]. The published
             scripts have 0.1 (d3LLM) and 0.1 to 0.7 (D2F); their code's default is 0.5.
-        full: share of a block's positions, in [0, 1], from which on the block behind it is fully active; the first open
+        full: share of a block's positions, in [0, 1], from which on the block after it is fully active; the first open
             block always is. 0.95 in the published scripts. With `forced="first"` nothing depends on it.
         forced: which blocks commit at least one token in every step: "first" the first open one (d3LLM), "active" every
             fully active one that is not full (D2F). Blocks that were merely added commit what the rule passes.
@@ -163,7 +163,7 @@ class AdaptiveBlocks(BlockPolicy):
         window: share of the answer's length that is read ahead, truncated to whole positions. A block may be that
             long, beyond `length`.
         min_length: shortest block, at least 1, the paper's. A new block costs caches a full forward, so that a newline
-            that is sure to come next is better not a block of its own.
+            that certainly comes next is better not a block of its own.
 
     The number of blocks is not known before decoding: `steps` cannot be spread over them. A method with a time grid
     (Dream's) plans the first step of a block for the positions read, the others for the block.
@@ -212,8 +212,8 @@ class AdaptiveBlocks(BlockPolicy):
         is_delimiter = torch.isin(opening.tokens, ids) & opening.available & (column < window.unsqueeze(1))
         confidence = torch.where(is_delimiter, opening.confidence, -1.0)
         at = confidence.argmax(1, keepdim=True)
-        sure = confidence.gather(1, at) >= self.delimiter_threshold
-        size = torch.where(sure, at + 1, self.length).squeeze(1)
+        confident = confidence.gather(1, at) >= self.delimiter_threshold
+        size = torch.where(confident, at + 1, self.length).squeeze(1)
         return size.clamp(min=self.min_length).minimum(most)
 
     def _window(self, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -34,8 +34,8 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
         kind = "text"
     if kind in allowed:
         return
-    words = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
-    raise wrong_model(user, model, " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words))
+    kinds = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
+    raise wrong_model(user, model, " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds))
 
 
 def wrong_model(user: str, model: Any, takes: str) -> TypeError:

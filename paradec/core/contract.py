@@ -66,8 +66,8 @@ class Window:
 
 
 class TextState(Protocol):
-    """What the doors of text read of a state, masked or causal: `generate`, streamers. `B` rows, a canvas of `L`
-    positions, all numbers of rows on the host."""
+    """What the entry points of text read of a state, masked or causal: `generate`, streamers. `B` rows, a canvas of
+    `L` positions, all numbers of rows on the host."""
 
     facts: ModelFacts
     trace: Trace | None
@@ -134,7 +134,7 @@ class CanvasState:
     """The `paradec.Request`."""
     window: Window
     canvas: Tensor
-    """[B, L] int64 ids; the mask id stands at undecided positions and nowhere else."""
+    """[B, L] int64 ids; the mask id is at undecided positions and nowhere else."""
     keys: Tensor
     """[B, 2] int64 random keys."""
     generator: torch.Generator | None
@@ -167,7 +167,7 @@ class CanvasState:
         """[R]: steps planned for the open block of `rows` [R] (one token a step without a plan)."""
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
-    def while_rows_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+    def while_rows_stay(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that holds while the same rows run, made on first use. On the device the key says how many."""
         raise NotImplementedError
 
@@ -204,15 +204,15 @@ class CanvasState:
     pads: bool
     """Whether the model takes rows of several lengths in one call."""
     reuses: bool
-    """Whether what stands first in rows was taken over from a prefix."""
+    """Whether the first tokens of the rows were taken over from a prefix."""
     reused: Numbers
     """[B]: how many positions of each row were."""
     present: Numbers | None = None
     """[B, L]: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated nor
     seen. None: all of a row's do."""
     settled: Numbers | None
-    """[B]: on block-causal models, what lies left was evaluated after its blocks were full; None unless it is to be
-    kept."""
+    """[B]: on block-causal models, all that is on the left was evaluated after its blocks were full; None unless it is
+    to be kept."""
     cache: Any
     """The `paradec.caches.base.Cache`."""
     store: Any
@@ -230,6 +230,6 @@ class CanvasState:
         """[R, 1] int64: where the running rows' blocks end, on the device."""
         raise NotImplementedError
 
-    def while_blocks_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+    def while_blocks_stay(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that holds until a block moves, made on first use."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What a sampler must know of a model; where it stands in a checkpoint is the loaders' business."""
+"""What a sampler must know of a model; the loaders know where it is in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
 HOLE = -1
-"""What stands for a position to fill in the ids of models without a mask token, which decode canvases of noise."""
+"""The id of a position to fill, for models without a mask token, which decode canvases of noise."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class ModelFacts:
 
     Args:
         vocab_size: rows of the output matrix.
-        mask_token_id: the id that stands for an undecided token; None for autoregressive models, and for those that
+        mask_token_id: the id that represents an undecided token; None for autoregressive models, and for those that
             decode canvases of noise.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
-        pad_token_id: what stands after the end of an answer; by default the first end id, and without one the lowest
+        pad_token_id: the id after the end of an answer; by default the first end id, and without one the lowest
             id that is not the mask.
         max_length: positions the model can take, prompt and answer together; None if unlimited.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
         topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
-            encoder of what is final, and a bidirectional block of noise behind it (DiffusionGemma).
+            encoder of what is final, and a bidirectional block of noise after it (DiffusionGemma).
         block_length: the block of a block-causal model, and the canvas of one with canvases.
         block_align: where the blocks of a block-causal model are counted from: "absolute" is position 0 (SDAR, LLaDA2),
             "prompt" the end of the prompt, which is one block whatever its length (D2F).
@@ -84,8 +84,8 @@ class ModelFacts:
 
     @property
     def hole_id(self) -> int | None:
-        """What stands in ids for a position to fill: the mask id, or `HOLE` where there are canvases; None where the
-        model fills no holes."""
+        """The id of a position to fill: the mask id, or `HOLE` where there are canvases; None where the model fills no
+        holes."""
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:
@@ -107,7 +107,7 @@ class ModelFacts:
         return self.block_align == "prompt"
 
     def block_numbers(self, positions: Any, origin: Any = None) -> Any:
-        """The blocks that positions stand in, of a block-causal model; the prompt's is -1 where blocks begin behind it.
+        """The blocks that positions are in, of a block-causal model; the prompt's is -1 where blocks begin after it.
 
         Args:
             positions: int64 of any shape, a tensor or an array.
@@ -128,7 +128,7 @@ class ModelFacts:
 
     @property
     def shift(self) -> int:
-        """How many positions left of a token its logits stand."""
+        """How many positions left of a token its logits are."""
         return 1 if self.prediction == "shifted" else 0
 
     @property

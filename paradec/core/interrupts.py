@@ -76,7 +76,7 @@ def _end(number: int, frame: FrameType | None) -> None:
         traceback.print_stack(frame)
         sys.stderr.flush()
     if os.isatty(2):
-        os.write(2, b"\n")  # what is waited for stands there
+        os.write(2, b"\n")  # the line says what is waited for
     os._exit(EXIT_CODE)
 
 

@@ -1,8 +1,8 @@
 """Log-probabilities of tokens: what the distribution of the step that wrote a token said of it, and of the likeliest.
 
 Which distribution that is, is the family's: of masked models softmax of the step's logits, after guidance and without
-the words that are never proposed, whatever the temperature, filters and the method's own logits stage; of causal models
-the verified target distribution p, after temperature and filters, at temperature 0 (where p is one-hot) that of
+the tokens that are never proposed, whatever the temperature, filters and the method's own logits stage; of causal
+models the verified target distribution p, after temperature and filters, at temperature 0 (where p is one-hot) that of
 temperature 1 without filters. A sampler that takes tokens back may write a position several times: the last time
 counts.
 """
@@ -104,7 +104,7 @@ class StepLogProbs:
 
 NAMES = ("chosen", "best", "best_tokens")
 FILLS = (math.nan, math.nan, -1, -1)
-"""What stands in these and in `LogProbs.step` where nothing was decided."""
+"""The values of these and of `LogProbs.step` where nothing was decided."""
 
 
 def _finite(value: float) -> float | None:

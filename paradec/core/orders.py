@@ -11,7 +11,7 @@ the same values.
 | `cosine` | at random, in MAR's numbers (arXiv 2406.11838) |
 | `halton` | along a low-discrepancy sequence (arXiv 2503.17076) |
 | `diagonal` | one anti-diagonal after the other (NAR, arXiv 2503.10696) |
-| `zipar` | rows side by side, each a window behind the one above (arXiv 2412.04062) |
+| `zipar` | rows side by side, each a window after the one above (arXiv 2412.04062) |
 | `lpd` | near what is decided and far from each other (arXiv 2507.01957) |
 | `given` | as they are listed |
 """
@@ -102,7 +102,7 @@ class Groups:
 
     @property
     def left(self) -> np.ndarray:
-        """[G + 1] int64: undecided cells before each group, and 0 behind the last."""
+        """[G + 1] int64: undecided cells before each group, and 0 after the last."""
         return self.order.shape[1] - np.concatenate(([0], self.ends))
 
     @property
@@ -215,7 +215,7 @@ def sizes_for(sizes: Sizes, cells: int, own: tuple[int, ...], name: str = "sizes
 
 
 def left_after(size: int, steps: int) -> np.ndarray:
-    """MAR's numbers: [steps + 1] int64, the positions that are undecided before each step, and 0 behind the last. Of
+    """MAR's numbers: [steps + 1] int64, the positions that are undecided before each step, and 0 after the last. Of
     `size` positions floor(size cos(pi / 2 (t + 1) / steps)) are left after step t, at least one fewer than before."""
     left = [size]
     for step in range(steps - 1):
@@ -400,7 +400,7 @@ class ZipAR(Order):
     window: int = 16
 
     name = "zipar"
-    summary = "rows side by side, each a window behind the one above"
+    summary = "rows side by side, each a window after the one above"
 
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)

@@ -19,14 +19,14 @@ from paradec.core.facts import HOLE
 BYTES = (bytes, bytearray, memoryview)
 """Sequences of small integers that nobody means as ids."""
 HOLE_TEXT = "\ufdd0"
-"""Stands for a position to fill in texts for models without a mask token: no character, so that no text holds it."""
+"""Means a position to fill in texts for models without a mask token: no character, so that no text holds it."""
 PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What processors return beside images; token types say nothing that ids do not."""
 PASSED_OVER = ("special_tokens_mask", "offset_mapping", "length")
 """What tokenizers return when asked, and nothing here needs."""
 PICTURED = ("pixel_values", "image_position_ids")
 MOST_MASKS = 1_000_000
-"""Masks that one placeholder can stand for, where the model states no length."""
+"""Masks that one placeholder can mean, where the model states no length."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Prompts:
     rows: list[list[int]]
     single: bool
     starts: list[int]
-    """Where the text that a reader wants begins in each row of an infill: behind the turns before the last one."""
+    """Where the text that a reader wants begins in each row of an infill: after the turns before the last one."""
 
     before: list[int] | None = None
-    """How many equal rows stand before each, those of other batches included; None where this is the only batch."""
+    """How many equal rows are before each, those of other batches included; None where this is the only batch."""
     images: list[Tensor | None] | None = None
-    """What stands at the image tokens of each row, [N, D], on models that read images."""
+    """The embeddings at the image tokens of each row, [N, D], on models that read images."""
     among: bool = False
     """Whether they join rows that are being decoded already (`paradec.batching`)."""
 
@@ -79,7 +79,7 @@ def encode(
             hold the mask id anywhere (-1 for models with canvases). `Prompts` are returned as they are.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
-        placeholder: text that stands for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
+        placeholder: text that means masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
             are taken as they are unless `chat` is True, and an assistant's turn at the end of a chat is not closed by a
             new one.
 
@@ -134,7 +134,7 @@ def encode(
 
 
 def _from_processor(model: Any, inputs: Mapping[str, Any], attention_mask: Any) -> Prompts:
-    """The prompts of what a tokenizer or processor returns; images become what stands at their tokens."""
+    """The prompts of what a tokenizer or processor returns; images become the embeddings at their tokens."""
     ids, mask = _of_tokenizer(inputs, attention_mask)
     for name in sorted(map(str, inputs)):
         if name not in (*PROCESSED, *PICTURED, *PASSED_OVER):
@@ -155,7 +155,7 @@ def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any
         TypeError: another mapping. ValueError: two attention masks.
     """
     if "input_ids" not in encoding:
-        hint = "; a message of a chat stands in a list" if {"role", "content"} <= {*encoding} else ""
+        hint = "; a message of a chat must be in a list" if {"role", "content"} <= {*encoding} else ""
         raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
     if mask is not None and attention_mask is not None:
@@ -169,9 +169,9 @@ def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any
 
 
 def check_placeholder(placeholder: Any) -> None:
-    """Raise ValueError unless it is None or a text that can stand for a mask."""
+    """Raise ValueError unless it is None or a text that can represent a mask."""
     if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
-        raise ValueError(f"mask={shown(placeholder)} must be the text that stands for a token to fill, e.g. '<mask>'")
+        raise ValueError(f"mask={shown(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'")
 
 
 def _of_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
@@ -222,7 +222,7 @@ def _from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
             raise ValueError("attention_mask must hold 0 (padding) and 1 (token) only")
         keep = mask.bool()
         if (keep.int().diff(dim=1).abs().sum(1) > 1).any():
-            raise ValueError("attention_mask has holes; padding must stand on the left or on the right of a row")
+            raise ValueError("attention_mask has holes; padding must be on the left or on the right of a row")
     rows = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
     return _of_ids(model, rows, single)
 
@@ -312,7 +312,7 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     if unk is not None and unk in ids:
         vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
         plain = text
-        for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template stand close to words
+        for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
             plain = plain.replace(special, " ")
         words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
         raise ValueError(

@@ -3,7 +3,7 @@
 ```
 state = sampler.start(model, prompt, ...)       # everything that changes while decoding lives in the state
 while not state.done:
-    proposal = sampler.step(model, state)       # evaluate: what could become final, and how sure we are
+    proposal = sampler.step(model, state)       # evaluate: what could become final, and how confident we are
     commit = sampler.commit(state, proposal)    # write: the only place where tokens (or the latent) change
 ```
 
@@ -76,7 +76,7 @@ class Query:
     """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together.
     Everywhere else "forwarded" means all branches (`CallCost.add_to` multiplies)."""
     index: np.ndarray | None = None
-    """[N] int64, on the host: where `rows` stand among the running rows."""
+    """[N] int64, on the host: where `rows` are among the running rows."""
     available: Tensor | None = None
     """[N, W] bool: False where a window position has no logits in this call; None when all have."""
     decided_at: Tensor | None = None
@@ -93,7 +93,7 @@ class Query:
     soften: Callable[[Tensor], Tensor] | None = None
     """From a model with canvases, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
     images: Tensor | None = None
-    """[N, D]: what stands at the image tokens of the call, in reading order; None where it has no images."""
+    """[N, D]: the embeddings at the image tokens of the call, in reading order; None where it has no images."""
     attention: Any = None
     """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
     keep_hidden: bool = False
@@ -196,7 +196,7 @@ class Proposal:
     positions: Tensor
     """[R, W] int64: where the values would be written."""
     scores: Tensor
-    """[R, W] float64: how sure the method is; higher is surer."""
+    """[R, W] float64: how confident the method is; higher is more confident."""
     available: Tensor
     """[R, W] bool: positions that were evaluated this step and may be committed."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
@@ -345,7 +345,7 @@ class Memory:
 
     def shift(self, dim: str, rows: np.ndarray, by: np.ndarray) -> None:
         """Move what is remembered of `rows` [N] to the front of the dimensions called `dim`, by [N] places each; what
-        comes in behind starts from the fill value."""
+        comes in after it starts from the fill value."""
         for name, spec in self.specs.items():
             for axis, own in enumerate(spec.dims, start=1):
                 if own == dim and len(rows):
@@ -469,7 +469,7 @@ class State:
         return f"{type(self).__name__} does not give its rows away"
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        """A copy that has the `rows` [N] alone, in this order, with so many positions; a row may stand there several
+        """A copy that has the `rows` [N] alone, in this order, with so many positions; a row may be there several
         times."""
         raise NotImplementedError
 
@@ -675,7 +675,7 @@ def evaluated(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
 
 
 def _runs(parts: list[np.ndarray]) -> list[Span]:
-    """Runs of neighbours among positions, which may stand there several times."""
+    """Runs of neighbours among positions, which may be there several times."""
     at = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     if not len(at):
         return []

@@ -1,4 +1,4 @@
-"""Lazy registries: a name stands for "module:Class" and is imported when it is first used."""
+"""Lazy registries: a name means "module:Class" and is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Registry:
     """Names of samplers (or caches) and where their classes live. `import paradec` imports none of them."""
 
     by_kind: ClassVar[dict[str, Registry]] = {}
-    """Every registry under its kind, for what lies below the modules that fill them."""
+    """Every registry under its kind, for code that must not import the modules that fill them."""
 
     def __init__(self, kind: str, targets: Mapping[str, str]):
         self.kind = kind
@@ -80,7 +80,7 @@ class Registry:
         self._targets[name] = target
 
     def get(self, name: str) -> type[Any]:
-        """The class behind a name.
+        """The class of a name.
 
         Raises:
             ValueError: no such name; the message lists what there is.

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a draw is a function of (row key, step, position, word), not of history.
+"""Counter-based random numbers: a draw is a function of (row key, step, position, token), not of history.
 
 So a step that is repeated draws the same numbers, and a row draws the same numbers whatever its neighbours, its
 padding or the device. Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
@@ -47,7 +47,7 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
 
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
-    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows stand before it.
+    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows are before it.
 
     `before` says how many those are, where rows of other batches count as well.
 
@@ -66,28 +66,28 @@ def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Seq
     return np.stack(keys)
 
 
-def uniform(keys: Tensor, step: Tensor, position: Tensor, words: int, stream: int) -> Tensor:
+def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int) -> Tensor:
     """Uniform float64 draws in (0, 1) with 53 random bits.
 
     Args:
         keys: [R, 2] int64 row keys.
         step: [R] int64 steps of the rows.
         position: [R, W] int64 positions.
-        words: how many draws per position (the vocabulary for Gumbel noise, 1 for a score).
+        size: how many draws per position (the vocabulary for Gumbel noise, 1 for a score).
         stream: `TOKEN_STREAM` or `POSITION_STREAM`.
 
     Returns:
-        [R, W, words] float64.
+        [R, W, size] float64.
     """
     rows, width = position.shape
-    count = (words + 1) // 2
+    count = (size + 1) // 2
     place = [each.expand(rows, width).reshape(-1, 1) for each in (position, step.unsqueeze(1), *keys.T.unsqueeze(-1))]
     if keys.is_cpu:
         draws = torch.from_numpy(_on_host([each.numpy().astype(np.uint64) for each in place], count, stream))
     else:
         bits = torch.stack(_bits(torch.arange(count, device=keys.device), place, stream), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
-    return draws.view(rows, width, 2 * count)[..., :words]
+    return draws.view(rows, width, 2 * count)[..., :size]
 
 
 def _bits(calls: Integers, place: Sequence[Integers], stream: int) -> tuple[Integers, Integers]:

@@ -22,7 +22,7 @@ class Rows(Protocol):
     """Something that keeps rows in a form of its own."""
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Any:
-        """A copy that has the `rows` [N] alone, in this order (a row may stand there several times), with so many
+        """A copy that has the `rows` [N] alone, in this order (a row may be there several times), with so many
         columns."""
         ...
 

@@ -97,7 +97,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
-    """Data as JSON in UTF-8 with a line end behind it: one line without `indent`. Lone surrogates, which UTF-8 cannot
+    """Data as JSON in UTF-8 with a line end after it: one line without `indent`. Lone surrogates, which UTF-8 cannot
     have, are escaped.
 
     Raises:
@@ -107,7 +107,7 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
 
 
 def write_bytes(file: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file whole or not at all: what stood there stays until the new content is complete."""
+    """Write a file whole or not at all: the old content stays until the new content is complete."""
     path = Path(os.path.realpath(file))
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_bytes(data)

@@ -98,7 +98,7 @@ def of_steps(steps: Any, images: Any, sampler: Any) -> Trace:
 
 
 def of_stage(images: Tensor) -> list[str]:
-    """Of the first rows of pictures [B, C, H, W] in [0, 1] as they stand after a step."""
+    """Of the first rows of pictures [B, C, H, W] in [0, 1] as they are after a step."""
     return [as_uri(image, STAGE_SIDE) for image in to_pil(images[:MOST_ROWS])]
 
 

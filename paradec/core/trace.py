@@ -136,7 +136,7 @@ class Trace:
     filled: list[list[Span]] | None = None
     """What decoding is to fill, of each row; None where the mask ids in `canvas` say it."""
     ends: list[int] | None = None
-    """The position after each row's last token: what is behind it is padding."""
+    """The position after each row's last token: what is after it is padding."""
     rules: list[str] = field(default_factory=list)
     """Names of what `TraceStep.rules` points to."""
     texts: dict[int, str] = field(default_factory=dict)

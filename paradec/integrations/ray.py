@@ -128,7 +128,7 @@ def check_ids(dataset: Any, id: str = "id") -> None:
     """Read the ids of a Ray dataset.
 
     Raises:
-        ValueError: no such column, an id that is neither a text nor an int, or one that stands twice.
+        ValueError: no such column, an id that is neither a text nor an int, or one that occurs twice.
     """
     columns = dataset.columns()
     if not columns:
@@ -139,7 +139,7 @@ def check_ids(dataset: Any, id: str = "id") -> None:
 
 
 def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
-    """The rows of a dataset whose id stands in no part of the folder (an anti-join)."""
+    """The rows of a dataset whose id is in no part of the folder (an anti-join)."""
     done = answered_ids(folder, id=id)
     return dataset.filter(lambda row: _plain(row[id]) not in done) if done else dataset
 
@@ -148,7 +148,7 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
     """The ids in a folder's parts. A part that cannot be read is renamed to NAME.broken.
 
     Raises:
-        ValueError: an id that stands twice.
+        ValueError: an id that occurs twice.
     """
     check_installed()
     import pyarrow
@@ -181,7 +181,7 @@ def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
         if isinstance(name, bool) or not isinstance(name, (str, int)):
             raise ValueError(f"id {shown(name)} in {part} is neither a text nor an int")
         if name in new or name in before:
-            raise ValueError(f"id {shown(name)} stands twice, the second time in {part}; each must be there once")
+            raise ValueError(f"id {shown(name)} occurs twice, the second time in {part}; each must be there once")
         new.add(name)
     return new
 

@@ -1,4 +1,4 @@
-"""`hf_generate`: paradec behind transformers' own `model.generate(..., custom_generate=paradec.hf_generate)`."""
+"""`hf_generate`: paradec inside transformers' own `model.generate(..., custom_generate=paradec.hf_generate)`."""
 
 from __future__ import annotations
 

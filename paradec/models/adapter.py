@@ -150,7 +150,7 @@ class Model(Adapter):
     def __getstate__(self) -> dict[str, Any]:
         if self.ranks is not None:
             raise TypeError(f"{self.facts.name} is spread over processes, and can be neither copied nor pickled")
-        # engines hold graphs and stores; what stands in for the wrap says whether there is one
+        # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one
         return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """What a module follows while one of our calls runs on it: its attention, its modes, and the columns that are wanted.
 
 A module may carry several wraps, and its owner goes on using it, in other threads as well. So a wrap changes nothing
-that shows: what it puts on a module asks whether the thread that runs it is inside a call of ours, and otherwise stands
-aside. Wraps of one module are counted, and the last that comes off takes it along.
+that shows: what it puts on a module asks whether the thread that runs it is inside a call of ours, and otherwise does
+nothing. Wraps of one module are counted, and the last that comes off takes it along.
 
 The thread's call is kept in a `threading.local`, not in a context variable: that would pass to other threads with their
 context, and torch.compile cannot trace it.
@@ -172,7 +172,7 @@ class SoftWrap:
 
 
 class CallConfig:
-    """Stands before the config that a part of a module reads its attention from. It is that config in everything but
+    """Replaces the config that a part of a module reads its attention from. It is that config in everything but
     the attention's name inside a call of ours. Copies and pickles of it are copies of the config."""
 
     def __init__(self, own: Any):
@@ -241,7 +241,7 @@ def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
 
 
 def every_part(module: nn.Module) -> list[nn.Module]:
-    """A module and all below it; parts that stand in several places several times. (`Module.modules` is several times
+    """A module and all below it; parts that are in several places several times. (`Module.modules` is several times
     slower, and this runs at every call.)"""
     found = [module]
     try:

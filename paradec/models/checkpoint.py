@@ -141,7 +141,7 @@ def positive(config: Mapping[str, Any], name: str) -> Any:
     """A positive number from the config (an int stays one).
 
     Raises:
-        CheckpointError: something else stands there.
+        CheckpointError: something else is there.
     """
     value = config.get(name)
     integral = name not in FRACTIONS
@@ -156,7 +156,7 @@ def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | N
     """True, False or None (null) from the config.
 
     Raises:
-        CheckpointError: something else stands there.
+        CheckpointError: something else is there.
     """
     value = config.get(name, default)
     if value is not None and not isinstance(value, bool):
@@ -195,7 +195,7 @@ def token_id(name: str, value: Any, vocab_size: int) -> int | None:
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary angles: `rope_theta`, or what stands in `rope_parameters`, where transformers 5 writes it.
+    """The base of the rotary angles: `rope_theta`, or the one in `rope_parameters`, where transformers 5 writes it.
 
     Raises:
         CheckpointError: none, two that differ, or angles that are scaled, which the families here do not have.
@@ -429,7 +429,7 @@ def listed(wrong: Mapping[str, list[str]]) -> str:
 
 def _needed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights, as files have them: Qwen2 has biases on q, k and v, Qwen3 has norms on q and k,
-    LLaDA2 (Glm4Moe) has them and one matrix for q, k and v. Experts stand in the file one by one."""
+    LLaDA2 (Glm4Moe) has them and one matrix for q, k and v. Experts are in the file one by one."""
     hidden, vocab = config.hidden_size, config.vocab_size
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     wide, width = config.num_attention_heads * head, config.num_key_value_heads * head

@@ -4,7 +4,7 @@ Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 260
 5.23 on. A draft block is the last final token and `block_size - 1` masks, embedded by the model itself. Keys and values
 of every layer come from two places with the same matrices: from the block, and from the model's own hidden states after
 `target_layer_ids`, side by side, through one matrix and a norm. The block sees all of both. What is made of a mask goes
-through the model's own output matrix: the law of the token at that very position.
+through the model's own output matrix: the distribution of the token at that very position.
 
 The network is transformers' own (`MuseGlimmerAssistantModel`), with masks of ours, so that rows of several lengths may
 share a call. Two formats are read: transformers', and z-lab's (`dflash_config` in a Qwen3's config.json, other names of
@@ -56,7 +56,7 @@ class BlockSettings:
 
     Args:
         block_size: the last final token and the drafts.
-        mask_token_id: what stands for a token to draft, an id of the model.
+        mask_token_id: the id of the model that represents a token to draft.
         target_layer_ids: layers of the model, from 0, whose outputs are read.
         window: of sliding layers: they see what is less than so many positions away; 0 where there are none.
         causal: whether sliding layers see nothing to their right.
@@ -126,7 +126,7 @@ class DFlashDrafter(FeatureDrafter):
 
     @property
     def mask_token_id(self) -> int:
-        """The id that stands for a token to draft."""
+        """The id that represents a token to draft."""
         return self.settings.mask_token_id
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:

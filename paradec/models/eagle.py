@@ -4,7 +4,7 @@ Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"
 EAGLE-2, arXiv 2406.16858, and LANTERN, arXiv 2410.03355, draft with the same network. (EAGLE-3's is another one.)
 
 The feature of a position is the model's last hidden state there, after the final norm. The drafter reads the feature
-of position i - 1 beside the embedding of the token at i, and its output stands for the feature of position i: the
+of position i - 1 beside the embedding of the token at i, and its output represents the feature of position i: the
 model's own output matrix makes logits of it, and it is read in turn where drafts go on. So the first token of a prompt
 has no column of its own, and columns are rotated as position i - 1, or, over LlamaGen, by the token's own cell.
 

@@ -13,7 +13,7 @@ class Family:
 
     Args:
         module: the transformers class that has the same blocks.
-        config: what stands in config.json -> that class's configuration; raises CheckpointError for maths it lacks.
+        config: the content of config.json -> that class's configuration; raises CheckpointError for maths it lacks.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
         key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
         block_name: the field of config.json that states the block.
@@ -27,8 +27,8 @@ class Family:
             checkpoint's own tokenizer class is remote code over the same files).
         float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
         experts: whether it is a mixture of experts: files have a matrix for each, the module stacks of them.
-        fused: a weight's name behind its layer, after `key_mapping` -> the module's weights whose rows stand in it, one
-            after the other.
+        fused: what follows the layer in a weight's name, after `key_mapping` -> the module's weights whose rows it
+            holds, one after the other.
         reader: gives the class that reads the files, where `module` itself cannot; what it reads becomes a `module`.
         padding_ends: whether the tokenizer's end token, else the padding, ends answers where the checkpoint states no
             end.

@@ -51,8 +51,8 @@ class LayerOutputs:
         return note
 
     def side_by_side(self, last: Tensor) -> Tensor:
-        """[R, Q, layers * D]: in the order of `wanted`. `last` [R, Q, D] are the hidden states behind the final norm,
-        which stand for the last layer's, as in transformers' `output_hidden_states`."""
+        """[R, Q, layers * D]: in the order of `wanted`. `last` [R, Q, D] are the hidden states after the final norm,
+        which are used as the last layer's, as in transformers' `output_hidden_states`."""
         parts = [last if index == len(self.layers) - 1 else self.found[index] for index in self.wanted]
         return torch.cat([part.to(last.device) for part in parts], -1)
 

@@ -393,7 +393,7 @@ def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, 
     name = adapter if isinstance(adapter, str) else adapter.source
     why = None
     if family.experts or family.fused is not None:
-        why = "its matrices do not stand in the module as they stand in the file"
+        why = "its matrices are not in the module as they are in the file"
     elif quantised or options.get("quantization_config") is not None:
         why = "quantised weights cannot take a product"
     elif options.get("tp_plan") is not None:

@@ -53,7 +53,7 @@ SECONDS = 2.0
 ENDING = r"(.*\.)?({})$"
 """peft's frame of a pattern for how names end."""
 LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
-"""Where the number of a layer stands, unless `layers_pattern` says it."""
+"""Where the number of a layer is, unless `layers_pattern` says it."""
 BEFORE_LAYER = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
 
 
@@ -99,7 +99,7 @@ class AdapterConfig:
         rslora: whether alpha is divided by the root of the rank.
         targets: the adapted matrices, by a pattern of whole names or by how names end; None: all that there are.
         excluded: what is none of them. layers: the only layers that are adapted, or None; `places`: patterns of what
-            stands before their numbers.
+            comes before their numbers.
     """
 
     source: str

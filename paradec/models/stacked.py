@@ -59,7 +59,7 @@ def parts_of(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] |
 
 
 def _whole(own: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
-    """The weight of the file that holds this one's rows, and all whose rows stand in it."""
+    """The weight of the file that holds this one's rows, and all whose rows are in it."""
     for name, parts in (fused or {}).items():
         for part in parts:
             if own.endswith(f".{part}"):

@@ -263,7 +263,7 @@ class Board:
         return found
 
     def leave(self, rank: int, error: BaseException, for_good: bool) -> None:
-        """Leave word that this rank has failed, and whether it will come to no meeting again. Never raises: another
+        """Record that this rank has failed, and whether it will come to no meeting again. Never raises: another
         error is under way."""
         try:
             self._put(f"left/{rank}", {"why": _line(error), "for_good": for_good, "number": self._number})
@@ -508,7 +508,7 @@ def whole(weight: Any) -> Any:
 
 
 def digest(data: Any) -> str:
-    """A short text that stands for data."""
+    """A short text that represents data."""
     return hashlib.blake2b(json.dumps(data, default=str, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -21,7 +21,7 @@ NESTED = ("model", "module", "state_dict")
 
 
 def inside(data: Any, path: str) -> dict[str, Any] | None:
-    """The dict that lies in a dict under names joined by points, or None."""
+    """The dict that is in a dict under names joined by points, or None."""
     for key in path.split("."):
         data = data.get(key) if isinstance(data, dict) else None
     return data if isinstance(data, dict) else None

@@ -161,7 +161,7 @@ def test_what_a_tokenizer_returns_is_a_prompt(tensors: str | None, single: bool,
 
 
 def test_other_mappings_are_refused(packaged: Model) -> None:
-    with pytest.raises(TypeError, match="mapping without 'input_ids'.*a message of a chat stands in a list"):
+    with pytest.raises(TypeError, match="mapping without 'input_ids'.*a message of a chat must be in a list"):
         paradec.generate(packaged, {"role": "user", "content": PROMPT})
     with pytest.raises(TypeError, match=r"mapping without 'input_ids' \(it has \['ids'\]\)$"):
         paradec.generate(packaged, {"ids": [1]})

@@ -365,7 +365,7 @@ def test_a_space_before_a_hole_belongs_to_it() -> None:
         ("fox <mask:0>", {}, "count of '<mask:0>'=0 must be an integer from 1 to 512"),
         ("fox <mask:99999999999>", {}, "count of '<mask:99999999999>'=99999999999 must be"),
         ("fox <mask:511> cow cow", {}, r"prompt of 514 tokens \+ max_new_tokens=0 = 514 is longer"),
-        ("fox <mask>", {"mask": ""}, "mask='' must be the text that stands for a token to fill"),
+        ("fox <mask>", {"mask": ""}, "mask='' must be the text that represents a token to fill"),
         ("fox <mask>", {"mask": 3}, "mask=3 must be the text"),
         ("fox <mask>", {"max_new_tokens": -1}, "max_new_tokens=-1 must be an integer from 0"),
         ("zebu <mask>", {}, "words outside the model's vocabulary: .*zebu"),

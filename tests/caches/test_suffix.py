@@ -324,7 +324,7 @@ def refused(model: Any, message: str, rows: Any = None, **asked: Any) -> None:
 
 def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
     model = tiny(1)
-    refused(tiny(1, "block_causal"), "block-causal, and sees nothing behind its block")
+    refused(tiny(1, "block_causal"), "block-causal, and sees nothing after its block")
     refused(model, "give block_length")
     for cache in ("dkv_decode", "dkv_prefill", "dkv_pd"):
         refused(model, f"cache='{cache}' counts on all of a row", cache=cache, block_length=4)

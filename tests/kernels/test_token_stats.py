@@ -474,7 +474,7 @@ def test_samplers_read_the_same_numbers_on_every_path() -> None:
             "logits must be a float tensor .* not torch.int64",
         ),
         ({"logits": [0.0]}, TypeError, "logits must be a float tensor"),
-        ({"logits": torch.zeros(2, 0)}, ValueError, r"logits of shape \(2, 0\) have no words"),
+        ({"logits": torch.zeros(2, 0)}, ValueError, r"logits of shape \(2, 0\) have no tokens"),
         ({"fields": ("probability",)}, ValueError, "unknown fields: 'probability'; allowed: .*prob"),
         ({"temperature": 0}, ValueError, "temperature=0 must be a number"),
         ({"temperature": math.nan}, ValueError, "temperature=nan must be a number"),

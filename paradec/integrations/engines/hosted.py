@@ -64,9 +64,9 @@ class Stepped:
     """What one step did to a row."""
 
     tokens: Tensor
-    """[W] int64, on the rows' device: the window that was stepped, as it stands now."""
+    """[W] int64, on the rows' device: the window that was stepped, as it is now."""
     changed: bool
-    """Whether any of them is another one than before. If not, the engine has just evaluated them as they stand."""
+    """Whether any of them is another one than before. If not, the engine has just evaluated them as they are."""
     closed: bool
     """Whether the window is final. `Hosted.window` is the next one then, unless the row is done."""
     done: bool
@@ -83,7 +83,7 @@ class Hosted:
 
     Args:
         sampler: a masked sampler, its name, or several that are joined ("credit+localleap").
-        facts: of the model that the engine runs: mask id, topology, block length, where logits stand.
+        facts: of the model that the engine runs: mask id, topology, block length, where logits are.
         device: where the logits will be.
 
     Raises:
@@ -134,7 +134,7 @@ class Hosted:
         Args:
             key: what the engine calls it; of no row that is open.
             prompt_ids: ids, a sequence or [L] int64. Mask ids among them are holes to fill.
-            max_new_tokens: masks behind it, at least 0.
+            max_new_tokens: masks after it, at least 0.
             fields: of `paradec.Request`, those in `FIELDS`, with its defaults.
 
         Raises:
@@ -159,7 +159,7 @@ class Hosted:
         if state.batch != 1:
             raise ValueError(f"prompt_ids holds {state.batch} rows; open one at a time")
         if state.early_rules:
-            raise ValueError(f"stop={shown(request.stop)} reads the logits behind the open block: engines have none")
+            raise ValueError(f"stop={shown(request.stop)} reads the logits after the open block: engines have none")
         unit = self.facts.block_unit
         if (request.block_length or 1) > unit > 1:
             raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
@@ -244,8 +244,8 @@ class Hosted:
     def window(self, key: Hashable) -> tuple[int, Tensor]:
         """What to evaluate next: the position of the open block's first token, and its tokens [W] int64 (a copy).
 
-        On a block-causal model it is the model's whole block: what was given of it stands in it, and masks at all that
-        is undecided.
+        On a block-causal model it is the model's whole block: it holds what was given of it, and masks at all that is
+        undecided.
 
         Raises:
             ValueError: the row is done.
@@ -362,7 +362,7 @@ class Hosted:
         return self._place(key)
 
     def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
-        """The first position of the engine's block, and the one behind it."""
+        """The first position of the engine's block, and the one after it."""
         unit, longest = self.facts.block_unit, self.facts.max_length
         stop = -(-int(state.block_end[slot]) // unit) * unit
         if longest is not None:  # where a model's last block is cut off
@@ -384,8 +384,8 @@ class _Row:
 
 
 class _Answering:
-    """Stands where the sampler expects a model: the engine has evaluated it, and what it answered of the open blocks is
-    `logits`, by row [W, V]."""
+    """Replaces the model that the sampler expects: the engine has evaluated it, and what it answered of the open blocks
+    is `logits`, by row [W, V]."""
 
     tokenizer = None
     kind = "hosted"
@@ -400,7 +400,7 @@ class _Answering:
         self.logits: dict[int, Tensor] = {}
 
     def __call__(self, query: Query) -> Tensor:
-        """[N, W, V], a copy: the sampler writes to what it is given. Behind a shorter block stands nothing."""
+        """[N, W, V], a copy: the sampler writes to what it is given. There is nothing after a shorter block."""
         assert query.wanted is not None  # a sampler that wants more is not hosted
         parts, width = [self.logits[row] for row in query.rows.tolist()], query.wanted.shape[1]
         if all(len(part) == width for part in parts):

@@ -91,9 +91,9 @@ def _algorithm(name: str, sampler: str | None, base: type) -> type:
 
 
 class BlockSteps:
-    """What SGLang calls of an algorithm, for any sampler; its loops are those of the base that stands behind this one.
+    """What SGLang calls of an algorithm, for any sampler; its loops are those of the base that comes after this one.
 
-    A block is a row of its own: the prompt's tokens in it are given, the masks behind them are to be filled. It is
+    A block is a row of its own: the prompt's tokens in it are given, the masks after them are to be filled. It is
     final where the sampler's row is done. SGLang keeps the keys and values of the forward that says so, so that is the
     first one that evaluates the tokens as they stay: the step that changes nothing, or one forward more.
 
@@ -216,7 +216,7 @@ class BlockSteps:
         for key, each in found.items():
             if each.error is not None:
                 for block in states:
-                    block.forget()  # nothing is written: whoever goes on begins with what stands there
+                    block.forget()  # nothing is written: whoever goes on begins with what is there
                 name, start = self._place(forward_batch, stepping[key])
                 raise FloatingPointError(f"{each.error}: request {name!r}, block at position {start}")
         written = ids

@@ -25,7 +25,7 @@ import socket
 from typing import Any
 
 TRIED = (">=5.23", "<5.24")
-"""Releases of transformers that the server was tried with: it stands on private classes of theirs."""
+"""Releases of transformers that the server was tried with: it uses private classes of theirs."""
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
 """What the extra `serve` installs."""
 LATER = {"Engine": "engine", "build_app": "app", "serve": "app"}

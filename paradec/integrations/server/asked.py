@@ -104,7 +104,7 @@ def check_fields(body: Mapping[str, Any], fields: tuple[str, ...]) -> None:
 
 
 def read(body: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> Asked:
-    """What a body asks for, beside its prompt. A preset's fields are overruled by what stands beside it.
+    """What a body asks for, beside its prompt. A preset's fields are overruled by what is beside it.
 
     Raises:
         Refused: an unknown preset, a field twice, or one that may not come from a client.

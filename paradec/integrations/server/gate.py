@@ -1,4 +1,4 @@
-"""What stands before the endpoints: keys, sizes, how many at once, and clients that go away or do not read."""
+"""What comes before the endpoints: keys, sizes, how many at once, and clients that go away or do not read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gate:
     """An ASGI middleware.
 
     Args:
-        app: what is behind it.
+        app: the application that it guards.
         api_key: what clients send as "Authorization: Bearer ..."; None lets all in.
         max_body: bytes of a request's body.
         max_requests: requests that are handled at once; more get 429 with Retry-After.

@@ -17,7 +17,7 @@ MOST_DRAFTS = 4
 
 
 class Draft(str):
-    """JSON text of what stands to the right of the final text, for a comment of the stream."""
+    """JSON text of the tokens to the right of the final text, for a comment of the stream."""
 
 
 class Cut:
@@ -134,8 +134,8 @@ class TextStream:
     def _put_draft(self, ids: Tensor) -> None:
         if self.queue.qsize() >= MOST_DRAFTS or self._cut.over:
             return
-        words = [None if token == self._mask else self._tokenizer.decode([token]) for token in ids[0].tolist()]
-        self._push([Draft(json.dumps({"draft": words}, ensure_ascii=False))])
+        texts = [None if token == self._mask else self._tokenizer.decode([token]) for token in ids[0].tolist()]
+        self._push([Draft(json.dumps({"draft": texts}, ensure_ascii=False))])
 
     def _push(self, items: Sequence[Any]) -> None:
         if threading.get_ident() == self._owner:

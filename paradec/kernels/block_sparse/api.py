@@ -81,9 +81,9 @@ def sparse_attention(
         query: [B, H, Q, D]; columns of a call, see `tiles`.
         key, value: [B, G, K, D] of the positions from 0 on.
         index: the lists; None attends to all keys (and so yields their log-sum-exp), in blocks of `block_size`.
-        tiles: where the query blocks stand in the call; None: the queries are positions 0 to Q.
+        tiles: where the query blocks are in the call; None: the queries are positions 0 to Q.
         lengths: [B] keys of each row, on the host; None is K. Keys beyond are not seen.
-        rows: [B] rows of `index` that the rows of the call use, on the host; None: as they stand.
+        rows: [B] rows of `index` that the rows of the call use, on the host; None: in their own order.
         scale: of the scores; None is D ** -0.5.
         backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU, where the dtype and sizes allow it. "flex" is
             compiled at the first call of every shape on a GPU; elsewhere it is not, and makes all scores.
@@ -173,7 +173,7 @@ def runs_on(backend: str, query: Tensor, size: int) -> str:
 
 
 def _serving(backend: str) -> ModuleType:
-    """The module behind a name that `runs_on` returned."""
+    """The module of a name that `runs_on` returned."""
     if backend == "triton":
         # here alone: `import paradec.kernels.block_sparse` stays without triton
         from paradec.kernels.block_sparse import triton

@@ -28,7 +28,7 @@ def attend(
     size: int,
     return_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's flex_attention over the same lists. Blocks that lie wholly within a row need no mask there; its last
+    """PyTorch's flex_attention over the same lists. Blocks that are wholly within a row need no mask there; its last
     one, if it is short, does."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 

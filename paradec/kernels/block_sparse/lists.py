@@ -1,4 +1,4 @@
-"""Lists of key blocks, how they are found from tile means, and where a call's blocks of queries stand."""
+"""Lists of key blocks, how they are found from tile means, and where a call's blocks of queries are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BlockIndex:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Where the queries of each block stand among the columns of a call, which may hold any ascending positions.
+    """Where the queries of each block are among the columns of a call, which may hold any ascending positions.
 
     Shapes: `T` tiles per row, at most one per block.
     """
@@ -108,7 +108,7 @@ class QueryTiles:
 
 
 def generation_block(lengths: np.ndarray, new: np.ndarray, block_size: int) -> np.ndarray:
-    """[B] int64: the first block that lies wholly in the last `new` [B] of `lengths` [B] positions, else the last one.
+    """[B] int64: the first block that is wholly in the last `new` [B] of `lengths` [B] positions, else the last one.
 
     A block that holds both prompt and answer counts as prompt.
     """

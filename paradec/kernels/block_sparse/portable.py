@@ -139,7 +139,7 @@ def lists_of(
 
 
 def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
-    """[B, H, Q, D] -> [B, H, T * size, D]: the queries of each tile, and anything behind them."""
+    """[B, H, Q, D] -> [B, H, T * size, D]: the queries of each tile, and anything after them."""
     (batch, heads, columns, width), count = query.shape, tiles.block.shape[1]
     if tiles.aligned:
         return F.pad(query, (0, 0, 0, count * size - columns))

@@ -72,7 +72,7 @@ def attend(
     splits = -(-min(size, tiles.largest) // shapes["QUERIES"])
     programs = tiles.block.shape[1] * splits * batch * heads
     shares = _shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
-    # position by position, as the projection behind wants it; padding columns stay 0
+    # position by position, as the projection after it wants it; padding columns stay 0
     kind = value.dtype if shares == 1 else torch.float32
     out = torch.zeros((shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
     sums = torch.full((shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)

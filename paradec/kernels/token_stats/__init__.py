@@ -7,14 +7,14 @@ Three paths compute the same numbers, and `path_for` says which one serves which
 - "triton": one kernel that reads every logit once, and a small one that joins the parts of a row where the vocabulary
   was split over programs.
 
-Trained models are so sure of many positions that float32 probabilities tie at 1, and a rule that ranks them would then
-go by position. So the float32 paths never add the best word's share to that of the others: with m the largest logit,
-they sum `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over all other words, and the probability
+Trained models are so confident of many positions that float32 probabilities tie at 1, and a rule that ranks them would
+then go by position. So the float32 paths never add the best token's share to that of the others: with m the largest
+logit, they sum `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over all other tokens, and the probability
 1 / (1 + rest), the entropy ln(1 + rest) - weight / (1 + rest) and all else follow in float64. The entropy keeps
 float32's relative precision as far down as float32 has numbers (1e-36), and 1 - p as far down as float64 goes.
 
 A temperature divides differences to the largest logit only: these never overflow, whatever the logits, and what is far
-below the best word comes to nothing, as it should.
+below the best token comes to nothing, as it should.
 
 Two such sums merge exactly (online softmax: Milakov and Gimelshein, arXiv 1805.02867), also where one is empty.
 

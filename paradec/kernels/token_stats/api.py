@@ -14,7 +14,7 @@ from paradec.kernels.token_stats.reference import FIELDS, GumbelDraws, TokenStat
 
 PATHS = ("float64", "chunked", "triton")
 SMALL_VOCABULARY = 2**13
-"""Up to so many words "float64" serves all logits: little beside any forward."""
+"""Up to so many tokens "float64" serves all logits: little beside any forward."""
 IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
 """What the kernel finds: a logarithm of p + 1e-10 takes the normalized p, and so a second read."""
 
@@ -31,10 +31,10 @@ def token_stats(
     """Statistics of each row's distribution softmax(logits / temperature).
 
     Args:
-        logits: [..., V] of any float dtype, rows strided as they like; -inf excludes a word.
+        logits: [..., V] of any float dtype, rows strided as they like; -inf excludes a token.
         fields: which of `FIELDS` are wanted; None is all. `token` and `prob` always come.
         temperature: divides the logits before everything but `gap` (Dream); LLaDA's statistics have 1.
-        ids: [...] or [..., K] int64: words whose probabilities are wanted, each from 0 to V - 1 (not checked on
+        ids: [...] or [..., K] int64: tokens whose probabilities are wanted, each from 0 to V - 1 (not checked on
             accelerators, which would have to be waited for).
         draws: asks for a sample by the Gumbel-max trick.
         path: one of `PATHS`; None asks `path_for`.
@@ -46,7 +46,7 @@ def token_stats(
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")
     if not logits.dim() or not logits.shape[-1]:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} have no words; expected [..., V]")
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no tokens; expected [..., V]")
     wanted = frozenset(FIELDS) if fields is None else frozenset(fields)
     for name in wanted:
         check_choice("fields", name, FIELDS)
@@ -109,7 +109,7 @@ def _check_draws(draws: GumbelDraws, logits: Tensor) -> None:
             raise ValueError(f"draws.{name} must be int64 {shape}, not {given.dtype} {tuple(given.shape)}")
     check_temperature("draws.temperature", draws.temperature)
     if draws.temperature == 0:
-        raise ValueError("draws.temperature=0 draws nothing: leave draws out, the best word is `token`")
+        raise ValueError("draws.temperature=0 draws nothing: leave draws out, the best one is `token`")
 
 
 def _check_triton(logits: Tensor, wanted: frozenset[str]) -> None:

@@ -13,25 +13,25 @@ from paradec.core import rng
 from paradec.kernels.token_stats.reference import EPSILON, GumbelDraws, TokenStats
 
 CPU_CHUNK = 2**17
-"""Words that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, which pays for the calls and is still
-near the core, twice and beside the logits."""
+"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, which pays for the calls and is
+still near the core, twice and beside the logits."""
 SEARCH_CHUNK = 2**22
-"""Words among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
+"""Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
 FLOAT64_CPU_CHUNK = 2**17
 """The same for "float64": 1 MB."""
 LONG = 2**11
-"""Words from which on "float64" looks among stretches first."""
+"""Tokens from which on "float64" looks among stretches first."""
 CHUNK = 2**25
 """The same on accelerators."""
 NOISE_CHUNK = 2**22
-"""The same where noise is drawn, which takes some 100 bytes a word while it is made."""
+"""The same where noise is drawn, which takes some 100 bytes a token while it is made."""
 STRETCH = 2**9
-"""Words whose largest is found before an index is looked for; less where that divides the vocabulary."""
+"""Tokens whose largest logit is found before an index is looked for; less where that divides the vocabulary."""
 FLOOR = -73.5
-"""Where a word's difference to the second best, over the temperature, is cut off: what is below 2**-106 of it is
+"""Where a token's difference to the second best, over the temperature, is cut off: what is below 2**-106 of it is
 nothing beside it in float64. Processors take ten times as long over an exponential whose result is no normal number, as
-at low temperatures and of excluded words."""
+at low temperatures and of excluded tokens."""
 
 
 def portable_stats(
@@ -73,7 +73,7 @@ def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Any]:
 
 
 def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
-    """[..., V] as views [n, V] of about so many words, in order: one at least."""
+    """[..., V] as views [n, V] of about so many tokens, in order: one at least."""
     rows = max(1, (on_cpu if logits.is_cpu else elsewhere) // logits.shape[-1])
     if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
         yield from logits.reshape(-1, logits.shape[-1]).split(rows)
@@ -113,7 +113,7 @@ def _float64_stats(
     if not wanted.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
         at = first.unsqueeze(-1)
         if "entropy" in wanted:
-            # sum p (z - z_best) + ln p_best needs no logarithm per word; both terms are negative, so nothing cancels
+            # sum p (z - z_best) + ln p_best needs no logarithm per token; both terms are negative, so nothing cancels
             assert wide is not None
             spread = wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
         p.scatter_(-1, at, 0)
@@ -134,7 +134,7 @@ def _float64_stats(
 class _Sums(NamedTuple):
     """What the portable path reads of rows [N, V]; all else follows from it at once for all rows. Each [N], float64 but
     for `token`. Shares are exp((logit - second) / temperature): what is far below the second best is too small for
-    float32 only where it is too small beside it, however sure the best word is."""
+    float32 only where it is too small beside it, however probable the best token is."""
 
     token: Tensor
     top: Tensor
@@ -142,7 +142,7 @@ class _Sums(NamedTuple):
     second: Tensor
     """The second largest; -inf where there is none."""
     mass: Tensor
-    """Sum of the shares of all words but the best."""
+    """Sum of the shares of all tokens but the best."""
     weight: Tensor | None
     """Sum of share x (logit - second) / temperature over them."""
     others: Tensor | None
@@ -152,11 +152,11 @@ class _Sums(NamedTuple):
 def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Sums:
     """Of all rows of [..., V], each field [N]."""
     groups = list(_pieces(logits.detach(), SEARCH_CHUNK, CHUNK))
-    rows, words = max(map(len, groups)), logits.shape[-1]
-    most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // words))
+    rows, vocab = max(map(len, groups)), logits.shape[-1]
+    most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // vocab))
     reads_shares = "entropy" in wanted or "smoothed_entropy" in wanted
     # in one piece: of two, allocators give both back and ask for them again at every call
-    scratch = torch.empty((1 + reads_shares, most, words), dtype=torch.float32, device=logits.device)
+    scratch = torch.empty((1 + reads_shares, most, vocab), dtype=torch.float32, device=logits.device)
     return _Sums(*_joined(_sums(group, wanted, temperature, scratch) for group in groups))
 
 
@@ -251,18 +251,18 @@ def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Largest of stretches first, which is one vectorized pass; an index is then looked for in one stretch alone.
     """
-    words = source.shape[-1]
-    size = math.gcd(words, STRETCH)
+    vocab = source.shape[-1]
+    size = math.gcd(vocab, STRETCH)
     if size < STRETCH // 4:
         size = STRETCH
-    whole = words // size * size
+    whole = vocab // size * size
     stretches = source[..., :whole].unflatten(-1, (whole // size, size)).amax(-1)
-    if whole < words:
+    if whole < vocab:
         stretches = torch.cat((stretches, source[..., whole:].amax(-1, keepdim=True)), -1)
     top, stretch = stretches.max(-1, keepdim=True)
     column = stretch * size + torch.arange(size, device=source.device)
-    if whole < words:
-        inside = source.gather(-1, column.clamp(max=words - 1)).masked_fill_(column >= words, -torch.inf)
+    if whole < vocab:
+        inside = source.gather(-1, column.clamp(max=vocab - 1)).masked_fill_(column >= vocab, -torch.inf)
     else:
         inside = source.gather(-1, column)
     at = inside.argmax(-1, keepdim=True)
@@ -272,7 +272,7 @@ def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _samples(logits: Tensor, draws: GumbelDraws) -> Tensor:
-    """Draw a word from each of the rows [..., V], in float64: [...]."""
+    """Draw a token from each of the rows [..., V], in float64: [...]."""
     found, at, noise = [], 0, draws.by_row()
     for rows in _pieces(logits, CPU_CHUNK, NOISE_CHUNK):
         here = slice(at, at + len(rows))

@@ -23,7 +23,7 @@ class TokenStats(NamedTuple):
     None. Floats are float64. Where a row is `nonfinite` its floats are NaN and its ids mean nothing."""
 
     token: Tensor
-    """[...] int64: the likeliest word, the lowest id on ties."""
+    """[...] int64: the likeliest token, the lowest id on ties."""
     prob: Tensor
     """[...]: its probability."""
     second_prob: Tensor | None = None
@@ -37,13 +37,13 @@ class TokenStats(NamedTuple):
     logsumexp: Tensor | None = None
     """[...]: of the logits over `temperature`."""
     gap: Tensor | None = None
-    """[...]: the largest logit minus the second largest, at the logits' own scale; inf where there is one word only."""
+    """[...]: the largest logit minus the second largest, at the logits' own scale; inf for one token only."""
     nonfinite: Tensor | None = None
     """[...] bool: a logit is NaN or +inf, or all are -inf."""
     ids_prob: Tensor | None = None
     """Shaped as `ids`: their probabilities."""
     sample: Tensor | None = None
-    """[...] int64: a word drawn from softmax(logits / draws.temperature)."""
+    """[...] int64: a token drawn from softmax(logits / draws.temperature)."""
     sample_prob: Tensor | None = None
     """[...]: its probability, under the same distribution as `prob`."""
 
@@ -54,14 +54,14 @@ FIELDS = TokenStats._fields[:9]
 
 @dataclass(frozen=True)
 class GumbelDraws:
-    """Where Gumbel noise comes from: word v of a position takes the number v of `rng.uniform`, so that a draw depends
+    """Where Gumbel noise comes from: token v of a position takes the number v of `rng.uniform`, so that a draw depends
     neither on the batch nor on how the vocabulary is split.
 
     Args:
         keys: [R, 2] int64 row keys (`rng.row_keys`).
         steps: [R] int64.
         positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
-        temperature: words are drawn from softmax(logits / temperature), whatever the temperature of the statistics.
+        temperature: tokens are drawn from softmax(logits / temperature), whatever the temperature of the statistics.
     """
 
     keys: Tensor
@@ -95,10 +95,10 @@ def reference_stats(
     z = (logits - top) / temperature  # at most 0: no temperature overflows
     nonfinite = z.isnan().any(-1)
     z = z.masked_fill(nonfinite.unsqueeze(-1), torch.nan)
-    # 1 is the best word's; added to the others' it would take their digits
+    # 1 is the best token's; added to the others' it would take their digits
     rest = z.exp().scatter(-1, token, 0).sum(-1)
     p = z.exp() / (1 + rest.unsqueeze(-1))
-    # beside the only word, one that is excluded
+    # beside the only token, one that is excluded
     best, second = F.pad(p, (0, 1)).sort(-1, descending=True).values[..., :2].unbind(-1)
     highest, following = F.pad(logits, (0, 1), value=-torch.inf).sort(-1, descending=True).values[..., :2].unbind(-1)
     ids_prob = sample = sample_prob = None

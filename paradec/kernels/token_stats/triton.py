@@ -14,11 +14,11 @@ from torch import Tensor
 from paradec.kernels.token_stats.reference import GumbelDraws, TokenStats
 
 BLOCK = 2048
-"""Words that a Triton program works on at a time: eight a thread, which leaves registers for four programs."""
+"""Tokens that a Triton program works on at a time: eight a thread, which leaves registers for four programs."""
 FLOATS = ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "sample_prob")
 """Rows of `floats` in the kernel, in order."""
 PARTIAL = 7
-"""Numbers per part of a row: m, second, best, rest, weight; best perturbed logit, less m, and its word."""
+"""Numbers per part of a row: m, second, best, rest, weight; best perturbed logit, less m, and its token."""
 
 
 def triton_stats(
@@ -30,17 +30,17 @@ def triton_stats(
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:
-    """`token_stats`, unchecked. block: words per tile, a power of two. splits: parts of the vocabulary; None fits the
+    """`token_stats`, unchecked. block: tokens per tile, a power of two. splits: parts of the vocabulary; None fits the
     device."""
-    lead, words = logits.shape[:-1], logits.shape[-1]
-    grid = logits if logits.dim() == 3 else logits.reshape(1, -1, words)  # [R, W, V]; three dimensions need no copy
+    lead, vocab = logits.shape[:-1], logits.shape[-1]
+    grid = logits if logits.dim() == 3 else logits.reshape(1, -1, vocab)  # [R, W, V]; three dimensions need no copy
     if grid.stride(2) != 1:
         grid = grid.contiguous()
     count, width, device = grid.shape[0] * grid.shape[1], grid.shape[1], logits.device
     if splits is None:
-        splits = max(1, min(_programs(device) // max(count, 1), triton.cdiv(words, block)))
-    span = triton.cdiv(triton.cdiv(words, splits), block) * block
-    splits = triton.cdiv(words, span)
+        splits = max(1, min(_programs(device) // max(count, 1), triton.cdiv(vocab, block)))
+    span = triton.cdiv(triton.cdiv(vocab, splits), block) * block
+    splits = triton.cdiv(vocab, span)
     partial = torch.empty((count, splits, PARTIAL), dtype=torch.float64, device=device)
     floats = torch.empty((len(FLOATS), count), dtype=torch.float64, device=device)
     tokens = torch.empty((2, count), dtype=torch.int64, device=device)
@@ -57,7 +57,7 @@ def triton_stats(
         sharpness = torch.full((1,), draws.temperature, dtype=torch.float64, device=device)
     if count:
         _partial_kernel[(count, splits)](
-            grid, partial, *noise, sharpness, width, grid.stride(0), grid.stride(1), words, span, 1 / temperature,
+            grid, partial, *noise, sharpness, width, grid.stride(0), grid.stride(1), vocab, span, 1 / temperature,
             SAMPLE=draws is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
         many = 0 if flat_ids is None else flat_ids.shape[1]
@@ -86,7 +86,7 @@ def _programs(device: torch.device) -> int:
 
 @triton.jit
 def _partial_kernel(
-    logits, partial, keys, steps, positions, sharpness, width, row_stride, column_stride, words, span, scale,
+    logits, partial, keys, steps, positions, sharpness, width, row_stride, column_stride, vocab, span, scale,
     SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One part of one row's vocabulary -> partial [N, splits, 7] float64. Grid (N, splits)."""
@@ -94,11 +94,11 @@ def _partial_kernel(
     split = tl.program_id(1)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
     begin = split * span
-    stop = tl.minimum(begin + span, words)
+    stop = tl.minimum(begin + span, vocab)
     m = tl.full((), float("-inf"), tl.float32)
     second = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), -1, tl.int32)
-    # lane by lane, summed at the end; the scalars hold words that were the best once
+    # lane by lane, summed at the end; the scalars hold tokens that were the best once
     rest = tl.zeros((BLOCK,), tl.float32)
     weight = tl.zeros((BLOCK,), tl.float32)
     rest_of_best = tl.full((), 0.0, tl.float32)
@@ -108,15 +108,15 @@ def _partial_kernel(
     lane = tl.arange(0, BLOCK)
     ahead = tl.load(source + begin + lane, mask=begin + lane < stop, other=float("-inf"))
     for at in range(begin, stop, BLOCK):
-        word = at + lane
+        token = at + lane
         # float32 at once: the interpreter computes nothing in bfloat16
         x = ahead.to(tl.float32)
         # the next tile is on its way while this one is worked on
-        ahead = tl.load(source + word + BLOCK, mask=word + BLOCK < stop, other=float("-inf"))
+        ahead = tl.load(source + token + BLOCK, mask=token + BLOCK < stop, other=float("-inf"))
         top = tl.max(x, 0)
         if top > second:  # few tiles hold one of the two best so far
-            where = tl.min(tl.where(x == top, word, words), 0)
-            other = tl.max(tl.where(word == where, float("-inf"), x), 0)
+            where = tl.min(tl.where(x == top, token, vocab), 0)
+            other = tl.max(tl.where(token == where, float("-inf"), x), 0)
             if top > m:
                 second = tl.maximum(m, other)
                 if m > float("-inf"):
@@ -135,27 +135,27 @@ def _partial_kernel(
                 second = top
         reference = tl.where(m == float("-inf"), 0.0, m)
         apart = (x - reference) * scale
-        share = tl.where(word == best, 0.0, tl.exp(apart))
+        share = tl.where(token == best, 0.0, tl.exp(apart))
         rest += share
         weight += share * tl.maximum(apart, -200.0)
         if SAMPLE:
             seed = (tl.load(keys + 2 * row + 1) << 32) | tl.load(keys + 2 * row)
-            flat = word * 0
+            flat = token * 0
             position = (flat + tl.load(positions + row)).to(tl.int32)
             step = (flat + tl.load(steps + row)).to(tl.int32)
-            # two words share one call of Philox, as in rng.uniform; its stream 0 is the one that draws tokens
-            a, b, c, d = tl.philox(seed, word // 2, position, step, flat)
-            high = tl.where(word % 2 == 0, a, c).to(tl.int64)
-            low = tl.where(word % 2 == 0, b, d).to(tl.int64)
+            # two tokens share one call of Philox, as in rng.uniform; its stream 0 is the one that draws tokens
+            a, b, c, d = tl.philox(seed, token // 2, position, step, flat)
+            high = tl.where(token % 2 == 0, a, c).to(tl.int64)
+            low = tl.where(token % 2 == 0, b, d).to(tl.int64)
             uniform = (((high << 21) | (low >> 11)).to(tl.float64) + 0.5) * 1.1102230246251565e-16
             gumbel = -tl.log(-tl.log(uniform))
             # less the largest logit so far, which would take the noise's digits
             below = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(sharpness)
-            z = tl.where(word < stop, below + gumbel, float("-inf"))
+            z = tl.where(token < stop, below + gumbel, float("-inf"))
             highest = tl.max(z, 0)
             if highest > drawn:
                 drawn = highest
-                sample = tl.min(tl.where(z == highest, word, words), 0)
+                sample = tl.min(tl.where(z == highest, token, vocab), 0)
     out = partial + (row * tl.num_programs(1) + split) * 7
     tl.store(out, m.to(tl.float64))
     tl.store(out + 1, second.to(tl.float64))
@@ -191,13 +191,13 @@ def _finish_kernel(
         rest2 = tl.load(part + 3)
         weight2 = tl.load(part + 4)
         top = tl.maximum(m, m2)
-        # how far each side is below the larger maximum; a side without words weighs nothing
+        # how far each side is below the larger maximum; a side without tokens weighs nothing
         down = tl.where(m == none, 0.0, (m - top) / temperature)
         down2 = tl.where(m2 == none, 0.0, (m2 - top) / temperature)
         factor = tl.where(m == none, 0.0, tl.exp(down))
         factor2 = tl.where(m2 == none, 0.0, tl.exp(down2))
-        stays = m >= m2  # equal maxima: the lower words stay
-        # the side that loses puts its best word among the others
+        stays = m >= m2  # equal maxima: the lower tokens stay
+        # the side that loses puts its best token among the others
         mass = rest + tl.where(stays | (m == none), 0.0, 1.0)
         mass2 = rest2 + tl.where(stays & (m2 > none), 1.0, 0.0)
         weight = factor * (weight + mass * down) + factor2 * (weight2 + mass2 * down2)
@@ -230,6 +230,6 @@ def _finish_kernel(
         tl.store(floats + 6 * count + row, tl.exp((x - safe) / temperature) / total)
     if IDS:
         k = tl.arange(0, IDS)
-        word = tl.load(ids + row * many + k, mask=k < many, other=0)
-        x = tl.load(source + word, mask=k < many, other=none).to(tl.float32).to(tl.float64)
+        token = tl.load(ids + row * many + k, mask=k < many, other=0)
+        x = tl.load(source + token, mask=k < many, other=none).to(tl.float32).to(tl.float64)
         tl.store(ids_prob + row * many + k, tl.exp((x - safe) / temperature) / total, mask=k < many)

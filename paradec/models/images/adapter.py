@@ -53,7 +53,7 @@ class ImageModel(PictureModel, Decoder):
     # ---- what a family says ---------------------------------------------------------------------------------------
 
     def codebook(self) -> Tensor | None:
-        """[vocab_size, d] float: the code behind every id, NaN for ids that are no image tokens; None without VQ."""
+        """[vocab_size, d] float: the code of every id, NaN for ids that are no image tokens; None without VQ."""
         return None
 
     def token_embeddings(self) -> Tensor:
@@ -129,7 +129,7 @@ class ImageModel(PictureModel, Decoder):
 
 
 def branch_rows(query: Query, batch: int) -> Tensor:
-    """[R] int64: where each row of a call stands among a request's `batch` rows, the guidance branch's after them."""
+    """[R] int64: where each row of a call is among a request's `batch` rows, the guidance branch's after them."""
     rows = torch.as_tensor(query.rows, device=query.tokens.device)
     if query.copies is not None:
         rows = rows.repeat_interleave(torch.as_tensor(query.copies, device=rows.device))

@@ -1,5 +1,5 @@
 """What `paradec.generate_images` asks of an image model, whatever its kind: which samplers decode with it, how a
-request becomes rows, and how a state becomes pictures. The door knows no kinds; adapters name samplers as text.
+request becomes rows, and how a state becomes pictures. The entry point knows no kinds; adapters name samplers as text.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PictureModel:
         raise NotImplementedError
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
-        """The pictures as they stand after each step, [B, C, H, W] in [0, 1], for traces: nothing, unless every step
+        """The pictures as they are after each step, [B, C, H, W] in [0, 1], for traces: nothing, unless every step
         changes the whole of them."""
         return ()
 

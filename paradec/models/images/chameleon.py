@@ -35,7 +35,7 @@ class ChameleonLayout:
         first_size: the ids `first_size + pixels / 32` name a height and a width after `start`; None writes no sizes,
             and then the default square is the only one.
         guidance_scale, top_k: what the authors sample with.
-        instruction: what stands before a caption; `{width}` and `{height}` are pixels.
+        instruction: the text before a caption; `{width}` and `{height}` are pixels.
     """
 
     start: int
@@ -66,7 +66,7 @@ PIXELS_PER_SIZE = 32
 
 
 class ChameleonModel(TextToImageModel):
-    """transformers' `ChameleonForConditionalGeneration` behind the adapter.
+    """The adapter of transformers' `ChameleonForConditionalGeneration`.
 
     The prompt ends with the picture's start (and its sizes); the guidance branch's begins there.
 

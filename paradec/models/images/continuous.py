@@ -31,13 +31,13 @@ class ContinuousQuery:
     tokens: Tensor
     """[B, N, channels]: what is encoded."""
     known: Tensor
-    """[B, N] int64: where it stands in the image."""
+    """[B, N] int64: where it is in the image."""
     targets: Tensor
     """[B, M] int64: positions that are decoded: all, or a group's."""
     columns: Tensor
-    """[B, N] int64: where in `targets` the known stand."""
+    """[B, N] int64: where in `targets` the known ones are."""
     wanted: Tensor
-    """[B, W] int64: where in `targets` the positions stand that the head draws."""
+    """[B, W] int64: where in `targets` the positions are that the head draws."""
     labels: Tensor
     """[B] int64."""
     noise: Tensor
@@ -60,7 +60,7 @@ class ContinuousQuery:
 
 
 @dataclass
-class TokenLaw:
+class TokenDistribution:
     """What a head's chain ended with: of each token and channel a normal distribution, all [..., channels]."""
 
     mean: Tensor
@@ -73,10 +73,10 @@ class TokenLaw:
 
 @dataclass
 class ContinuousAnswer:
-    """What comes back: tokens [B, W, channels], the head's conditions [R, W, width], what a full step kept, and the law
-    that the tokens are the mean of."""
+    """What comes back: tokens [B, W, channels], the head's conditions [R, W, width], what a full step kept, and the
+    distribution that the tokens are the mean of."""
 
     tokens: Tensor
     conditions: Tensor
     kept: Kept | None
-    law: TokenLaw | None = None
+    distribution: TokenDistribution | None = None

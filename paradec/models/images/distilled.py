@@ -30,11 +30,11 @@ class Stages:
     """How a picture's tokens are counted, and what its student was trained for."""
 
     kept: tuple[int, ...]
-    """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise behind them is decoded again."""
+    """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise after them is decoded again."""
     second: int
     """The stage of the second of two calls."""
     split: int
-    """K(split) tokens become codes at every call; those behind stay as the continuous head gives them."""
+    """K(split) tokens become codes at every call; those after them stay as the continuous head gives them."""
     scales: bool = False
     """Whether a stage is a scale of VAR, or else a cell of the raster."""
 

@@ -20,10 +20,10 @@ DEFAULT_SIDE = 90
 
 
 class Emu3Model(TextToImageModel):
-    """transformers' `Emu3ForConditionalGeneration` behind the adapter.
+    """The adapter of transformers' `Emu3ForConditionalGeneration`.
 
     The prompt ends with the picture's size in tokens, as the model's processor writes it; the guidance branch reads the
-    negative prompt, by default an empty one, in the same form. After the last row stand end of frame, end of image and
+    negative prompt, by default an empty one, in the same form. After the last row come end of frame, end of image and
     end of text.
 
     Args:

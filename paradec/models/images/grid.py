@@ -1,4 +1,4 @@
-"""Where the tokens of an image stand: what samplers must know of an image model's sequence beside its logits."""
+"""Where the tokens of an image are: what samplers must know of an image model's sequence beside its logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Grid:
 
     Args:
         height, width: rows and columns of image tokens.
-        cells: ids that may stand in the image, in the order of the codebook: `cells[c]` is the id of code c.
+        cells: ids that may be in the image, in the order of the codebook: `cells[c]` is the id of code c.
         row_end: id after every row, or None.
         head, tail: ids before the first row and after the last.
 
@@ -63,7 +63,7 @@ class Grid:
 
     @cached_property
     def layout(self) -> Tensor:
-        """[length] int64: the id that must stand at each offset, -1 where an image token does."""
+        """[length] int64: the id that must be at each offset, -1 where an image token is."""
         row = [-1] * self.width + ([] if self.row_end is None else [self.row_end])
         return torch.tensor([*self.head, *row * self.height, *self.tail])
 
@@ -73,7 +73,7 @@ class Grid:
         return (self.layout < 0).nonzero().squeeze(1)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """[V] bool: ids that may stand in the image.
+        """[V] bool: ids that may be in the image.
 
         Raises:
             ValueError: ids outside the vocabulary.

@@ -19,7 +19,7 @@ from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
 
 class JanusModel(TextToImageModel):
-    """transformers' `JanusForConditionalGeneration` behind the adapter.
+    """The adapter of transformers' `JanusForConditionalGeneration`.
 
     Samplers see image ids 0 to V - 1 as they are and text id t as V + t, which only prompts hold. The guidance branch
     reads the prompt with padding tokens for all but its beginning of text and of image: of the same length.

@@ -254,7 +254,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaGenModel(ImageModel):
-    """LlamaGen behind the adapter. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
+    """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
     Args:
         module: the network.
@@ -294,11 +294,11 @@ class LlamaGenModel(ImageModel):
         self.vq, self.text_encoder = vq, text_encoder
         self.conditions = "class_labels" if config.condition == "c2i" else "prompts"
         guidance, top_k = (4.0, 2000) if config.condition == "c2i" else (7.5, 1000)
-        law = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
+        published = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
         for key in defaults or {}:
-            if key not in law:
-                raise ValueError(unknown("default", key, law))
-        self.defaults = law | dict(defaults or {})
+            if key not in published:
+                raise ValueError(unknown("default", key, published))
+        self.defaults = published | dict(defaults or {})
         self._captions: Tensor | None = None  # [2 B, T, dim]
         self._prompt_length: Tensor | None = None  # [2 B] int64; None for classes
 
@@ -331,7 +331,7 @@ class LlamaGenModel(ImageModel):
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
         learned, project = embedding.uncond_embedding, embedding.cap_proj
-        # captions stand at the end of the published code's columns, and so do the learned features that replace them
+        # captions are at the end of the published code's columns, and so do the learned features that replace them
         both = captions + [learned[-len(caption) :] for caption in captions]
         with torch.no_grad():
             bound = self._bound(
@@ -406,7 +406,7 @@ class LlamaGenModel(ImageModel):
         self._captions = captions
 
     def _of_branches(self, rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Captions [2 B, T, dim], their lengths [2 B], and where `rows` and their unconditional branches stand."""
+        """Captions [2 B, T, dim], their lengths [2 B], and where `rows` and their unconditional branches are."""
         assert self._captions is not None and self._prompt_length is not None  # of a request for captions
         return self._captions, self._prompt_length, np.concatenate((rows, rows + len(self._prompt_length) // 2))
 

@@ -2,7 +2,7 @@
 
 Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957.
 Neither transformers nor diffusers has it; parameter names are those of the published checkpoints. A row of its input is
-a token (or the class) or a mask that asks for one, with the position that it stands at; what it sees is the caller's
+a token (or the class) or a mask that asks for one, with its position; what it sees is the caller's
 decision.
 """
 
@@ -149,7 +149,7 @@ class LPD(nn.Module):
                 cells from the first to the last. sizes: of the groups, together S.
 
         Returns:
-            Logits [B, S, V], float32 or wider: in place r what stands at cell `order[:, r]` is predicted from.
+            Logits [B, S, V], float32 or wider: in place r those that predict the token of cell `order[:, r]`.
         """
         size, device = order.shape[1], order.device
         ends = torch.tensor(sizes, device=device).cumsum(0)
@@ -219,7 +219,7 @@ class Mlp(nn.Module):
 
 
 class LPDModel(ImageModel):
-    """LPD behind the adapter. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) asks for one, and from there
+    """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) asks for one, and from there
     on 1 + a label is a class, which is all of a prompt.
 
     Args:

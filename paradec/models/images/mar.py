@@ -29,7 +29,7 @@ from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
-from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenLaw
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenDistribution
 from paradec.models.images.grid import Grid
 from paradec.models.images.kl import KLDecoder, load_kl, same_latents
 from paradec.models.weights import PICKLES, read_weights
@@ -55,7 +55,7 @@ class MAR(nn.Module):
     Args:
         side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
         classes: number of classes; the label `classes` is no class (the unconditional branch of guidance).
-        buffer: class tokens that stand before the image's.
+        buffer: class tokens before the image's.
         head_depth, head_width: residual blocks of the diffusion head, and their width.
         eps: of the blocks' norms; the published models have 1e-6.
         decoder_depth: of the decoder, where that is not the encoder's `depth`.
@@ -133,7 +133,7 @@ class MAR(nn.Module):
         """What the diffusion head is conditioned on at any positions.
 
         Args:
-            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, where in `at` the encoded stand.
+            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, where in `at` the encoded are.
             at: [R, M] int64, positions in the image; those that are not encoded are masks.
             kept, buffer: as `encode`.
 
@@ -221,17 +221,17 @@ class DiffusionHead(nn.Module):
     def sample(
         self, condition: Tensor, noise: Tensor, temperature: float = 1.0, guidance: float | None = None
     ) -> Tensor:
-        """Draw tokens [n, channels]; arguments as for `law`."""
-        return self.law(condition, noise, temperature, guidance).mean
+        """Draw tokens [n, channels]; arguments as for `distribution`."""
+        return self.distribution(condition, noise, temperature, guidance).mean
 
-    def law(
+    def distribution(
         self,
         condition: Tensor,
         noise: Tensor,
         temperature: float = 1.0,
         guidance: float | None = None,
         sections: tuple[int, ...] | None = None,
-    ) -> TokenLaw:
+    ) -> TokenDistribution:
         """Draw tokens, and say what they are the mean of.
 
         Args:
@@ -263,7 +263,7 @@ class DiffusionHead(nn.Module):
             if index:
                 x = x + std * noise[:, len(times) - index]
                 half_log_variance += 0.5 * log_variance
-        return TokenLaw(x, std, half_log_variance)
+        return TokenDistribution(x, std, half_log_variance)
 
 
 @lru_cache(maxsize=16)
@@ -296,7 +296,7 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
     posterior = betas * (1 - before) / (1 - kept)
     table = {
         "log_beta": np.log(betas),
-        # the first one is 0; the second one stands in for it
+        # the first one is 0; the second one replaces it
         "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
         "recip": np.sqrt(1 / kept),
         "recip_minus_one": np.sqrt(1 / kept - 1),
@@ -439,11 +439,11 @@ class MARModel(PictureModel, Adapter):
         conditions = decoded.gather(1, wanted)  # [R, W, width]
         noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
         flat = conditions.flatten(0, 1)
-        law = module.diffloss.law(flat, noise, query.temperature, query.guidance, query.sections)
-        parts = (part.unflatten(0, query.wanted.shape) for part in (law.mean, law.std, law.half_log_variance))
-        law = TokenLaw(*parts)
+        drawn = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
+        parts = (part.unflatten(0, query.wanted.shape) for part in (drawn.mean, drawn.std, drawn.half_log_variance))
+        distribution = TokenDistribution(*parts)
         kept = None if query.drop is None else self._kept(encoder, decoder, both(query.drop), query.keep_buffer)
-        return ContinuousAnswer(law.mean, conditions, kept, law)
+        return ContinuousAnswer(distribution.mean, conditions, kept, distribution)
 
     def _kept(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
         """Keys and values of a full step, but for the positions [R, U] that its group decides."""
@@ -491,7 +491,7 @@ class MARModel(PictureModel, Adapter):
         return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture; its one kind of cell stands for all continuous tokens.
+        """The raster of a picture; its one kind of cell represents all continuous tokens.
 
         Raises:
             ValueError: another size in pixels than the model's.

@@ -73,7 +73,7 @@ class NAR(LlamaGen):
 
 
 class NARModel(LlamaGenModel):
-    """NAR behind the adapter. Conditions, prompt ids and arguments are those of `LlamaGenModel`.
+    """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`.
 
     A call answers with [R, W, 2, V]: the logits of the right and the lower neighbour of every wanted column. A cell
     sees the condition and all cells of its own diagonal and of those before it (`diagonals`).

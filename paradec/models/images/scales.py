@@ -18,7 +18,7 @@ def ends_of(scales: Sequence[int]) -> list[int]:
 
 
 class ScaleStore:
-    """Keys and values of the scales that are evaluated, one after the other; what stands behind them is not read.
+    """Keys and values of the scales that are evaluated, one after the other; what follows them is not read.
 
     Its memory is 2 * layers * rows * heads * length * head_dim numbers, taken at the first call. The last scale's are
     never read, so that `length` leaves them out.
@@ -37,7 +37,7 @@ class ScaleStore:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def extended(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, heads, begin + n, head_dim] of a layer: what stands before `begin`, and the new ones
+        """Keys and values [R, heads, begin + n, head_dim] of a layer: those before `begin`, and the new ones
         [R, heads, n, head_dim], which are written down where there is room."""
         if self.data is None:
             self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)

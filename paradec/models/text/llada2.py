@@ -34,7 +34,7 @@ FUSED = {
         "self_attn.v_proj.weight",
     )
 }
-"""A matrix of the file, and the module's ones whose rows stand in it, one after the other."""
+"""A matrix of the file, and the module's ones whose rows are in it, one after the other."""
 PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
 """Published names, all trained with blocks of 32; their config.json does not say it."""
 BLOCK_NAME = "block_length"

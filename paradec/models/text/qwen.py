@@ -149,6 +149,6 @@ def stated_block(config: Mapping[str, Any], name: str) -> int | None:
     """The block length that config.json states under this name, None where it does not.
 
     Raises:
-        CheckpointError: something else than a positive integer stands there.
+        CheckpointError: something else than a positive integer is there.
     """
     return None if config.get(name) is None else positive(config, name)

@@ -20,7 +20,7 @@ from paradec.models.family import Family
 from paradec.models.text.qwen import qwen3_config, qwen3_moe_config, stated_block
 
 PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|TraDo-[\d.]+B-Instruct)")
-"""Published names: `-b16` stands for blocks of 16, no ending for blocks of 4; their config.json may not say it."""
+"""Published names: `-b16` means blocks of 16, no ending for blocks of 4; their config.json may not say it."""
 
 BLOCK_NAME = "block_size"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.protocol import Commit, Cost, LatentProposal, plain
-from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenLaw
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
 from paradec.samplers.continuous.base import ContinuousSampler, ContinuousState, normal
 
@@ -50,8 +50,8 @@ class Verdict:
 
 def verified(
     x: Tensor,
-    draft: TokenLaw,
-    target: TokenLaw,
+    draft: TokenDistribution,
+    target: TokenDistribution,
     uniform: Tensor,
     redraw: Callable[[int, Tensor], tuple[Tensor, Tensor]],
     inner_temperature: float,
@@ -177,9 +177,9 @@ class CSpDProposal(LatentProposal):
 
     positions: Tensor
     """[B, W] int64, ascending: where the values would be written."""
-    target: TokenLaw
+    target: TokenDistribution
     """[B, W, channels]."""
-    draft: TokenLaw | None = None
+    draft: TokenDistribution | None = None
     """[B, W, channels]; None for a step of the target."""
     verdict: Verdict | None = None
     """Of the B * W tokens, row by row."""
@@ -362,36 +362,36 @@ class CSpD(ContinuousSampler):
     ) -> CSpDProposal:
         """Read the model's answer. Drafts are drawn here: the model evaluates their positions without knowing them."""
         (answer,), (query,) = outputs, queries
-        assert answer.law is not None
+        assert answer.distribution is not None
         proposal = CSpDProposal(
             rows=query.rows,
             values=answer.tokens,
             cost=Cost(queries, state.batch),
             positions=query.wanted,
             made_at=state.commits,
-            target=answer.law,
+            target=answer.distribution,
         )
         if state.index >= state.targets:
             proposal.draft, proposal.draft_cost = self._drafted(state, query.wanted)
-            proposal.verdict = self._verified(state, proposal.draft, answer.law, query.wanted)
+            proposal.verdict = self._verified(state, proposal.draft, answer.distribution, query.wanted)
             proposal.values = proposal.verdict.values.view_as(answer.tokens)
         return proposal
 
-    def _drafted(self, state: CSpDState, at: Tensor) -> tuple[TokenLaw, Cost]:
+    def _drafted(self, state: CSpDState, at: Tensor) -> tuple[TokenDistribution, Cost]:
         """What the draft model draws at positions `at` [B, W], step by step, and what that cost."""
         tokens, queries = state.tokens, []
         laws = [torch.zeros_like(tokens) for _ in range(3)]
         for step in state.calls[state.index]:
             query = self._evaluation(state, tokens, range(step, step + 1))
-            law = self.draft(query).law
+            law = self.draft(query).distribution
             index = query.wanted.unsqueeze(-1).expand_as(law.mean)
             parts = (law.mean, law.std, law.half_log_variance)
             laws = [whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(laws, parts, strict=True)]
             tokens = tokens.scatter(1, index, law.mean.to(tokens.dtype))
             queries.append(query)
-        return TokenLaw(*(_at(whole, at) for whole in laws)), Cost(queries, state.batch)
+        return TokenDistribution(*(_at(whole, at) for whole in laws)), Cost(queries, state.batch)
 
-    def _verified(self, state: CSpDState, draft: TokenLaw, target: TokenLaw, at: Tensor) -> Verdict:
+    def _verified(self, state: CSpDState, draft: TokenDistribution, target: TokenDistribution, at: Tensor) -> Verdict:
         draws, channels = state.draws, state.tokens.shape[-1]
         assert draws is not None
         rows = torch.arange(state.batch, device=at.device).unsqueeze(-1).expand_as(at).flatten()
@@ -467,6 +467,6 @@ def _at(tokens: Tensor, at: Tensor) -> Tensor:
     return tokens.gather(1, at.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
-def _flat(law: TokenLaw) -> TokenLaw:
+def _flat(law: TokenDistribution) -> TokenDistribution:
     """A law of [B, W, channels] as one of [B * W, channels]."""
-    return TokenLaw(law.mean.flatten(0, 1), law.std.flatten(0, 1), law.half_log_variance.flatten(0, 1))
+    return TokenDistribution(law.mean.flatten(0, 1), law.std.flatten(0, 1), law.half_log_variance.flatten(0, 1))

@@ -59,7 +59,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
     Args:
         current: [R, W] int64: what the state's window holds.
     """
-    numbers, totals = state.while_blocks_stand("pipeline", lambda: _numbers(state))
+    numbers, totals = state.while_blocks_stay("pipeline", lambda: _numbers(state))
     undecided = (current == state.mask_id) & (numbers >= 0)
     if state.blocks.forced == "first":
         # not always the window's first one: what a sampler evaluates ahead of the row may fill that

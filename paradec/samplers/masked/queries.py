@@ -20,7 +20,7 @@ def part_query(state: MaskedState, part: Part) -> Query:
     """The model call of one part of the plan. What does not change from step to step is made once."""
     if part.lasts:
         key = ("query", part.kind, part.index.tobytes(), part.positions.tobytes())
-        query, row_index, whole = state.while_blocks_stand(key, lambda: _query_of_blocks(state, part, key))
+        query, row_index, whole = state.while_blocks_stay(key, lambda: _query_of_blocks(state, part, key))
     else:
         query, row_index, whole = _fixed_query(state, part)
         query.wanted, query.available = _wanted(state, part)
@@ -74,7 +74,7 @@ def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
 def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
     """The query as it stands while the blocks do: everything but its tokens."""
     # whole rows stay what they are while blocks move
-    keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
+    keep = state.while_rows_stay if part.kind == "full" else state.while_blocks_stay
     fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
     wanted, available = _wanted(state, part)
     return fixed.but(wanted=wanted, available=available), row_index, whole

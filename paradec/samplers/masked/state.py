@@ -356,14 +356,14 @@ class MaskedState(CanvasState, State):
     def block_ends(self) -> Tensor:
         """[R, 1] int64: where the running rows' blocks end, on the device."""
         rows, device = self.window.rows, self.canvas.device
-        return self.while_blocks_stand("ends", lambda: torch.as_tensor(self.block_end[rows, None], device=device))
+        return self.while_blocks_stay("ends", lambda: torch.as_tensor(self.block_end[rows, None], device=device))
 
     def holes_of(self, index: np.ndarray | None) -> Tensor | None:
         """[N, W] bool: where the windows of the running rows `index` [N] (None: all) lie in holes that end tokens are
         kept out of; None when they do nowhere."""
         if not self.guards_holes:
             return None
-        holes = self.while_blocks_stand("holes", self._holes)
+        holes = self.while_blocks_stay("holes", self._holes)
         if holes is None or index is None or len(index) == len(holes):
             return holes
         return holes.index_select(0, torch.as_tensor(index, device=holes.device))
@@ -373,7 +373,7 @@ class MaskedState(CanvasState, State):
         inside = self.window.host_positions < self.answer_start[self.window.rows, None]
         return torch.as_tensor(inside, device=self.canvas.device) if inside.any() else None
 
-    def while_blocks_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+    def while_blocks_stay(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that holds until a block moves, made on first use."""
         if key not in self._made_for_blocks:
             self._made_for_blocks[key] = make()
@@ -383,7 +383,7 @@ class MaskedState(CanvasState, State):
         """Make again what was made for the running rows and their blocks: a row is another one than it was."""
         self._made_for_rows, self._made_for_blocks = {}, {}
 
-    def while_rows_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+    def while_rows_stay(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that holds while the same rows run, made on first use."""
         if key not in self._made_for_rows:
             self._made_for_rows[key] = make()

@@ -1,4 +1,4 @@
-"""A conformance kit: do a decoder's answers agree with recorded traces of the published code, and with exact laws?
+"""A conformance kit: do a decoder's answers agree with traces of the published code, and with exact distributions?
 
 The decoder is anybody's. It is asked with plain data and answers with plain data (`paradec.tools.conformance.targets`),
 on small checkpoints in the published formats that come with the cases. `paradec verify` is the command; the page
@@ -12,7 +12,7 @@ docs/conformance.md says how to take part and how to report a result.
 | `targets.py` | how a decoder is asked: ours, a Python function, a command |
 | `compare.py` | whether an answer agrees, and where it first does not |
 | `margins.py` | how near a decision was to its tie |
-| `law.py` | whether draws follow a law |
+| `distribution.py` | whether draws follow a distribution |
 | `run.py`, `report.py` | the run, and what is printed of it |
 """
 

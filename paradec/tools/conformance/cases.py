@@ -5,7 +5,7 @@
 | traces | a recorded decode of the published code | what each forward made final, and the answer |
 | rows | several of these in one ragged batch; prompts of very different lengths | each row with itself alone |
 | ties | a confidence exactly at the threshold | which tokens a forward makes final, wherever |
-| laws | many draws of a lossless method | with the exact law of the answers |
+| laws | many draws of a lossless method | with the exact distribution of the answers |
 | canvases | a decode of transformers' DiffusionGemma | the answer |
 """
 
@@ -35,8 +35,8 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Law:
-    """The exact law of an answer."""
+class Distribution:
+    """The exact distribution of an answer."""
 
     answers: list[list[int]]
     probabilities: list[float]
@@ -50,9 +50,9 @@ class Case:
     group: str
     asked: Asked
     expected: list[Expected] = field(default_factory=list)
-    """Of each row, unless it is a tie or a law that is expected."""
+    """Of each row, unless it is a tie or a distribution that is expected."""
     tie: Tie | None = None
-    law: Law | None = None
+    distribution: Distribution | None = None
     alone: list[Case] = field(default_factory=list)
     """Of rows: the cases that have each of them alone."""
 
@@ -94,7 +94,7 @@ def _every(data: Data, quick: bool) -> Iterator[Case]:
         if name in batches:
             yield _ragged([found[number] for number in batches[name]])
     yield from _ties(own["ties"])
-    yield from _laws(own["laws"])
+    yield from _distributions(own["laws"])
     yield from _canvases(own["canvases"])
 
 
@@ -117,12 +117,12 @@ def _ties(file: Mapping[str, Any]) -> Iterator[Case]:
         yield Case(entry["name"], entry["name"].split("/")[0], Asked.of(entry["asked"]), tie=tie)
 
 
-def _laws(file: Mapping[str, Any]) -> Iterator[Case]:
+def _distributions(file: Mapping[str, Any]) -> Iterator[Case]:
     for entry in file["cases"]:
-        law = Law(entry["answers"], entry["probabilities"])
+        distribution = Distribution(entry["answers"], entry["probabilities"])
         for method, settings in file["methods"].items():
             asked = Asked.of(entry["asked"] | {"method": method.split("/")[0], "settings": settings})
-            yield Case(f"laws/{entry['name']}/{method.replace('/', '-')}", "laws", asked, law=law)
+            yield Case(f"laws/{entry['name']}/{method.replace('/', '-')}", "laws", asked, distribution=distribution)
 
 
 def _canvases(file: Mapping[str, Any]) -> Iterator[Case]:

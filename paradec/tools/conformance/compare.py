@@ -23,7 +23,7 @@ class Difference:
     """Which of the forwards that change something in this row, from 0; None where only answers are compared."""
     position: int | None
     expected: int | None
-    """The token that must stand there then; None where nothing is to be written yet."""
+    """The token that must be there then; None where nothing is to be written yet."""
     found: int | None
     also: tuple[tuple[dict[int, int], dict[int, int]], ...] = ()
     """Of a step: all that must be written, and all that was."""

@@ -27,7 +27,7 @@ def margin(ours: Ours, case: Case, asked: Mapping[str, Any], difference: Differe
     Args:
         case: its row alone, where it is one of several. asked: the request of it.
     """
-    if case.tie is not None or case.law is not None or case.asked.draws != "none" or not case.expected:
+    if case.tie is not None or case.distribution is not None or case.asked.draws != "none" or not case.expected:
         return None
     model, arguments = ours.model(asked), ours.arguments(asked)
     sampler = arguments.pop("sampler")
@@ -45,15 +45,15 @@ def margin(ours: Ours, case: Case, asked: Mapping[str, Any], difference: Differe
         if not written:
             continue
         scores = _scores(proposal, row, before, asked["mask_id"])
-        words = _words(outputs, queries, proposal, row)
+        tokens = _tokens(outputs, queries, proposal, row)
         if difference.step is None:
             here = _of_decision(scores, set(written[0]), asked["settings"])
-            gaps = [words[at][0] for at in written[0] if at in words]
+            gaps = [tokens[at][0] for at in written[0] if at in tokens]
             smallest = min((value for value in (smallest, here, *gaps) if value is not None), default=None)
             if difference.position in written[0]:
                 return smallest
         elif number == difference.step:
-            return _of_difference(scores, words, *difference.also[0], asked["settings"])
+            return _of_difference(scores, tokens, *difference.also[0], asked["settings"])
         number += 1
     return smallest
 
@@ -70,9 +70,9 @@ def _scores(proposal: Any, row: int, canvas: list[int], mask: int) -> Scores:
     }
 
 
-def _words(outputs: list[Any], queries: list[Any], proposal: Any, row: int) -> dict[int, tuple[float, Any]]:
+def _tokens(outputs: list[Any], queries: list[Any], proposal: Any, row: int) -> dict[int, tuple[float, Any]]:
     """By position: how much likelier the best token is than the next one, and all probabilities [V]. Empty where the
-    call's logits are not those that were decided on (guidance), or stand for other columns than the proposal's."""
+    call's logits are not those that were decided on (guidance), or are of other columns than the proposal's."""
     found: dict[int, tuple[float, Any]] = {}
     for query, logits in zip(queries, outputs, strict=True):
         if row not in query.rows.tolist() or query.branches != 1 or query.columns is not None:
@@ -97,7 +97,7 @@ def _of_decision(scores: Scores, written: set[int], settings: Mapping[str, Any])
 
 def _of_difference(
     scores: Scores,
-    words: Mapping[int, tuple[float, Any]],
+    tokens: Mapping[int, tuple[float, Any]],
     expected: Mapping[int, int],
     found: Mapping[int, int],
     settings: Mapping[str, Any],
@@ -106,9 +106,9 @@ def _of_difference(
     needed: list[float] = []
     for at in expected.keys() & found.keys():
         if expected[at] != found[at]:
-            if at not in words or not 0 <= found[at] < len(words[at][1]):
+            if at not in tokens or not 0 <= found[at] < len(tokens[at][1]):
                 return None
-            needed.append(abs(float(words[at][1][expected[at]] - words[at][1][found[at]])))
+            needed.append(abs(float(tokens[at][1][expected[at]] - tokens[at][1][found[at]])))
     missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
     if any(at not in scores for at in missing | extra):
         return None  # it was decided already, or not evaluated

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import paradec
-from paradec.tools.conformance import law
+from paradec.tools.conformance import distribution
 from paradec.tools.conformance.archive import SCHEMA
 from paradec.tools.conformance.compare import AGREE, DIFFER, FAILED, MISSING, STATUSES, UNDECIDED
 from paradec.tools.conformance.run import Outcome, Run
@@ -21,7 +21,7 @@ HEADS = {AGREE: "agree", DIFFER: "differ", UNDECIDED: "undecided", MISSING: "mis
 
 def text(run: Run) -> str:
     """For a terminal of 80 columns."""
-    parts = ["\n".join(_table(run)), *_laws(run), *_findings(run, DIFFER), *_findings(run, FAILED)]
+    parts = ["\n".join(_table(run)), *_distributions(run), *_findings(run, DIFFER), *_findings(run, FAILED)]
     parts += [*_findings(run, UNDECIDED), *_findings(run, MISSING), "\n".join(_notes(run)), summary(run)]
     return "\n\n".join(part for part in parts if part)
 
@@ -60,7 +60,7 @@ def data(run: Run) -> dict[str, Any]:
         "target": run.target,
         "tolerance": run.tolerance,
         "draws": run.draws,
-        "level": law.LEVEL,
+        "level": distribution.LEVEL,
         "narrowed": run.narrowed,
         "interrupted": run.interrupted,
         "counts": {status: run.count(status) for status in STATUSES},
@@ -82,8 +82,8 @@ def _table(run: Run) -> Iterator[str]:
         yield f"{method:{wide}}  {group:8}" + "".join(f"{number or '-':>11}" for number in numbers)
 
 
-def _laws(run: Run) -> Iterator[str]:
-    """Of each method the law that fits worst."""
+def _distributions(run: Run) -> Iterator[str]:
+    """Of each method the distribution that fits worst."""
     found: dict[str, list[Outcome]] = {}
     for outcome in run.outcomes:
         if outcome.fit is not None:
@@ -97,8 +97,8 @@ def _laws(run: Run) -> Iterator[str]:
         lines.append(
             f"{method}: smallest corrected p {worst.corrected:.2g} of {len(outcomes)} (chi-square "
             f"{worst.fit.chi_square:.1f} of {worst.fit.degrees}); {worst.fit.draws} draws find an error of "
-            f"{max(outcome.fit.finds for outcome in outcomes if outcome.fit):.0%} in every probability {law.POWER:.0%} "
-            f"of the time"
+            f"{max(outcome.fit.finds for outcome in outcomes if outcome.fit):.0%} in every probability "
+            f"{distribution.POWER:.0%} of the time"
         )
     yield "\n".join(_wrapped(line) for line in lines)
 

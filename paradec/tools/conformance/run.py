@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paradec.tools.conformance import law
+from paradec.tools.conformance import distribution
 from paradec.tools.conformance.archive import Data
 from paradec.tools.conformance.cases import Case
 from paradec.tools.conformance.compare import AGREE, DIFFER, FAILED, MISSING, UNDECIDED, Difference, difference
@@ -16,9 +16,9 @@ from paradec.tools.conformance.margins import margin
 from paradec.tools.conformance.targets import Answer, BadAnswer, Ended, Ours, Target, checked, request
 
 DRAWS = 10_000
-"""Of each law."""
+"""Of each distribution."""
 ROWS = 1000
-"""Of one request for draws of a law."""
+"""Of one request for draws of a distribution."""
 TOLERANCE = 1e-5
 """In probabilities: differences of decisions nearer to their tie are undecided. About what float32 leaves open."""
 
@@ -37,9 +37,9 @@ class Outcome:
     margin: float | None = None
     answers_only: bool = False
     """Whether the target gave no steps where they would have been compared."""
-    fit: law.Fit | None = None
+    fit: distribution.Fit | None = None
     corrected: float | None = None
-    """The p-value times the number of laws that were tested."""
+    """The p-value times the number of distributions that were tested."""
 
 
 @dataclass
@@ -88,21 +88,21 @@ def run(
             after(number, len(every))
     except KeyboardInterrupt:
         into.interrupted = True
-    judge_laws(into.outcomes)
+    judge_distributions(into.outcomes)
     return into
 
 
-def judge_laws(outcomes: list[Outcome]) -> None:
+def judge_distributions(outcomes: list[Outcome]) -> None:
     """Agree or differ, by p-values corrected for how many there are (Bonferroni)."""
     tested = [outcome for outcome in outcomes if outcome.fit is not None]
     for outcome in tested:
         assert outcome.fit is not None
         outcome.corrected = min(1.0, outcome.fit.p_value * len(tested))
-        finds = law.found_error(outcome.fit.draws, outcome.fit.degrees, len(tested))
+        finds = distribution.found_error(outcome.fit.draws, outcome.fit.degrees, len(tested))
         outcome.fit = dataclasses.replace(outcome.fit, finds=finds)
-        outcome.status = DIFFER if outcome.corrected < law.LEVEL else AGREE
+        outcome.status = DIFFER if outcome.corrected < distribution.LEVEL else AGREE
         if outcome.status == DIFFER:
-            outcome.message = "the answers do not follow the law of the model: what is accepted or drawn is biased"
+            outcome.message = "the answers do not follow the model's distribution: what is accepted or drawn is biased"
             if outcome.fit.impossible is not None:
                 outcome.message = f"the answer {outcome.fit.impossible} was drawn, which has no probability"
 
@@ -136,8 +136,8 @@ class _Asker:
             return failed(f"{type(error).__name__}: {error}")
 
     def outcome(self, case: Case) -> Outcome:
-        """Of one case; laws are judged later, all together."""
-        if case.law is not None:
+        """Of one case; distributions are judged later, all together."""
+        if case.distribution is not None:
             return self._drawn(case)
         asked = request(case, self.data)
         answer = self.answer(case, asked)
@@ -168,7 +168,7 @@ class _Asker:
         return margin(self.ours, case, asked, dataclasses.replace(found, row=row))
 
     def _drawn(self, case: Case) -> Outcome:
-        assert case.law is not None
+        assert case.distribution is not None
         drawn: Counter[tuple[int, ...]] = Counter()
         prompt, new = case.asked.prompts[0], case.asked.max_new_tokens
         while drawn.total() < self.draws:
@@ -178,5 +178,5 @@ class _Asker:
             if isinstance(answer, Outcome):
                 return answer
             drawn.update(tuple(ids[len(prompt) : len(prompt) + new]) for ids in answer.ids)
-        fit = law.fit(case.law.answers, case.law.probabilities, drawn)
+        fit = distribution.fit(case.distribution.answers, case.distribution.probabilities, drawn)
         return Outcome(case.name, case.group, case.method, AGREE, fit=fit)

@@ -1,7 +1,7 @@
 """Recorded traces of the published code: what is asked for each, and what of it is compared.
 
 What the published loops do with no effect on any token is left out of the comparison, so that an engine need not repeat
-it: forwards that make nothing final, rows that wait for each other, and everything behind the place where a loop
+it: forwards that make nothing final, rows that wait for each other, and everything after the place where a loop
 stopped (`Expected.compared`). Left out as a whole are files in which the published code makes tokens final that it has
 no logits for, and those whose draws were recorded from a stream that no other code has.
 """
@@ -110,7 +110,7 @@ def _expected(folder: str, trace: Mapping[str, Any], case: Mapping[str, Any], ro
     prompt, final, mask = case["prompt_ids"][row], case["final_ids"][row], trace["mask_id"]
     until = end = len(prompt) + asked.max_new_tokens
     if folder == "dinfer" and trace["settings"]["early_stop"] and trace["eos_id"] in final[len(prompt) :]:
-        # it stops after the block that holds the end, and fills what is behind
+        # it stops after the block that holds the end, and fills what is after it
         at, length = final.index(trace["eos_id"], len(prompt)) - len(prompt), trace["settings"]["block_length"]
         until = min(end, len(prompt) + (at // length + 1) * length)
     compared = frozenset(at for at in range(until) if final[at] != mask)

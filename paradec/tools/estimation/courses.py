@@ -46,7 +46,7 @@ class Course(CanvasState):
 
     Args:
         shape: of the model. cache: the cache, which plans. prompt, answer: positions. block: positions of a block.
-        suffix: which masks behind the block exist; of those that are drawn, one draw.
+        suffix: which masks after the block exist; of those that are drawn, one draw.
     """
 
     def __init__(self, shape: Shape, cache: Any, prompt: int, answer: int, block: int, suffix: Suffix | None = None):
@@ -80,10 +80,10 @@ class Course(CanvasState):
     def undecided(self) -> torch.Tensor:
         return self.canvas == MASK
 
-    def while_rows_stand(self, key: Any, make: Any) -> Any:
+    def while_rows_stay(self, key: Any, make: Any) -> Any:
         return make()
 
-    def while_blocks_stand(self, key: Any, make: Any) -> Any:
+    def while_blocks_stay(self, key: Any, make: Any) -> Any:
         return make()
 
     def open_block(self) -> None:

@@ -36,7 +36,7 @@ class Device:
         products: dtype -> ((rows, operations per second), ...), rows ascending: how fast x @ W is by the rows of x,
             with weights that come from memory.
         attention: dtype -> ((queries, operations per second), ...), as `products`, of scaled dot product attention.
-        activations: dtype -> bytes per second of what lies between matrix products: norms, gates, sums.
+        activations: dtype -> bytes per second of what is between matrix products: norms, gates, sums.
         statistics: dtype -> bytes of logits per second that token statistics read.
         overhead: seconds per layer and forward that do not depend on any size.
         measured: whether a probe found all this; else it is a bound that nothing reaches.

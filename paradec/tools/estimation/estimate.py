@@ -59,9 +59,9 @@ def estimate(
         prompt, answer: tokens of each row.
         cache: a name, or a cache with its settings. Causal models keep their own.
         attention: "sparsed", or one with its settings; None attends to everything.
-        suffix: masks behind the open block that are evaluated, as `paradec.Request` has it; None is all of them.
+        suffix: masks after the open block that are evaluated, as `paradec.Request` has it; None is all of them.
         tokens_per_forward: positions of a row that a step makes final, on average, from 1 to `block`. (What
-            `paradec compare` reports leaves out what stands behind the end of an answer; here there is none.)
+            `paradec compare` reports leaves out what comes after the end of an answer; here there is none.)
         price_per_hour: of one device.
         block: positions of a block; None is the model's own default (32 for LLaDA, the whole answer for Dream). Of a
             causal model the tokens that a forward verifies, 1 by default. One is open at a time: how many
@@ -105,7 +105,7 @@ def estimate(
     _check_device(found, dtype, group)
 
     causal = shape.topology == "causal"
-    # block-causal models decode whole blocks; what lies behind the answer is thrown away
+    # block-causal models decode whole blocks; what comes after the answer is thrown away
     unit = shape.block_length or 1 if shape.topology == "block_causal" else 1
     decided = answer + -(prompt + answer) % unit
     if shape.max_length is not None:
@@ -199,7 +199,7 @@ def _attention(attention: Any) -> SparseD | None:
 def _no_suffix(shape: Shape, cache: Any, sparse: SparseD | None) -> str | None:
     """Why a model, cache or attention cannot have a suffix, as a clause; None where they can."""
     if shape.topology != "bidirectional":
-        return f"{shape.name} sees nothing behind its block anyway"
+        return f"{shape.name} sees nothing after its block anyway"
     if not cache.suffixes:
         return f"cache={cache.name!r} counts on all of a row"
     return None if sparse is None else "the lists of 'sparsed' are of whole rows"

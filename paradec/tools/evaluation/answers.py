@@ -132,7 +132,7 @@ class Answering:
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context.
+        """The token before a text without a context.
 
         Raises:
             ValueError: the tokenizer has neither a first nor a last token.
@@ -271,7 +271,7 @@ class Answering:
     # ---- what the harness reports ---------------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the harness' result: what was asked, what it took, and how sure the log-likelihoods are."""
+        """For the harness' result: what was asked, what it took, and how precise the log-likelihoods are."""
         found: dict[str, Any] = {
             "paradec": paradec.__version__,
             "request": self.request.to_dict(),

@@ -57,7 +57,7 @@ class Configuration:
 
     `sampler` is a registered name, or a combination as text ("credit+localleap"), which carries its settings itself.
     `changes` is one entry of the sampler's `sweep`. Names of the sampler's settings go to the sampler, the others
-    to `generate`. A fraction for `steps` stands for that share of the undecided positions.
+    to `generate`. A fraction for `steps` means that share of the undecided positions.
     """
 
     sampler: str
@@ -98,7 +98,7 @@ def configurations(names: str | Iterable[str | Configuration] | None = None) -> 
     """The baseline, then every sampler with its defaults and the settings of its `sweep`; the baseline's come first.
 
     Args:
-        names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they stand; None
+        names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they are; None
             takes every registered sampler of the masked family, and `COMBINATIONS`.
 
     Raises:
@@ -108,7 +108,7 @@ def configurations(names: str | Iterable[str | Configuration] | None = None) -> 
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
         names += COMBINATIONS
     entries = [names] if isinstance(names, str) else list(names)
-    as_they_stand = [entry for entry in entries if isinstance(entry, Configuration)]
+    as_they_are = [entry for entry in entries if isinstance(entry, Configuration)]
     wanted = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
     found = [Configuration(BASELINE)]
     for name in sorted(wanted, key=lambda name: name != BASELINE):
@@ -124,7 +124,7 @@ def configurations(names: str | Iterable[str | Configuration] | None = None) -> 
             Request(**configuration.request(1))
             if configuration not in found:
                 found.append(configuration)
-    for configuration in as_they_stand:
+    for configuration in as_they_are:
         configuration.make()
         Request(**configuration.request(1))
         if configuration not in found:
@@ -198,8 +198,8 @@ class Comparison:
     def aup(self) -> dict[str, float]:
         """Area under each sampler's accuracy-parallelism curve; see `paradec.tools.evaluation.metrics.aup`.
 
-        Only of samplers that were measured with as many settings as most: under one setting lies a rectangle, under
-        three a curve, and the two say nothing about each other.
+        Only of samplers that were measured with as many settings as most: the area under one setting is a rectangle,
+        under three a curve, and the two say nothing about each other.
         """
         best = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
@@ -287,7 +287,7 @@ class Comparison:
         return [*heads, "NFE", "tokens/forward", "x baseline", "tokens/s", "x baseline", "AUP"]
 
     def table(self) -> list[list[str]]:
-        """One line of cells per configuration, in the order of `columns`; AUP stands on a sampler's first line."""
+        """One line of cells per configuration, in the order of `columns`; AUP is on a sampler's first line."""
         area = self.aup() if self.results else {}
         lines = []
         for result in self.results:

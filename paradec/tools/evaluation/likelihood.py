@@ -1,6 +1,6 @@
 """How likely a model finds a continuation: exactly, by Monte Carlo over maskings, or one token at a time.
 
-What a model says of the positions of a continuation x of L tokens, given what stands before it:
+What a model says of the positions of a continuation x of L tokens, given what comes before it:
 
 - "exact": of causal models, log p(x) from one forward.
 - "monte_carlo": of masked models, the lower bound on log p(x) that they are trained with (LLaDA, arXiv 2502.09992,
@@ -48,7 +48,7 @@ MADE = ("text",)
 MOST_SAMPLES = 2**20
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Ids of what stands before, and of the continuation."""
+"""Ids of what comes before, and of the continuation."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Likelihood:
     forwards: int
     """Rows evaluated (2 each under guidance)."""
     greedy: bool | None = None
-    """Whether the likeliest token stood at every position; None where that was not looked at."""
+    """Whether the likeliest token was at every position; None where that was not looked at."""
 
     @property
     def error(self) -> float:
@@ -95,8 +95,8 @@ def log_likelihoods(
             continuation has one token at least.
         method: of `METHODS`; None takes "exact" for causal models and "monte_carlo" for masked ones.
         samples: maskings of "monte_carlo", and orders of "chain" with order "random". 128 is LLaDA's.
-        stratum: maskings whose l are spread evenly over 1 to L, which makes the estimate surer; the variance is that of
-            the strata's means. `samples` is a multiple of it, or smaller. 16 is LLaDA's batch.
+        stratum: maskings whose l are spread evenly over 1 to L, which makes the estimate more precise; the variance is
+            that of the strata's means. `samples` is a multiple of it, or smaller. 16 is LLaDA's batch.
         order: of "chain".
         guidance_scale: as in `paradec.Request`: the context is masked in the second branch. LLaDA's cfg is this less 1.
         seed: of the draws. batch_size: rows evaluated together.
@@ -260,7 +260,7 @@ def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
 def greedily_decoded(
     model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
 ) -> list[bool]:
-    """Whether a masked model that decodes greedily, the surest token first, one per forward, writes the continuation.
+    """Whether a masked model that decodes greedily, one token per forward by confidence, writes the continuation.
 
     What LLaDA's evaluation calls `suffix_greedy_prediction`; the answer has the continuation's length, and end tokens
     end nothing.

@@ -23,9 +23,9 @@ class Masking:
     at: list[int]
     """Positions of `tokens` that are judged."""
     ids: list[int]
-    """What stands there in the continuation."""
+    """What is there in the continuation."""
     context: int
-    """How many tokens stand before the continuation."""
+    """How many tokens are before the continuation."""
     weight: float
     stratum: int
     """Weighted values of one stratum add up to one estimate."""
@@ -44,7 +44,7 @@ class MaskingSpan:
 
 @dataclass(frozen=True)
 class _Span:
-    """Where a part stands: positions [begin, end) of rows that are `width` wide."""
+    """Where a part is: positions [begin, end) of rows that are `width` wide."""
 
     begin: int
     end: int
@@ -52,7 +52,7 @@ class _Span:
 
 
 def exact(context: list[int], continuation: list[int]) -> list[MaskingSpan]:
-    """One row, in which causal models judge every position by what stands before it."""
+    """One row, in which causal models judge every position by what comes before it."""
     row = context + continuation
     at = list(range(len(context), len(row)))
     return [MaskingSpan([Masking(row, at, continuation, len(context), 1.0, 0)], 1, False)]
@@ -123,7 +123,7 @@ def _spans(facts: ModelFacts, context: int, length: int) -> list[_Span]:
 
 
 def _masked(row: list[int], facts: ModelFacts, span: _Span, hidden: Sequence[int]) -> list[int]:
-    """A row up to the span's width, with masks at `hidden` and behind the span's end."""
+    """A row up to the span's width, with masks at `hidden` and after the span's end."""
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
     for position in hidden:
         tokens[position] = facts.mask_id

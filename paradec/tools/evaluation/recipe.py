@@ -36,7 +36,7 @@ SHAPES = ("LLaDA-8B", "Dream-7B", "LLaDA2.0-mini")
 """What `paradec estimate` knows without a checkpoint."""
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
-"""Fields that name files, which stand beside the recipe's own."""
+"""Fields that name files, which are beside the recipe's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Recipe:
         dtype: the parameters' type; None is the checkpoint's.
         shots: examples before each prompt; None is the task's own number.
         chat: whether the tokenizer's chat template is applied; None does so where there is one, as `paradec.generate`.
-        multiturn: whether examples become turns of that chat, or stand in one turn.
+        multiturn: whether examples become turns of that chat, or are in one turn.
         system: what the system says first.
         request: fields of `paradec.Request` as `Request.to_dict` writes them, and settings of the sampler.
         preset: a file that `Request.save` wrote; `request` wins over what is in it.
@@ -61,7 +61,7 @@ class Recipe:
         seed: of paradec's draws, and of the harness' own.
         include: a folder of further tasks.
         unsafe_code: whether tasks may run the code that the model writes.
-        shape: what stands for the model in an estimate where its config.json is not at hand, one of `SHAPES`.
+        shape: what represents the model in an estimate where its config.json is not at hand, one of `SHAPES`.
         versions: by package, what the recipe was written for; others are met with a warning.
         published: the metric, the value that somebody published for these settings, and where.
         about: what this is, in a sentence.

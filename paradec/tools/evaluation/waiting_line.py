@@ -5,7 +5,7 @@ each length, one worked example before each, answers as a list of quoted names; 
 and 0 to 9 as lines of commas. Names, sentences and draws are our own: scores compare samplers on one model, and are not
 ParallelBench's. Its Sudoku and its five text tasks, which need stored data and other models to judge, are left out.
 
-How a list is judged is `paradec.tools.evaluation.tasks`', on the names that stand in quotes; what else is said around
+How a list is judged is `paradec.tools.evaluation.tasks`', on the names that are in quotes; what else is said around
 the list does not count, unless `strict` asks for the list alone.
 """
 

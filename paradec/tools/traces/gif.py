@@ -15,7 +15,7 @@ from paradec.tools.traces.payload import check_runs
 PAD, GAP, SIZE = 14, 3, 15
 """Pixels around a panel and between tokens, and of the letters."""
 PADDING = 7
-"""Pixels along a token behind the end."""
+"""Pixels along a token after the end."""
 MOST_HEIGHT = 1200
 """Pixels; what a text does not have room for is left out below."""
 MOST_PICTURES = 8

@@ -11,7 +11,7 @@ from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_runs, run_data
 
 HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What could end the page's data, or begin something else; JSON has other words for it."""
+"""What could end the page's data, or begin something else; JSON has escapes for it."""
 
 
 def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") -> str:
@@ -29,8 +29,8 @@ def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") ->
     title = title or " beside ".join(called)
     runs = [run_data(trace, name) for trace, name in zip(traces, called, strict=True)]
     data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    for character, word in HARMLESS.items():
-        data = data.replace(character, word)
+    for character, escape in HARMLESS.items():
+        data = data.replace(character, escape)
     template = (resources.files("paradec.tools.traces") / "page.html").read_text(encoding="utf-8")
     head, tail = template.split("@DATA@")
     text = head.replace("@TITLE@", html.escape(title)) + data + tail

@@ -17,9 +17,9 @@ MOST_RUNS = 4
 MOST_ROWS = 16
 """Rows of a run; the first ones are drawn."""
 MOST_WRITES = 120_000
-"""Entries of all commits together: steps behind that are drawn as one, which has the end result."""
+"""Entries of all commits together: steps after that are drawn as one, which has the end result."""
 MOST_STEPS = 10_000
-"""Steps: those behind are drawn as one too."""
+"""Steps: those after that are drawn as one too."""
 MOST_MARKS = 60_000
 """Spans that were evaluated, of all steps together, and likewise drafts that were rejected; further ones are left
 out."""
@@ -40,7 +40,7 @@ def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
         if not isinstance(trace, Trace):
             raise TypeError(f"beside={shown(trace)} must be a paradec.core.trace.Trace, or several")
     if not 1 <= len(traces) <= MOST_RUNS:
-        raise ValueError(f"{len(traces)} traces: from 1 to {MOST_RUNS} can stand side by side")
+        raise ValueError(f"{len(traces)} traces: from 1 to {MOST_RUNS} can be side by side")
     if names and len(names) != len(traces):
         raise ValueError(f"names has {len(names)} entries for {len(traces)} traces; give one for each, or none")
     return [str(name) for name in names] or [_name_of(trace) for trace in traces]

@@ -98,7 +98,7 @@ class Records:
     undecided: Tensor
     """[N, n] bool."""
     valid: Tensor
-    """[N, n] bool: False behind the end of a block that is shorter than n."""
+    """[N, n] bool: False after the end of a block that is shorter than n."""
     prompt: Tensor
     """[N] int64: which prompt a record is of."""
 
@@ -166,9 +166,10 @@ def collect(
 ) -> Records:
     """Record the steps of an "extremely greedy" decoding of every prompt.
 
-    First each prompt is decoded one token a step, the surest first, to the end of its canvas. Then it is decoded again,
-    blocks at a time: every step records the block's features and which candidates agree with the first decoding, and
-    commits all that do. A block whose candidates are those of the step before is filled from the first decoding.
+    First each prompt is decoded one token a step, the most confident first, to the end of its canvas. Then it is
+    decoded again, blocks at a time: every step records the block's features and which candidates agree with the first
+    decoding, and commits all that do. A block whose candidates are those of the step before is filled from the first
+    decoding.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
@@ -255,10 +256,10 @@ def _replay(model: Model, state: Any, targets: Tensor, first: int, setup: dict[s
             target = window.read(canvas)
             features, valid = block_features(state, proposal)
             final = (proposal.values == target) & valid
-            stands = ((proposal.values == window.read(before)) | ~valid).all(1)
+            settled = ((proposal.values == window.read(before)) | ~valid).all(1)
             # a block takes at most one step per mask
             last = state.block_step[window.rows] + 1 >= state.masks_at_open[window.rows]
-            stands |= torch.as_tensor(last, device=stands.device)
+            settled |= torch.as_tensor(last, device=settled.device)
             block = torch.stack([features[name] for name in FEATURES], 1)
             yield Records(
                 setup,
@@ -270,7 +271,7 @@ def _replay(model: Model, state: Any, targets: Tensor, first: int, setup: dict[s
                 torch.as_tensor(window.rows + first),
             )
             window.write(before, proposal.values.clone())
-            proposal.values = torch.where(stands.unsqueeze(1), target, proposal.values)
+            proposal.values = torch.where(settled.unsqueeze(1), target, proposal.values)
             proposal.quantities["agrees"] = proposal.values == target
             sampler.commit(state, proposal)
 
@@ -298,7 +299,7 @@ def train(
     """Fit a filter: binary cross-entropy over all positions of all records at once, with AdamW.
 
     Prompts are dealt to three sets, 80 % for training, 10 % to choose among the epochs by their loss, and 10 % to
-    measure with (the paper deals records, so that one prompt's neighbouring steps stand on both sides).
+    measure with (the paper deals records, so that one prompt's neighbouring steps are on both sides).
 
     Args:
         kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.

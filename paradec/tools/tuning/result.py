@@ -50,7 +50,7 @@ class Point:
 class Tuning:
     """What `paradec.tune` returns; `str()` of it is the report that the command prints, at most 80 columns wide.
 
-    Scores are shares from 0 to 1. What stands under `reported` was measured on prompts that chose nothing.
+    Scores are shares from 0 to 1. What is under `reported` was measured on prompts that chose nothing.
     """
 
     setup: dict[str, Any]
@@ -312,7 +312,7 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
     Of those made by hand it is the least of the last cost among those at most `tolerance` (a share) below the best
     score of them. Of hundreds that are searched the best score is the luckiest one as well. So one of these takes the
     place only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most
-    `tolerance` below. All of it on the choosing half; where nothing made by hand was measured all points stand in.
+    `tolerance` below. All of it on the choosing half; where nothing made by hand was measured all points are used.
 
     Args:
         points: measured on the whole choosing half. groups: of every choosing prompt.
@@ -359,7 +359,7 @@ def thinned(
 ) -> tuple[list[Point], int | None]:
     """At most so many points of a front, with the chosen one, which a luckier point may have driven off it: those that
     lie closest to a neighbour's score go, but for the chosen one, the cheapest and the best. Also where the chosen one
-    stands then."""
+    is then."""
     kept = list(points)
     if chosen is not None and all(point is not chosen for point in kept):
         kept = sorted([*kept, chosen], key=lambda point: point.choosing.point(costs)[1:])

@@ -83,7 +83,7 @@ def tune(
         score: what chooses: "answers", "checker", or "agreement" with the tokens of one token per step. By default the
             checker if there is one, else answers where all prompts have one, else agreement.
         checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
-        mask: text that stands for one token to fill ("<mask>"), as in `paradec.infill`; by default texts are prompts.
+        mask: text that represents one token to fill ("<mask>"), as in `paradec.infill`; by default texts are prompts.
         samplers: names and combinations; by default every masked sampler that works here. caches: names; by default
             "none" where forwards are the objective, which a cache makes cheaper and not fewer, else all.
         blocks: block lengths, None for the model's own; by default that, half and twice of it, and the whole answer.
@@ -452,7 +452,7 @@ class _Search:
         )
 
     def _report(self, found: Tuning) -> None:
-        """Measure the front, what stands beside it and one token per step on the other half. Settings take turns,
+        """Measure the front, what is beside it and one token per step on the other half. Settings take turns,
         batch by batch, so that their times see the same machine."""
         half, wanted = self.work.reporting, list(found.points)
         for beside in (found.default, found.hand):

@@ -28,7 +28,7 @@ class Scorer:
 
     @classmethod
     def of(cls, asked: Sequence[Asked], kind: str | None, checker: Checker | None) -> Scorer:
-        """The scorer that was asked for; without a word a checker, else answers where all prompts have one, else
+        """The scorer that was asked for; by default a checker, else answers where all prompts have one, else
         agreement.
 
         Raises:

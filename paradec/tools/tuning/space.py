@@ -23,7 +23,7 @@ from paradec.samplers.masked.start import block_policy
 from paradec.tools.evaluation.compare import BASELINE, COMBINATIONS, Configuration
 
 REFERENCE = "low_confidence"
-"""The sampler of one token per step, the surest first: LLaDA's."""
+"""The sampler of one token per step, the most confident first: LLaDA's."""
 LOG = 8
 """Ranges whose ends are so far apart, as a factor, are drawn from by their logarithm."""
 BLOCKS = (16, 32, 64)

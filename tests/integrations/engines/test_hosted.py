@@ -330,7 +330,7 @@ def test_bad_input_is_named_before_anything_happens() -> None:
         (("steps", 0),): "steps=0 must be an integer from 1",
         (("block_length", 8),): "block_length=8 is longer than the engine's block of 4",
         (("block_length", 3),): "block_length=3 does not fit",
-        (("stop", paradec.Prophet()),): r"stop=Prophet\(.* reads the logits behind the open block",
+        (("stop", paradec.Prophet()),): r"stop=Prophet\(.* reads the logits after the open block",
         (("suppress_tokens", (VOCAB,)),): f"suppress_tokens={VOCAB} must be",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -94,8 +94,8 @@ def test_ids_are_checked_before_anything_is_decoded(monkeypatch: pytest.MonkeyPa
     for name, module in (("ray", ray), ("ray.data", ray.data)):
         monkeypatch.setitem(sys.modules, name, module)
     for wrong, message in (
-        (rows("a", "b", "a"), "id 'a' stands twice, the second time in the dataset"),
-        (rows(3, np.int64(3)), "id 3 stands twice"),
+        (rows("a", "b", "a"), "id 'a' occurs twice, the second time in the dataset"),
+        (rows(3, np.int64(3)), "id 3 occurs twice"),
         (rows(1.5), "id 1.5 in the dataset is neither a text nor an int"),
         (rows([1]), "neither a text nor an int"),
         (Rows([{"name": 1}]), r"no column 'id'; it has \['name'\]"),
@@ -106,5 +106,5 @@ def test_ids_are_checked_before_anything_is_decoded(monkeypatch: pytest.MonkeyPa
 
 
 def test_parts_are_read_once_each(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="id 2 stands twice, the second time in .*b.parquet"):
+    with pytest.raises(ValueError, match="id 2 occurs twice, the second time in .*b.parquet"):
         jobs._once([3, 2], jobs._once([1, 2], set(), tmp_path / "a.parquet"), tmp_path / "b.parquet")

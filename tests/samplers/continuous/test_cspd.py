@@ -18,7 +18,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.protocol import Sampler, decode
-from paradec.models.images.continuous import ContinuousQuery, TokenLaw
+from paradec.models.images.continuous import ContinuousQuery, TokenDistribution
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel, solver
 from paradec.models.images.vq import VQConfig
@@ -177,7 +177,8 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_replays_the_rule(name: str) -> None:
     case, arrays = next_image.case("cspd", name)
     draft, target = (
-        TokenLaw(arrays[f"{side}_mean"], arrays[f"{side}_std"], arrays[f"{side}_log_var"]) for side in ("x1", "x2")
+        TokenDistribution(arrays[f"{side}_mean"], arrays[f"{side}_std"], arrays[f"{side}_log_var"])
+        for side in ("x1", "x2")
     )
 
     def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +208,7 @@ def density(y: list[float], mean: Tensor, std: Tensor) -> float:
 
 
 def plain(
-    token: int, draft: TokenLaw, target: TokenLaw, u: float, redraw: Any, inner: float, rounds: int
+    token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
 ) -> tuple[list[float], bool]:
     """One token of the mended rule, by its formulas: its value, and whether the draft was accepted."""
     x, (mq, sq), (mp, sp) = draft.mean[token].tolist(), *((law.mean[token], law.std[token]) for law in (draft, target))
@@ -234,8 +235,8 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     means = normals(count, channels)
-    draft = TokenLaw(means, normals(count, channels).mul(0.2).exp(), normals(count, channels) * 0.2)
-    target = TokenLaw(
+    draft = TokenDistribution(means, normals(count, channels).mul(0.2).exp(), normals(count, channels) * 0.2)
+    target = TokenDistribution(
         means + spread * normals(count, channels), draft.std * normals(count, channels).mul(0.2).exp(),
         draft.half_log_variance + normals(count, channels) * 0.2,
     )  # fmt: skip
@@ -276,8 +277,8 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
     count = len(x)
     draw = torch.Generator().manual_seed(3)
     whole = torch.ones(count, 1, dtype=torch.float64)
-    draft = TokenLaw(whole * MQ, whole * SQ, whole * 0)
-    target = TokenLaw(whole * MP, whole * SP, whole * math.log(sigma))
+    draft = TokenDistribution(whole * MQ, whole * SQ, whole * 0)
+    target = TokenDistribution(whole * MP, whole * SP, whole * math.log(sigma))
 
     def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         noise = torch.randn(len(tokens), 1, generator=draw, dtype=torch.float64)
@@ -407,7 +408,7 @@ def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, dra
             decoded, _ = model.module.decode(encoded, known.repeat(2, 1), every)
             z = decoded.gather(1, at.repeat(2, 1).unsqueeze(-1).expand(-1, -1, 16)).flatten(0, 1)
             scale = 1 + (2.0 - 1) * (16 - max(unknown[stop], 1)) / 16
-            drawn = model.module.diffloss.law(z, draws.chain(at, 5, 4).flatten(0, 1), 1.0, scale, (4, 1)).mean
+            drawn = model.module.diffloss.distribution(z, draws.chain(at, 5, 4).flatten(0, 1), 1.0, scale, (4, 1)).mean
         tokens.scatter_(1, at.unsqueeze(-1).expand(-1, -1, 4), drawn.view(2, -1, 4))
     decode(sampler, model, state)
     torch.testing.assert_close(state.tokens, tokens, atol=1e-10, rtol=1e-10)

@@ -128,12 +128,12 @@ def test_what_is_made_for_rows_is_made_once_while_they_run() -> None:
     _, state = start()
     made: list[int] = []
     for _ in range(2):
-        state.while_rows_stand("it", lambda: made.append(1))
+        state.while_rows_stay("it", lambda: made.append(1))
         state.open_blocks(np.empty(0, np.int64))
     assert len(made) == 1
     state.finish(np.array([1]))
     state.open_blocks(np.empty(0, np.int64))
-    state.while_rows_stand("it", lambda: made.append(1))
+    state.while_rows_stay("it", lambda: made.append(1))
     assert len(made) == 2
 
 

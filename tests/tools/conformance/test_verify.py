@@ -198,7 +198,7 @@ def test_every_case_has_a_name_of_its_own_and_something_to_compare() -> None:
     assert len(named()) > 1200
     for name, case in named().items():
         assert name == case.name
-        assert case.tie is not None or case.law is not None or all(row.compared for row in case.expected)
+        assert case.tie is not None or case.distribution is not None or all(row.compared for row in case.expected)
     batches = [case for case in named().values() if case.group == "rows"]
     assert len(batches) > 80 and all(len(set(map(len, case.asked.prompts))) > 1 for case in batches)
 

@@ -39,7 +39,7 @@ def test_a_window_makes_a_long_answer_cheaper() -> None:
 @pytest.mark.parametrize(
     ("model", "asked", "message"),
     [
-        ("LLaDA2.0-mini", {}, "sees nothing behind its block anyway"),
+        ("LLaDA2.0-mini", {}, "sees nothing after its block anyway"),
         ("LLaDA-8B", {"cache": "dkv_decode"}, "cache='dkv_decode' counts on all of a row"),
         ("LLaDA-8B", {"attention": "sparsed"}, "of whole rows"),
     ],

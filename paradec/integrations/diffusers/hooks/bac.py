@@ -46,7 +46,7 @@ def calibrate(
             steps, the output is the plain run's.
         runs: how often `run` is called; the measurements are averaged.
         metric: how features at two steps are compared: "cosine" (the paper's), "l1" or "mse".
-        bubbling: modules that are also evaluated when a feed-forward behind them is, those of the largest errors first;
+        bubbling: modules that are also evaluated when a feed-forward after them is, those of the largest errors first;
             below 2 there is no bubbling.
         samples: entries of a feature that are compared, evenly strided; a bound on memory (4 bytes each, per module
             and step).

@@ -1,7 +1,7 @@
 """The block cache that LLaDA2Pipeline lacks: finished blocks are evaluated once, and their keys and values are kept.
 
 The pipeline evaluates the prompt and everything decoded so far at every step, and reads the open block's logits. In a
-block-causal model what lies left of a block does not see it, so that the block alone needs evaluating: the cache is
+block-causal model the tokens before a block do not see it, so that the block alone needs evaluating: the cache is
 exact there, and refused for other models. It is Fast-dLLM v2's (arXiv 2509.26328), for a pipeline that has none.
 """
 
@@ -58,7 +58,7 @@ class BlockCache:
     """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
 
     The pipeline's model is called with the positions from the open block on (and the block before it, once, when it has
-    been finished), a transformers `DynamicCache` of what lies left of them, the whole attention mask and their position
+    been finished), a transformers `DynamicCache` of the tokens before them, the whole attention mask and their position
     ids; it must do with that what it does with all positions. What is kept is checked against every call's tokens and
     mask, so that nothing outlives its run: other prompts, an exception in mid-run or an exchanged scheduler are safe.
     Every thread keeps its own. Calls of the model that do not come from the pipeline itself are left alone; copies of
@@ -125,7 +125,7 @@ class BlockCache:
     # ---- the model's call -------------------------------------------------------------------------------------------
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the model's call."""
+        """Replace the model's call."""
         if (
             len(args) == 1
             and kwargs.keys() == {"attention_mask", "position_ids"}

@@ -1,7 +1,7 @@
 """Where a transformer's residual blocks and their branches are: read off the module tree, and a table of exceptions.
 
 A block is an entry of a `ModuleList` right under the transformer that holds attention or feed-forward modules.
-Embedders and refiners that sit deeper always run, as in TaylorSeer's public code.
+Embedders and refiners that are deeper always run, as in TaylorSeer's public code.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
 
     Raises:
         ValueError: a pattern matches nothing, one module matches both kinds, a module inside a matched one, or no
-            forecast stands behind a skipped module.
+            forecast comes after a skipped module.
     """
     # lists of modules are never called
     listed = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -185,7 +185,7 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
     loose = found[last + 1 :]
     if loose:
         raise ValueError(
-            f"skip: no forecast stands behind {', '.join(loose)}, so that what they feed would be garbage; "
+            f"skip: no forecast comes after {', '.join(loose)}, so that what they feed would be garbage; "
             f"the last forecast is {found[last]!r}. Add one to modules=..., or do not skip them"
         )
     return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in found]

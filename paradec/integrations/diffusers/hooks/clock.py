@@ -136,7 +136,7 @@ class Clock:
         return run
 
     def _set_timesteps(self, method: Callable[..., Any], frame: FrameType, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Stand for the scheduler's method."""
+        """Replace the scheduler's method."""
         with runs.BEGIN:
             before = None if self._open is None else self._open.driver
             driver = runs.begin(before, self.scheduler, frame, self._name)
@@ -149,7 +149,7 @@ class Clock:
             raise
 
     def _step(self, method: Callable[..., Any], frame: FrameType, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Stand for the scheduler's method."""
+        """Replace the scheduler's method."""
         run = self._open
         if run is not None:
             run.driver = runs.step(run.driver, self.scheduler, frame, self._name)

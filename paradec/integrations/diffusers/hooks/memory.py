@@ -95,7 +95,7 @@ class Size:
 
 @dataclass(eq=False)
 class _Skeleton:
-    """Stands for the transformer that a stack on a skeleton belongs to: everything is evaluated."""
+    """Replaces the transformer that a stack on a skeleton belongs to: everything is evaluated."""
 
     name: str
     settings: TaylorSeer

@@ -1,7 +1,7 @@
 """What a call of a transformer need not compute, beside the modules that are forecast. No value of the output changes.
 
-- `Idle`: a module that feeds nothing but modules that are forecast in this call. A single NaN that broadcasts stands
-  in, so that what comes between (modulation, casts) takes one row instead of all.
+- `Idle`: a module that feeds nothing but modules that are forecast in this call. A single NaN that broadcasts
+  replaces its output, so that what comes between (modulation, casts) takes one row instead of all.
 - `Once`: an embedding that is asked for again with the same tensors in the same call, at evaluated steps too.
 
 What feeds what cannot be read off a module tree: there is a table of diffusers' blocks here, and all others are called
@@ -111,7 +111,7 @@ def _kind(block: nn.Module) -> str:
 
 
 class Idle:
-    """Stands around a feeder, and leaves it out where all that it feeds is forecast."""
+    """Wraps a feeder, and leaves it out where all that it feeds is forecast."""
 
     def __init__(self, owner: Caller, feeder: Feeder, module: nn.Module, block: nn.Module | None):
         self.owner, self.name, self.sinks, self.block = owner, feeder.name, feeder.sinks, block
@@ -120,7 +120,7 @@ class Idle:
         self.patch = Patch(module, self.call)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the module's call."""
+        """Replace the module's call."""
         owner = self.owner
         if owner.inside != threading.get_ident():
             return self.patch.inner(*args, **kwargs)
@@ -136,8 +136,8 @@ class Idle:
 
 
 class Once:
-    """Stands around an embedding, and returns what it, or one with the same settings and no weights, returned before in
-    this call of the transformer for the same tensors."""
+    """Wraps an embedding, and returns what it, or one with the same settings and no weights, returned before in this
+    call of the transformer for the same tensors."""
 
     def __init__(self, owner: Caller, module: nn.Module):
         self.owner, self.module = owner, module
@@ -148,7 +148,7 @@ class Once:
         self.patch = Patch(module, self.call)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the module's call."""
+        """Replace the module's call."""
         owner = self.owner
         own = self.module.training or self.module._forward_hooks or self.module._forward_pre_hooks
         if own or owner.inside != threading.get_ident():  # labels drop out in training, and hooks change what returns
@@ -162,7 +162,7 @@ class Once:
 
 
 def embeddings(transformer: nn.Module) -> list[nn.Module]:
-    """The modules that `Once` is worth standing around."""
+    """The modules that are worth wrapping in `Once`."""
     if type(transformer).__name__ != "DiTTransformer2DModel":
         return []
     return [module for module in transformer.modules() if type(module).__name__ in EMBEDDINGS]

@@ -89,7 +89,7 @@ class Walk:
     """What the first block was given."""
     probe: Tensor | None = None
     full: bool | None = None
-    """Whether the blocks behind the probe are evaluated; None until that was decided."""
+    """Whether the blocks after the probe are evaluated; None until that was decided."""
     start: dict[str, Tensor] = field(default_factory=dict)
     """What the present segment's residual is added to."""
     begin: int = -1
@@ -120,7 +120,7 @@ class Stack:
         self.places, self.blocks = places, [modules[place.name] for place in places]
         head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
         self.first, self.last = head, len(places) - tail
-        """Positions of the first block that may be forecast, and of the first one behind these."""
+        """Positions of the first block that may be forecast, and of the first one after these."""
         if self.first >= self.last:
             assert self.rule is not None
             raise ValueError(
@@ -155,7 +155,7 @@ class Stack:
         self.walk = None
 
     def call(self, tap: StackTap, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Stand for a block's call."""
+        """Replace a block's call."""
         position = self._find(tap.module)
         streams = streams_of(tap.parameters, args, kwargs)
         walk = self.walk
@@ -296,7 +296,7 @@ class StackTap:
         self.patch = Patch(module, self.call)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the block's call."""
+        """Replace the block's call."""
         if self.stack.owner.inside != threading.get_ident():  # used by itself
             return self.patch.inner(*args, **kwargs)
         return self.stack.call(self, args, kwargs)

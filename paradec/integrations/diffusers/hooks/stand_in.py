@@ -54,7 +54,7 @@ class StandIn:
 
 
 class _State:
-    """Stands for an object's `__getstate__`: its attributes without stand-ins."""
+    """Replaces an object's `__getstate__`: its attributes without stand-ins."""
 
     def __init__(self, owner: Any):
         self.owner = owner

@@ -1,4 +1,4 @@
-"""A tap sits around one module and decides, call by call, whether it is evaluated, forecast, or left out."""
+"""A tap wraps one module and decides, call by call, whether it is evaluated, forecast, or left out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Kept:
     """What a tap remembers of one branch: of every tensor that its module returned."""
 
     leaves: list[Any]
-    """The output, flattened: None where a history stands, else the value itself (None, numbers)."""
+    """The output, flattened: None where there is a history, else the value itself (None, numbers)."""
     histories: list[History | None]
     spec: Any
     """How the output is put together again."""
@@ -62,7 +62,7 @@ class Kept:
 
 
 class Patch:
-    """Stands between a module's `__call__` and all that it would do, and gives the place back.
+    """Comes between a module's `__call__` and all that it would do, and gives the place back.
 
     That is outside of `forward`, which accelerate and diffusers replace to move weights, and put back between runs; and
     outside of the code of a block that `torch.compile` compiled in place, which is called through another attribute.
@@ -88,7 +88,7 @@ class Patch:
         return self.slot == "_call_impl" and self.module._compiled_call_impl is not None
 
     def remove(self) -> None:
-        """Leave the module as it was; if someone stands on top of the patch, it stays and passes calls through."""
+        """Leave the module as it was; a patch that has another one on top stays and passes calls through."""
         self.active = False
         self.stand_in.remove()
 
@@ -104,7 +104,7 @@ class Tap:
         self.patch = Patch(module, self.call) if place.name else None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the module's call."""
+        """Replace the module's call."""
         assert self.patch is not None
         if self.owner.inside != threading.get_ident():  # used by itself
             return self.patch.inner(*args, **kwargs)
@@ -170,7 +170,7 @@ class Tap:
     def residual_bases(
         self, leaves: list[Any], tensors: list[Any], args: tuple, kwargs: dict[str, Any]
     ) -> list[Tensor | None]:
-        """The inputs that the outputs continue: what a residual is added to. None where an output stands alone."""
+        """The inputs that the outputs continue: what a residual is added to. None where an output continues none."""
         if self.place.kind != "residual":
             return [None] * len(leaves)
         streams = streams_of(self.parameters, args, kwargs)
@@ -226,7 +226,7 @@ def streams_of(parameters: list[str], args: tuple, kwargs: dict[str, Any]) -> di
 def continued(
     module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[str | None]:
-    """The input that each output of a block continues, by name; None where an output stands alone."""
+    """The input that each output of a block continues, by name; None where an output continues none."""
     declared = RETURNS.get(type(module).__name__, tuple(streams))
     found: list[str | None] = []
     for i, shape in enumerate(shapes):

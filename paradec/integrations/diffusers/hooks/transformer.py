@@ -237,7 +237,7 @@ class Transformer:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the transformer's call."""
+        """Replace the transformer's call."""
         run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
         if run is not None:
             with self.lock:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Left(nn.Module):
-    """Hidden states one position to the left, so that logits stand at the token that they predict.
+    """Hidden states one position to the left, so that logits are at the token that they predict.
 
     The left neighbour of a block's first position was evaluated in an earlier forward: the last hidden state that a
     request stored is kept. All buffers stay where they are, as CUDA graphs need it.

@@ -1,7 +1,7 @@
 """Inputs and attention of a forward, for vLLM's second model runner.
 
 Attention is block-causal. vLLM's attention has one flag for each request, causal or not, so a prompt of several blocks
-is given to it as that many requests: each sees itself, and what stands in the pages before it, which every layer writes
+is given to it as that many requests: each sees itself, and what is in the pages before it, which every layer writes
 before it reads. Positions, slots of the pages and tokens stay as they are.
 """
 
@@ -39,7 +39,7 @@ class BlockModelState(DefaultModelState):
             model.make_left(self.max_num_reqs, self.max_num_tokens, device)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """The sampler in place of vLLM's; nothing is verified or rejected behind it."""
+        """The sampler in place of vLLM's; nothing is verified or rejected after it."""
         mask, width = self.served.facts.mask_id, self.served.block
         return BlockSampler(sampler, self.slots, width, mask, self.shifts, SamplerOutput), None
 
@@ -68,7 +68,7 @@ class BlockModelState(DefaultModelState):
     # ---- a forward --------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """For models that predict shifted: which hidden state stands left of each position."""
+        """For models that predict shifted: which hidden state is left of each position."""
         found = super().prepare_inputs(input_batch, req_states)
         if self.shifts:
             self._say_left(input_batch)

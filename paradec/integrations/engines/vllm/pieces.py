@@ -14,7 +14,7 @@ def pieces_of(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.
 
     Returns:
         rows [P], begins [P + 1] and ends [P], int32: whose piece it is, where it begins in the batch, and the position
-        behind it in its row.
+        after it in its row.
     """
     rows, cuts, ends = [], [int(begins[0])], []
     for row in range(len(begins) - 1):

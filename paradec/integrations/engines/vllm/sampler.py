@@ -27,7 +27,7 @@ class BlockSampler:
     Args:
         base: vLLM's own sampler, for its buffers of requests.
         slots: the requests of the engine by vLLM's slot numbers; None is one that could not be begun.
-        width: W, positions of a canvas. mask: what stands for a request that has failed.
+        width: W, positions of a canvas. mask: the token that represents a request that has failed.
         again: see `Slot.step`.
         output: vLLM's `SamplerOutput`.
     """
@@ -60,7 +60,7 @@ class BlockSampler:
         self.sampling_states.apply_staged_writes()
 
     def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None) -> Any:
-        """One step. logits: [N, V], of the canvases alone, one behind the other in the order of the batch."""
+        """One step. logits: [N, V], of the canvases alone, one after the other in the order of the batch."""
         count = input_batch.num_reqs
         begins = np.zeros(count + 1, np.int64) if input_batch.num_draft_tokens == 0 else input_batch.cu_num_logits_np
         evaluated = np.diff(input_batch.query_start_loc_np[: count + 1])

@@ -2,7 +2,7 @@
 
 Three things differ from its own. Prompts are evaluated in chunks of whole blocks, since the tokens of a block see each
 other. A prompt that ends within a block has its tail evaluated again with every step of the first canvas, which is the
-rest of that block: `num_computed_tokens` always stands at the beginning of a block. And a canvas is scheduled whole or
+rest of that block: `num_computed_tokens` is always at the beginning of a block. And a canvas is scheduled whole or
 not at all.
 """
 
@@ -42,7 +42,7 @@ class BlockScheduler(DiffusionScheduler):
         return max(0, end - end % block - num_computed_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As vLLM does; then requests stand at the beginning of a block again."""
+        """As vLLM does; then requests are at the beginning of a block again."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for name in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(name)
@@ -51,7 +51,7 @@ class BlockScheduler(DiffusionScheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """The next canvas is the rest of the block, which is shorter than the others behind a prompt's tail."""
+        """The next canvas is the rest of the block, which is shorter than the others after a prompt's tail."""
         for index, name in enumerate(draft_token_ids.req_ids):
             if (request := self.requests.get(name)) is not None:
                 stop = request.num_computed_tokens + self.served.block
@@ -61,7 +61,7 @@ class BlockScheduler(DiffusionScheduler):
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """A mask, which no sampler proposes, stands for a request that could not be begun: it ends with an error."""
+        """A mask, which no sampler proposes, represents a request that could not be begun: it ends with an error."""
         if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
             request.status = RequestStatus.FINISHED_ERROR
             request.stop_reason = self.served.refusal(request.prompt_token_ids, request.sampling_params)

@@ -38,7 +38,7 @@ class Settings:
     template: tuple[int, ...]
     """Ids that the answer begins with; masks among them are filled, everything else stays."""
     max_new_tokens: int
-    """Masks behind the template."""
+    """Masks after the template."""
     fields: dict[str, Any]
     """Of `paradec.Request`."""
     stop_ids: tuple[int, ...]
@@ -93,7 +93,7 @@ def server_defaults(hf_config: Any = None) -> dict[str, Any]:
 
 
 def _mapping(value: Any, place: str) -> dict[str, Any]:
-    """What stands in one place, by name."""
+    """What is in one place, by name."""
     if value is None:
         return {}
     if isinstance(value, str):

@@ -33,7 +33,7 @@ class Served:
     def opened(
         self, prompt: Sequence[int], settings: Settings, written: Sequence[int] = (), device: Any = "cpu"
     ) -> Hosted:
-        """The row of a request. written: what of its answer stands already, where vLLM had taken it out for a while.
+        """The row of a request. written: the answer so far, where vLLM had taken the request out for a while.
 
         Raises:
             ValueError, TypeError: what this model, or this prompt, cannot have.
@@ -104,7 +104,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """The position behind the block."""
+        """The position after the block."""
         return min(self.begin + self.served.block, int(self.state.canvas.shape[1]))
 
     @property
@@ -141,7 +141,7 @@ class Slot:
         return []
 
     def _emitted(self) -> list[int]:
-        """The canvas as it stands; the next block is open then."""
+        """The canvas as it is; the next block is open then."""
         state = self.state
         tokens = state.canvas[0, self.known : min(self.stop, int(state.end[0]))].tolist()
         if state.done and int(state.end[0]) < int(state.asked[0]):

@@ -230,7 +230,7 @@ class DeviceEngine(CanvasState):
 
     # ---- what samplers and caches read ------------------------------------------------------------------------------
 
-    def while_rows_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+    def while_rows_stay(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that is made once for each number of rows, which is part of the key."""
         if key not in self._made:
             self._made[key] = make()

@@ -106,7 +106,7 @@ class Learn2PD(MaskedSampler):
 
     def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
-        filter_ = state.while_rows_stand(("filter", self.filter), lambda: self.filter_of(state))
+        filter_ = state.while_rows_stay(("filter", self.filter), lambda: self.filter_of(state))
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
             behind = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)

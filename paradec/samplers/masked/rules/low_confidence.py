@@ -34,7 +34,7 @@ class LowConfidence(MaskedSampler):
 
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:
-            return state.while_rows_stand(("one token", len(rows)), lambda: np.ones(len(rows), np.int64))
+            return state.while_rows_stay(("one token", len(rows)), lambda: np.ones(len(rows), np.int64))
         return linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
 
     def select(self, view: View) -> Tensor:

@@ -85,8 +85,8 @@ class LPD(InOrder):
         return found
 
     def ranks(self, state: CanvasState) -> np.ndarray:
-        given = state.while_rows_stand("given on the host", lambda: state.given.cpu().numpy())
-        keys = state.while_rows_stand("keys on the host", lambda: state.keys.tolist())
+        given = state.while_rows_stay("given on the host", lambda: state.given.cpu().numpy())
+        keys = state.while_rows_stay("keys on the host", lambda: state.keys.tolist())
         window = state.window
         found = np.zeros(window.host_positions.shape, np.int64)
         for same, height, width, first in pictures(state, self.height, self.width):

@@ -76,7 +76,7 @@ class Wino(MaskedSampler):
         if not self.mask_probes:
             return query
         key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
-        shadow = state.while_blocks_stand(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
+        shadow = state.while_blocks_stay(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
         width = shadow["positions"].shape[1] - query.tokens.shape[1]
         return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), **shadow)
 

@@ -1,6 +1,6 @@
-"""Whether draws follow a law: Pearson's chi-square test, and what it would have found.
+"""Whether draws follow a distribution: Pearson's chi-square test, and what it would have found.
 
-`benchmarks/exactness.py` holds this library's samplers to such laws with more draws and more settings.
+`benchmarks/exactness.py` holds this library's samplers to such distributions with more draws and more settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 FEWEST = 8.0
 """Expected draws below which answers are counted together."""
 LEVEL = 0.001
-"""A corrected p-value below it says that the law is another one."""
+"""A corrected p-value below it says that the draws follow another distribution."""
 POWER = 0.9
 
 
@@ -37,7 +37,7 @@ class Fit:
 
 
 def fit(answers: Sequence[Sequence[int]], probabilities: Sequence[float], drawn: Counter[tuple[int, ...]]) -> Fit:
-    """Test draws against the law of `answers` with these `probabilities`, which add up to 1."""
+    """Test draws against the distribution of `answers` with these `probabilities`, which add up to 1."""
     draws = drawn.total()
     known = {tuple(answer): number for number, answer in enumerate(answers)}
     for answer in drawn:
