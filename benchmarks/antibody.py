@@ -3,7 +3,7 @@
     python benchmarks/antibody.py [--minutes 40] [--seeds 5] [--limit PAIRS] [--resume]
 
 The model is AntiBERTy (`pip install -e ".[bench]"`), a real masked language model that runs on a CPU: 26M weights,
-one word per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. Of each, 90 % of the
+one token per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. Of each, 90 % of the
 residues are masked at random, once per seed, and filled at temperature 0 by every masked sampler with its defaults and
 with its `sweep` settings; what counts is the share of masked residues that come back, beside the forwards (NFE).
 
@@ -14,7 +14,7 @@ none, and `maskgit` and its kin, which are made to draw.
 One residue a step, the default of the rules with a fixed schedule, is measured for `low_confidence` alone unless
 `--sequential` asks for all of them: it costs more than everything else together. For the same reason a configuration
 that makes fewer than three residues final per forward under the first seed is measured under that seed only; results
-say how many fillings stand behind each line.
+say how many fillings each line rests on.
 
 Every configuration fills the same sequences under the same masks, and is compared with the baseline on what both have
 filled. Intervals are percentile bootstraps over sequences (95 %; the mean over a sequence's seeds is one number);
@@ -107,7 +107,7 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 
 def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Asked], list[int]]:
     """The chains as prompts with their masks under seed 0 and what belongs there, for `paradec tune` and rankings; and
-    the words that none of them has."""
+    the tokens that none of them has."""
     mask, asked = model.facts.mask_token_id, []
     for chain in chains:
         ids = model.tokenizer(" ".join(chain.residues))["input_ids"]
@@ -118,7 +118,7 @@ def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Asked], list[in
 
 
 class Remembering:
-    """A model that evaluates no canvas twice, drafts included. Stands in for a `Model` without a store.
+    """A model that evaluates no canvas twice, drafts included. Replaces a `Model` without a store.
 
     Args:
         file: an SQLite file of what this model has evaluated, made if it is not there: it is looked up there too, by
@@ -137,7 +137,7 @@ class Remembering:
         return getattr(self.model, name)
 
     def __call__(self, query: Query) -> Tensor:
-        if query.visible is not None:  # shadow blocks
+        if query.visible is not None:  # blocks of mask probes
             return self.model(query)
         width = query.tokens.shape[1]
         sizes = [width] * len(query.tokens) if query.valid is None else query.valid.sum(1).tolist()
@@ -157,7 +157,7 @@ class Remembering:
                 self.known[keys[k]] = logits
             self._write([keys[k] for k in new])
         wanted = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
-        # a window's padding may ask beyond what its row has; whatever stands there is not used
+        # a window's padding may ask beyond what its row has; whatever is there is not used
         found = [self.known[key] for key in keys]
         return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(found, wanted, strict=True)])
 

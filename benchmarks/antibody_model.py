@@ -23,7 +23,7 @@ from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
 from paradec.models.wrapping import wrap
 
 WEIGHTS = "AntiBERTy_md_smooth"
-"""The folder of `antiberty/trained_models` that holds config.json and pytorch_model.bin; vocab.txt stands beside it."""
+"""The folder of `antiberty/trained_models` that holds config.json and pytorch_model.bin; vocab.txt is beside it."""
 NOT_THE_LANGUAGE_MODEL = ("bert.embeddings.position_ids", "bert.pooler.", "cls.species.", "cls.chain.", "cls.graft.")
 """Weights of the classification heads, and a buffer that is made anew."""
 
@@ -31,8 +31,8 @@ NOT_THE_LANGUAGE_MODEL = ("bert.embeddings.position_ids", "bert.pooler.", "cls.s
 def load_antiberty(path: str | os.PathLike[str] | None = None) -> Model:
     """Load AntiBERTy as a model that samplers can decode with.
 
-    The vocabulary has 25 words: [PAD], [UNK], [CLS], [SEP], [MASK] and the 20 amino acids. The model was trained on
-    `[CLS] residues [SEP]`, one word per residue: `model.tokenizer("E V Q L")["input_ids"]` gives that. It sees up to
+    The vocabulary has 25 tokens: [PAD], [UNK], [CLS], [SEP], [MASK] and the 20 amino acids. The model was trained on
+    `[CLS] residues [SEP]`, one token per residue: `model.tokenizer("E V Q L")["input_ids"]` gives that. It sees up to
     512 positions, predicts in place and has no end token (lengths are the user's choice).
 
     Args:
@@ -79,7 +79,7 @@ def load_antiberty(path: str | os.PathLike[str] | None = None) -> Model:
     tokenizer: Any = BertTokenizer(vocab=str(vocabulary), do_lower_case=False)
     if len(tokenizer) != module.config.vocab_size:
         raise CheckpointError(
-            f"vocab.txt in {str(folder)!r} has {len(tokenizer)} words; config.json says {module.config.vocab_size}"
+            f"vocab.txt in {str(folder)!r} has {len(tokenizer)} tokens; config.json says {module.config.vocab_size}"
         )
     return wrap(module.eval(), tokenizer=tokenizer, pad_token_id=tokenizer.pad_token_id)
 

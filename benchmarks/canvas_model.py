@@ -9,7 +9,7 @@ import torch
 
 PAD = 0
 ENDS = [1, 2, 3]
-FIRST_WORD = 8
+FIRST_TOKEN = 8
 """Ids below are the padding, ends and those of images."""
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from canvas_model import ENDS, FIRST_WORD, PAD, small_module
+from canvas_model import ENDS, FIRST_TOKEN, PAD, small_module
 from provenance import COMMIT, write_result
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class Counted:
 def prompts(module: Any, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1000 + seed)
     vocab = module.config.text_config.vocab_size
-    return [torch.randint(FIRST_WORD, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(FIRST_TOKEN, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
 def sampler(settling: str, **settings: Any) -> Any:
@@ -275,7 +275,7 @@ def schedule_lines(entry: dict[str, Any]) -> str:
 
 
 def logits_of(vocab: int, canvas: int, sure: float) -> Tensor:
-    """[1, C, V] float32 logits: a share of the positions has one word with all probability, the others are open."""
+    """[1, C, V] float32 logits: a share of the positions has one token with all probability, the others are open."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1, canvas, vocab, generator=generator)
     count = round(sure * canvas)
@@ -303,15 +303,15 @@ class OurStep:
         from paradec.samplers.renoising.noise import draw
         from paradec.samplers.statistics import token_statistics
 
-        law = self.logits / 0.6
-        entropy = -token_statistics(law, ("minus_entropy",))[1]["minus_entropy"][0]
-        kept = law[0, entropy < 1e-6]
+        logits = self.logits / 0.6
+        entropy = -token_statistics(logits, ("minus_entropy",))[1]["minus_entropy"][0]
+        kept = logits[0, entropy < 1e-6]
         uniform = torch.rand(len(kept), dtype=torch.float64)
         return {
             "divide by the temperature (twice a step)": lambda: self.logits / 0.6,
-            "best token, probability, entropy": lambda: token_statistics(law, ("minus_entropy", "confidence")),
+            "best token, probability, entropy": lambda: token_statistics(logits, ("minus_entropy", "confidence")),
             "draw where tokens are kept": lambda: draw(kept, uniform),
-            "soft embeddings": lambda: self.model.soften(law),
+            "soft embeddings": lambda: self.model.soften(logits),
         }
 
 
@@ -349,16 +349,16 @@ class TheirStep:
         )
 
     def parts(self) -> dict[str, Callable[[], Any]]:
-        law = self.logits / 0.6
-        p, best = law.softmax(-1), law.argmax(-1)
+        logits = self.logits / 0.6
+        p, best = logits.softmax(-1), logits.argmax(-1)
         return {
             "divide by the temperature": lambda: self.processors(None, self.logits, cur_step=torch.tensor(24)),
-            "softmax": lambda: law.softmax(-1),
+            "softmax": lambda: logits.softmax(-1),
             "draw for every position": lambda: torch.multinomial(p[0], 1),
-            "best token": lambda: law.argmax(-1),
-            "accept (entropies)": lambda: self.sampler.accept_canvas(self.canvas, best, law, 24),
+            "best token": lambda: logits.argmax(-1),
+            "accept (entropies)": lambda: self.sampler.accept_canvas(self.canvas, best, logits, 24),
             "renew by noise": lambda: self.sampler.renoise_canvas(self.canvas, 24),
-            "stop or go on (entropies)": lambda: self.stopping(best, law),
+            "stop or go on (entropies)": lambda: self.stopping(best, logits),
         }
 
 
@@ -403,10 +403,10 @@ def cost(
 
 def product(vocab: int, width: int, positions: int = 16) -> float:
     """Milliseconds per position of the product of probabilities with embeddings [V, D], float32."""
-    law = torch.full((positions, vocab), 1 / vocab)
+    weights = torch.full((positions, vocab), 1 / vocab)
     embeddings = torch.full((vocab, width), 0.5)
-    torch.mm(law, embeddings)
-    return 1e3 * statistics.median(timed(lambda: torch.mm(law, embeddings))[1] for _ in range(3)) / positions
+    torch.mm(weights, embeddings)
+    return 1e3 * statistics.median(timed(lambda: torch.mm(weights, embeddings))[1] for _ in range(3)) / positions
 
 
 def cost_lines(entry: dict[str, Any]) -> str:
@@ -458,7 +458,7 @@ def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int =
     """Bytes above the loaded model of one canvas of `rows` rows, that takes so many steps. In a process of its own."""
     torch.set_num_threads(1)
     module = small_module(vocab, canvas, hidden)
-    ids = torch.randint(FIRST_WORD, vocab, (rows, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(FIRST_TOKEN, vocab, (rows, 8), generator=torch.Generator().manual_seed(0))
     if who == "ours":
         model = paradec.wrap(module)
     begin_peak()

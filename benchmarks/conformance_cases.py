@@ -5,8 +5,8 @@
 - ties: checkpoints in LLaDA's format whose confidences are exactly 1, or exactly 1/2 with two equally likely tokens,
   whatever the precision. What is predicted depends on how many masks are left, so that an answer also shows how many
   tokens a forward made final. What the methods must do follows from that by hand (`tie_steps`).
-- laws: a Llama over five words, a drafter near it, and the law of all answers of four words, enumerated with
-  transformers alone.
+- laws: a Llama over five tokens, a drafter near it, and the distribution of all answers of four tokens, enumerated
+  with transformers alone.
 - canvases: a DiffusionGemma, and answers of transformers' own `generate`.
 - rows: which recorded cases make ragged batches. The published code knows no ragged batches, and what it does there
   with the mask's own probability is not stated anywhere: taken are cases in which it decides nothing.
@@ -152,9 +152,9 @@ def ties() -> None:
     write("ties.json", {"cases": cases})
 
 
-# ---- laws ----------------------------------------------------------------------------------------------------------
+# ---- distributions -------------------------------------------------------------------------------------------------
 
-WORDS, NEW = 5, 4
+VOCABULARY, NEW = 5, 4
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 DRAWN: dict[str, dict[str, Any]] = {
     "temperature1": {"temperature": 1.0},
@@ -173,7 +173,7 @@ def causal(seed: int, near: Any = None) -> Any:
     """A small Llama; with `near`, in between that one and a random one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
     module = LlamaForCausalLM(LlamaConfig(**sizes, **none))
@@ -188,7 +188,7 @@ def causal(seed: int, near: Any = None) -> Any:
     return module.eval()
 
 
-def next_law(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+def next_distribution(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """[N, V] probabilities that tokens are drawn with."""
     scaled = logits / temperature
     if top_k is not None:
@@ -196,13 +196,13 @@ def next_law(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     return scaled.softmax(-1)
 
 
-def laws() -> None:
+def distributions() -> None:
     model = causal(0)
     for name, module in (("law-llama", model), ("law-llama-drafter", causal(1, near=model))):
         module.save_pretrained(OUT / name)
         (OUT / name / "generation_config.json").unlink(missing_ok=True)
     model, cases = model.double(), []
-    every = torch.tensor(list(itertools.product(range(WORDS), repeat=NEW)))
+    every = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=NEW)))
     for drawn, number in itertools.product(DRAWN, range(len(PROMPTS))):
         prompt = PROMPTS[number]
         ids = torch.cat((torch.tensor(prompt).expand(len(every), -1), every), 1)
@@ -211,8 +211,8 @@ def laws() -> None:
         probabilities = torch.ones(len(every), dtype=torch.float64)
         settings = DRAWN[drawn]
         for at in range(NEW):
-            law = next_law(logits[:, at], settings["temperature"], settings.get("top_k"))
-            probabilities *= law.gather(1, every[:, at : at + 1])[:, 0]
+            distribution = next_distribution(logits[:, at], settings["temperature"], settings.get("top_k"))
+            probabilities *= distribution.gather(1, every[:, at : at + 1])[:, 0]
         asked = {"checkpoint": "conformance/law-llama", "prompts": [prompt], "max_new_tokens": NEW, "draws": "own"}
         possible = probabilities > 0
         entry = {"name": f"{drawn}_prompt{number}", "asked": asked | settings}
@@ -286,7 +286,7 @@ def rows() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    kinds = {"ties": ties, "laws": laws, "canvases": canvases, "rows": rows}
+    kinds = {"ties": ties, "laws": distributions, "canvases": canvases, "rows": rows}
     parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
     torch.set_num_threads(1)
     for name in parser.parse_args().only:

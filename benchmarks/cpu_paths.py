@@ -24,16 +24,16 @@ from paradec.samplers.statistics import _filter_by_rank, argmax, ascending, filt
 ROWS = 32
 
 
-def plain_uniform(keys: Tensor, step: Tensor, position: Tensor, words: int) -> Tensor:
+def plain_uniform(keys: Tensor, step: Tensor, position: Tensor, vocab: int) -> Tensor:
     """`rng.uniform` as it is off the CPU."""
     place = [each.expand(*position.shape).reshape(-1, 1) for each in (position, step.unsqueeze(1))]
     place += [each.expand(*position.shape).reshape(-1, 1) for each in keys.T.unsqueeze(-1)]
-    bits = torch.stack(rng._bits(torch.arange((words + 1) // 2), place, 0), -1)
+    bits = torch.stack(rng._bits(torch.arange((vocab + 1) // 2), place, 0), -1)
     return (bits.double() + 0.5) * 2.0**-53
 
 
 def plain_guided(logits: Tensor, scale: float) -> Tensor:
-    """`guided` with the limits of excluded words always worked out."""
+    """`guided` with the limits of excluded tokens always worked out."""
     conditional, unconditional = logits.chunk(2)
     mixed = (conditional - unconditional).mul_(scale).add_(unconditional)
     out, gone = conditional == -torch.inf, unconditional == -torch.inf

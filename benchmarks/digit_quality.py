@@ -84,7 +84,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def frechet_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
-    """Squared Frechet distance of two normal laws, each (mean [d], covariance [d, d]).
+    """Squared Frechet distance of two normal distributions, each (mean [d], covariance [d, d]).
 
     |m1 - m2|^2 + tr(C1 + C2 - 2 (C1^(1/2) C2 C1^(1/2))^(1/2)); eigenvalues below 0, by rounding, count as 0.
     """

@@ -10,7 +10,7 @@ Class accuracy is how often the packaged classifier (98 % right on held-out digi
 the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:
 Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance. Each setting is held
 against token-by-token decoding under the same distribution: the difference in accuracy, and how often a random split of
-both sets of pictures, class by class, lies further apart than they do (a permutation test; for lossless samplers
+both sets of pictures, class by class, is further apart than they are (a permutation test; for lossless samplers
 uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
 """
 

@@ -11,7 +11,7 @@ too, and where that reaches to 0 the two cannot be separated.
 
 The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked transformer, both over 49 codes of one VQ;
 `digits-var` and `digits-var-small` are VARs over 88 codes in five scales of another. A forward of one is no forward of
-the other, so that positions evaluated (both branches of guidance, both models) and CPU milliseconds a picture stand
+the other, so that positions evaluated (both branches of guidance, both models) and CPU milliseconds a picture are given
 beside it: one core, batches of 100, without the VQ decoder.
 """
 

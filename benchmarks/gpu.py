@@ -18,7 +18,7 @@ Every kernel is first checked against a float64 reference on fresh random inputs
 - recipe: LLaDA-8B on one of recipes/, if its weights are on this disk; see benchmarks/gpu_recipe.py.
 
 Writes one JSON file with the device's name and, where that is the default one, the tables of docs/performance.md. What
-fails, or does not fit into its section's time, stands under "problems" there, beside what was measured. Exit code 2
+fails, or does not fit into its section's time, is listed under "problems" there, beside what was measured. Exit code 2
 where there is no CUDA device, 1 where there was a problem. A dry run writes no tables, and JSON only with --out. With
 TRITON_INTERPRET=1 it runs the kernels, elsewhere their references.
 """

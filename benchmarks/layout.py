@@ -1,8 +1,8 @@
-"""What a matrix that lies column by column in memory saves on a CPU (`paradec.models.layout`), by positions and size.
+"""What a matrix stored column by column in memory saves on a CPU (`paradec.models.layout`), by positions and size.
 
     python benchmarks/layout.py [--repeats 21]
 
-One thread, float32: a product of M positions with a matrix [out, in] that lies column by column, over the same product
+One thread, float32: a product of M positions with a matrix [out, in] stored column by column, over the same product
 with the matrix as `nn.Linear` keeps it. Both take turns; processor time, medians of ratios within a turn with their
 quartiles. Writes benchmarks/results/layout.json.
 """

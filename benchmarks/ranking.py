@@ -13,8 +13,8 @@ on a front of score over forwards, over positions or over CPU seconds there: of 
 themselves, of `new` among all. CPU seconds are the process's, of one thread: after a warm-up every candidate has its
 turn, in another order each time, and ratios are taken within a turn.
 
-A candidate stands *above* a set of others at a cost if each of them is clearly worse, or clearly dearer: the paired
-95 % interval of the difference lies on one side of zero, or, of CPU seconds, the ratios of all turns on one side of
+A candidate is *above* a set of others at a cost if each of them is clearly worse, or clearly dearer: the paired
+95 % interval of the difference is on one side of zero, or, of CPU seconds, the ratios of all turns on one side of
 one. Intervals are bootstraps over prompts (over antibodies), of positions over batches, which are counted together.
 They are not widened for how many were looked at. While candidates are chosen for AntiBERTy, canvases that were
 evaluated before are looked up; CPU seconds of that stage leave them out, those that are reported do not. Writes

@@ -6,8 +6,8 @@ No model: a step reads random float32 logits [rows, window, vocabulary] (some po
 sampler's own `propose` and `commit`. One thread, one run. Every sampler takes its steps in turns with the threshold
 rule, so that both see the same machine; times are the process's own, the factor is the median over the turns (memory
 that is shared with other machines' work makes single steps differ by a half). Samplers that keep
-something between steps are listed with its bytes per row. Those that evaluate the model differently (drafts, shadows, a
-trained filter) are left out. Prints a table and writes benchmarks/results/rules.json.
+something between steps are listed with its bytes per row. Those that evaluate the model differently (drafts, mask
+probes, a trained filter) are left out. Prints a table and writes benchmarks/results/rules.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Answers:
         self.answers = []
         for _ in range(2):
             logits = 2 * torch.randn(rows, window, vocabulary, generator=generator)
-            sure = torch.rand(rows, window, generator=generator) ** 4 * 25  # of the best word: p from 0 to nearly 1
+            sure = torch.rand(rows, window, generator=generator) ** 4 * 25  # of the best token: p from 0 to nearly 1
             logits[..., 7] += sure
             self.answers.append(logits)
         self.calls = 0

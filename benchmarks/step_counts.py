@@ -49,7 +49,7 @@ def counts(tree: Path) -> list[list[float]]:
             return func(*args, **(kwargs or {}))
 
     class Aside:
-        """A model whose calls stand aside: the profile rests meanwhile, and their operations are counted apart."""
+        """A model whose calls are not profiled: the profile pauses, and their operations are counted apart."""
 
         def __init__(self, model: Any, operations: Operations):
             self.model, self.operations, self.inside, self.profile = model, operations, 0, None

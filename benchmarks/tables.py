@@ -4,7 +4,7 @@ ranking_text, sparsed. One, the samplers' settings, is read off their classes.
 
     python benchmarks/tables.py
 
-Tables stand between `<!-- name -->` and `<!-- /name -->`; nothing else is touched.
+Tables are between `<!-- name -->` and `<!-- /name -->`; nothing else is touched.
 """
 
 from __future__ import annotations
@@ -559,7 +559,7 @@ def ranking_places_table(data: dict[str, Any]) -> str:
 
 
 def ranking_answers_table(data: dict[str, Any]) -> str:
-    """By place and cost of benchmarks/ranking.py: how many new candidates stand above the others, and the best one."""
+    """By place and cost of benchmarks/ranking.py: how many new candidates are above the others, and the best one."""
     lines = ["| place | cost | above today's rules | above those with knobs too |", "|---" * 4 + "|"]
     for name, place in data["places"].items():
         for cost, label in COSTS.items():

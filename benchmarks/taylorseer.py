@@ -5,7 +5,7 @@
 The packaged DiT of digits (guidance 2, its DDIM scheduler), and small DiT, FLUX and Wan transformers with random
 weights (Euler steps) denoise the same noise; every method evaluates the transformer at as many steps (7 of 24), and the
 run that evaluates all of them is the yardstick. Random weights say nothing about pictures; they do say how far each
-method strays from the model that it stands for.
+method strays from the model that it replaces.
 
 - error: |latent - full run's| / |full run's - the noise|, mean over seeds.
 - module calls: of attention and feed-forward modules in a run, counted at their first matrix.
@@ -130,7 +130,7 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
 
 
 def denoise(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
-    """The latent behind Euler steps from time 1 to 0; for the digits, behind their own scheduler's, under guidance."""
+    """The latent after Euler steps from time 1 to 0; for the digits, after their own scheduler's, under guidance."""
     if name == "digits":
         return denoise_digits(module, given, steps)
     latent, whole = given["hidden_states"], name == "FLUX"

@@ -37,7 +37,7 @@ from paradec.samplers.statistics import filter_logits
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, VOCABULARIES = 32, (126_464, 152_064)
 FIELDS = ("token", "prob", "entropy")
-LAWS: dict[str, Callable[[Tensor], Tensor]] = {
+DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "as is": lambda logits: logits,
     "temperature 0.2": lambda logits: logits / 0.2,
     "top-k 50": lambda logits: filter_logits(logits, None, 50),
@@ -124,17 +124,17 @@ def summary(times: list[tuple[float, float]], base: list[tuple[float, float]]) -
 
 def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
     logits, ids = inputs(vocabulary)
-    laws = {name: law(logits) for name, law in LAWS.items()}
-    differences = {name: difference(each, ids) for name, each in laws.items()}
+    filtered = {name: change(logits) for name, change in DISTRIBUTIONS.items()}
+    differences = {name: difference(each, ids) for name, each in filtered.items()}
     worst = max(differences.values())
     assert worst < 1e-5, "the two paths differ"
     functions: dict[str, Callable[[], Any]] = {
         name: lambda each=each: chunked(each, ids)  # type: ignore[misc]
-        for name, each in laws.items()
+        for name, each in filtered.items()
     }
     functions["float64"] = lambda: plain(logits, ids)
-    functions["filtering, top-k 50"] = lambda: LAWS["top-k 50"](logits)
-    functions["filtering, top-p 0.95"] = lambda: LAWS["top-p 0.95"](logits)
+    functions["filtering, top-k 50"] = lambda: DISTRIBUTIONS["top-k 50"](logits)
+    functions["filtering, top-p 0.95"] = lambda: DISTRIBUTIONS["top-p 0.95"](logits)
     times = in_turns(functions, repeats)
     found = {name: summary(each, times["as is"]) for name, each in times.items()}
     return {
@@ -182,7 +182,7 @@ def main() -> None:
     result = {"device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
     write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
-    slow = [name for row in rows for name in LAWS if row["laws"][name]["times_base"] > MOST]
+    slow = [name for row in rows for name in DISTRIBUTIONS if row["laws"][name]["times_base"] > MOST]
     if slow:
         sys.exit(f"more than {MOST} times as long as logits as they are: {', '.join(slow)}")
 

@@ -9,7 +9,7 @@ One thread, one run, all in turns; times are the process's own, factors medians 
 2. Whole decodings by a random transformer with LLaDA's vocabulary whose output matrix is about half of a cached step,
    with the logits of whole windows and with those of undecided positions alone.
 3. Milliseconds of a step outside of the model's call by rows, by the length of a block and by the length of the canvas;
-   the vocabulary has 1,000 words.
+   the vocabulary has 1,000 tokens.
 
 Prints tables and writes benchmarks/results/undecided.json.
 """

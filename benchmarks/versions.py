@@ -4,7 +4,7 @@
 
 The cases are those of benchmarks/overhead.py, and two of causal models. Both versions are processes that live as long
 as the comparison; a pair is one decode by each, the first in turn. Exit status 1 if the interval of a ratio (95 %, by
-bootstrap over the pairs' medians) lies wholly above 1.03.
+bootstrap over the pairs' medians) is wholly above 1.03.
 """
 
 from __future__ import annotations

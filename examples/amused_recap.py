@@ -3,7 +3,7 @@
     python examples/amused_recap.py --device cuda "a red fox in the snow"     # writes amused-recap.png
     python examples/amused_recap.py --tiny             # random weights: no download, no GPU, no file
 
-The picture of diffusers' own scheduler stands first. In ReCAP's local steps the transformer's layers evaluate the cells
+The picture of diffusers' own scheduler comes first. In ReCAP's local steps the transformer's layers evaluate the cells
 alone that the group chose, over the keys and values that its full step kept; what every step evaluated is printed.
 """
 
@@ -22,7 +22,7 @@ from paradec.schedulers import HaltonScheduler, MaskGITScheduler
 
 
 def tiny() -> tuple[AmusedPipeline, dict[str, Any]]:
-    """An Amused of two layers that paints 8 x 8 pixels of as many codes, and what stands for a prompt."""
+    """An Amused of two layers that paints 8 x 8 pixels of as many codes, and what serves as a prompt."""
     torch.manual_seed(0)
     embeds = {"cond_embed_dim": 8, "encoder_hidden_size": 8, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10}
     sizes = {"hidden_size": 8, "in_channels": 8, "block_out_channels": 8, "intermediate_size": 8, "num_res_blocks": 1}
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--model", default="amused/amused-256", help="hub id or folder (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="use random weights")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--local-steps", type=int, default=1, help="ReCAP's l: local steps behind a full one")
+    parser.add_argument("--local-steps", type=int, default=1, help="ReCAP's l: local steps after a full one")
     parser.add_argument("--full-groups", type=int, default=4, help="ReCAP's groups at the start without local steps")
     parser.add_argument("--images", type=int, default=2)
     parser.add_argument("--out", default="amused-recap.png", help="a row for each sampler (default: %(default)s)")

@@ -28,17 +28,17 @@ def tiny() -> tuple[Any, dict[str, Any]]:
         "eos_token_id": 2,
     }  # fmt: skip
     letters = "ABCDEFGHIJ"
-    words = {"<image>": 3}
-    words |= {"IMGIMG" + "".join(letters[int(digit)] for digit in str(code)) + "Z": 4 + code for code in range(32)}
+    vocabulary = {"<image>": 3}
+    vocabulary |= {"IMGIMG" + "".join(letters[int(digit)] for digit in str(code)) + "Z": 4 + code for code in range(32)}
     sizes = {
         "embed_dim": 4, "num_embeddings": 32, "latent_channels": 8, "resolution": 16, "base_channels": 32,
         "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1,
     }  # fmt: skip
-    module = ChameleonForConditionalGeneration(ChameleonConfig(**text, vq_config=sizes, vocabulary_map=words))
+    module = ChameleonForConditionalGeneration(ChameleonConfig(**text, vq_config=sizes, vocabulary_map=vocabulary))
     vq = VQModel(
         VQConfig(codebook_size=32, codebook_embed_dim=4, l2_norm=False, channels=32, channel_mult=(1, 1, 1, 1))
     )
-    # Lumina-mGPT's layout: rows end with a token, and sizes stand before the picture
+    # Lumina-mGPT's layout: rows end with a token, and sizes come before the picture
     layout = ChameleonLayout(start=40, end=41, side=4, row_end=42, end_of_text=2, first_size=50)
     return ChameleonModel(module, layout, vq.eval()), {"prompts": [[1, 45, 2, 40, 51, 52]], "height": 32, "width": 64}
 

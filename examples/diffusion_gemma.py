@@ -19,7 +19,7 @@ import paradec
 
 
 def write_tiny(folder: str) -> None:
-    """A checkpoint in the published format: a random model over the packaged model's words, canvases of 8."""
+    """A checkpoint in the published format: a random model over the packaged model's tokens, canvases of 8."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
     from transformers.utils import logging
 
@@ -58,7 +58,7 @@ def write_tiny(folder: str) -> None:
 
 
 class Drafts:
-    """A streamer that prints drafts of the open canvas, of every so many steps, and closed canvases behind a bar."""
+    """A streamer that prints drafts of the open canvas, of every so many steps, and closed canvases after a bar."""
 
     def __init__(self, tokenizer: Any, every: int):
         self.tokenizer, self.every = tokenizer, every

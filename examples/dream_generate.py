@@ -15,7 +15,7 @@ import paradec
 
 
 def untrained() -> paradec.models.adapter.Model:
-    """A small random Qwen2 that sees both ways and predicts shifted by one, as Dream does, over the packaged words."""
+    """A small random Qwen2 that sees both ways and predicts shifted by one, as Dream does, over the packaged tokens."""
     packaged = paradec.load()
     facts = packaged.facts
     torch.manual_seed(0)

@@ -20,8 +20,8 @@ def tiny() -> tuple[Any, dict[str, Any]]:
 
     from paradec.models.images.emu3 import Emu3Model
 
-    words = {"<|extra_200|>": 5, "<image>": 6, "<|extra_201|>": 7, "<|image end|>": 8}
-    words |= {f"<|visual token {code:06d}|>": 20 + code for code in range(32)}
+    vocabulary = {"<|extra_200|>": 5, "<image>": 6, "<|extra_201|>": 7, "<|image end|>": 8}
+    vocabulary |= {f"<|visual token {code:06d}|>": 20 + code for code in range(32)}
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
@@ -32,7 +32,7 @@ def tiny() -> tuple[Any, dict[str, Any]]:
         "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [],
         "temporal_downsample_factor": 1,
     }  # fmt: skip
-    module = Emu3ForConditionalGeneration(Emu3Config(text_config=text, vq_config=vq, vocabulary_map=words))
+    module = Emu3ForConditionalGeneration(Emu3Config(text_config=text, vq_config=vq, vocabulary_map=vocabulary))
     return Emu3Model(module), {"prompts": [[1, 12, 9]], "negative_prompt": [[1, 9]], "height": 40, "width": 40}
 
 

@@ -23,7 +23,7 @@ from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
-    """A FLUX of one double-stream and two single-stream blocks, and what stands for a prompt."""
+    """A FLUX of one double-stream and two single-stream blocks, and what serves as a prompt."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
     embeds = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}

@@ -3,7 +3,7 @@
     python examples/infill.py --device cuda "The cat <mask> on the <mask:2>, which was still warm."
     python examples/infill.py --tiny                   # the small model inside the package: no download, no GPU
 
-`<mask>` stands for one token, `<mask:3>` for three. With an instruction (`--prompt`) the text is the answer to it.
+`<mask>` means one token, `<mask:3>` for three. With an instruction (`--prompt`) the text is the answer to it.
 """
 
 from __future__ import annotations

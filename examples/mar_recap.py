@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="use random weights")
     parser.add_argument("--steps", type=int, default=None, help="default: 64, or 8 with --tiny")
     parser.add_argument("--head-steps", type=int, default=None, help="default: 100, or 10 with --tiny")
-    parser.add_argument("--local-steps", type=int, default=1, help="ReCAP's l: local steps behind a full one")
+    parser.add_argument("--local-steps", type=int, default=1, help="ReCAP's l: local steps after a full one")
     parser.add_argument("--guidance-scale", type=float, default=None, help="default: the authors'")
     parser.add_argument("--out", default="mar-recap.png", help="(default: %(default)s)")
     parser.add_argument("--dtype", default=None, help="bfloat16, say; default: float32")

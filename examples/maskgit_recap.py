@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--model", default="digits-maskgit", help="(default: %(default)s, inside the package)")
     parser.add_argument("--classes", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--local-steps", type=int, default=1, help="l: local steps behind a full one")
+    parser.add_argument("--local-steps", type=int, default=1, help="l: local steps after a full one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="two pictures, 4 steps, no files")
     args = parser.parse_args()

@@ -22,7 +22,7 @@ from paradec.tools import evaluation
 
 @dataclass(frozen=True)
 class LargestGap(MaskedSampler):
-    """Sort the block's confidences and commit all that stand above the largest gap between two of them.
+    """Sort the block's confidences and commit all that are above the largest gap between two of them.
 
     Args:
         floor: what is less sure than this is left for later, but for the best position; in [0, 1].
@@ -39,7 +39,7 @@ class LargestGap(MaskedSampler):
     def select(self, view: View) -> torch.Tensor:
         # scores [R, W]: confidences, -inf where nothing may be committed
         ordered = view.scores.clamp(min=0).sort(dim=1, descending=True).values
-        following = torch.nn.functional.pad(ordered[:, 1:], (0, 1))  # behind the last one a confidence of 0
+        following = torch.nn.functional.pad(ordered[:, 1:], (0, 1))  # after the last one a confidence of 0
         last = (ordered - following).argmax(1, keepdim=True)
         least = ordered.gather(1, last).clamp(min=self.floor)
         best = view.scores.argmax(1, keepdim=True)  # every step makes at least one token final

@@ -4,8 +4,8 @@
 
 The data are the model's own pictures, drawn as they will be decoded (guidance 2). A place is chosen in each; the
 drafter sees what layers of the model made of the codes before it, with and without the class, and a block of masks.
-Both laws are guided as the model's are, and brought near the codes that stand there. Later places count less: a draft
-is worth something only if all before it are accepted.
+Both distributions are guided as the model's are, and brought near the codes of the block. Later places count less: a
+draft is worth something only if all before it are accepted.
 
 The folder is in transformers' format: ``paradec.load_drafter("runs/dflash", base=paradec.load("digits-ar"))`` reads it.
 """
@@ -59,7 +59,7 @@ def block_logits(
     anchor: Tensor,
     code: Tensor,
 ) -> Tensor:
-    """Logits [N, BLOCK - 1, V] of the codes behind position anchor [N], where code [N] stands (0 is the class)."""
+    """Logits [N, BLOCK - 1, V] of the codes after position anchor [N], where code [N] is (0 is the class)."""
     count, width = features.shape[:2]
     ids = torch.full((count, BLOCK), drafter.config.mask_token_id)
     ids[:, 0] = code
@@ -82,7 +82,7 @@ def loss_of(
     count = len(codes)
     both = torch.cat((labels, torch.full_like(labels, CLASSES)))
     features = read(model, codes.repeat(2, 1), both)
-    anchor = torch.randint(1, CODES, (count,))  # code i stands at position i + 1
+    anchor = torch.randint(1, CODES, (count,))  # code i is at position i + 1
     code = codes.gather(1, anchor[:, None] - 1).squeeze(1)
     given, without = block_logits(drafter, model, features, anchor.repeat(2), code.repeat(2)).chunk(2)
     logits = without + SCALE * (given - without)

@@ -9,9 +9,10 @@ Four thousand digits are trained on, a thousand held out. Five stages, each with
 2. a VQ autoencoder: 28 x 28 pixels as 7 x 7 codes out of 256;
 3. a class-conditional LlamaGen (arXiv 2406.06525) over those codes; one label in ten is dropped, for guidance;
 4. one of a sixth of its size, trained likewise: it will draft for the large one (``speculative``);
-5. the small one goes on with the large one's laws in place of the codes (Hinton et al., arXiv 1503.02531; of drafters:
-   DistillSpec, arXiv 2310.08461). A draft stands with chance sum of min(p, q), whatever the data say; p and q are the
-   laws under guidance, so that is where they are brought together, at a scale drawn anew every step.
+5. the small one goes on with the large one's distributions in place of the codes (Hinton et al., arXiv 1503.02531; of
+   drafters: DistillSpec, arXiv 2310.08461). A draft is accepted with chance sum of min(p, q), whatever the data say; p
+   and q are the distributions under guidance, so that is where they are brought together, at a scale drawn anew every
+   step.
 
 ``runs/digits/export`` then holds what ``paradec/data`` holds: ``digits/`` (VQ, classifier), ``digits-ar/`` and
 ``digits-ar-drafter/`` (the networks).
@@ -256,7 +257,7 @@ def train_network(
 def distil(
     model: LlamaGen, teacher: LlamaGen, folder: Path, minutes: float, codes: Tensor, y: Tensor, held: Tensor, hy: Tensor
 ) -> None:
-    """Bring the model's guided laws near the teacher's; the other arguments are those of `train_network`."""
+    """Bring the model's guided distributions near the teacher's; the other arguments are those of `train_network`."""
 
     def guided(network: LlamaGen, codes: Tensor, labels: Tensor, scale: float) -> Tensor:
         """Log-probabilities [B, 49, 256]."""
@@ -269,13 +270,13 @@ def distil(
         scale = float(torch.empty(()).uniform_(*SCALES))
         given = codes[at], y[at % len(y)], scale
         with torch.no_grad():
-            law = guided(teacher, *given)
-        return kl_div(guided(model, *given), law, reduction="sum", log_target=True) / given[0].numel()
+            target = guided(teacher, *given)
+        return kl_div(guided(model, *given), target, reduction="sum", log_target=True) / given[0].numel()
 
     @torch.no_grad()
     def judge() -> str:
         p, q = (guided(network, held[:200], hy[:200], 2.0).exp() for network in (teacher, model))
-        return f"chance that a draft stands {torch.minimum(p, q).sum(-1).mean():.4f} (guidance 2, held-out digits)"
+        return f"chance that a draft is accepted {torch.minimum(p, q).sum(-1).mean():.4f} (guidance 2, held-out digits)"
 
     fit("distilled", model, minutes, 2e-3, folder, loss_of, judge)
 

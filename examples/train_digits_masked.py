@@ -5,8 +5,8 @@
 
 The images, their split and the codes are those of ``train_digits_ar.py``: 28 x 28 grey pixels as 7 x 7 codes out of
 256, by the packaged VQ autoencoder. A transformer that attends in both directions reads a class token and the codes,
-some of them masked, and predicts the masked ones: MaskGIT (Chang et al., arXiv 2202.04200), with its cosine law of how
-many are masked. One class token in ten is masked too, for guidance.
+some of them masked, and predicts the masked ones: MaskGIT (Chang et al., arXiv 2202.04200), with its cosine schedule of
+how many are masked. One class token in ten is masked too, for guidance.
 
 The network is the U-ViT of MaskGIT-r (``paradec.models.images.uvit``), small. Its token embeddings begin as the
 codebook's vectors, turned at random into its width, its positions as sines and cosines of row and column, and its
@@ -85,7 +85,7 @@ def logits_of(model: UViT, codes: Tensor, masked: Tensor, labels: Tensor) -> Ten
 
 
 def draw_mask(rows: int) -> Tensor:
-    """[rows, 49] bool: as many masks as the cosine law gives, at random positions; one at least."""
+    """[rows, 49] bool: as many masks as the cosine schedule gives, at random positions; one at least."""
     count = (CELLS * torch.cos(math.pi / 2 * torch.rand(rows, 1))).ceil().clamp(min=1)
     return torch.rand(rows, CELLS).argsort(1).argsort(1) < count
 

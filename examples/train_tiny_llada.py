@@ -243,7 +243,7 @@ def decode(model: torch.nn.Module, canvas: Tensor, mask_id: int, threshold: floa
     """Fill the masked positions of ``canvas`` (rows, length); the most confident come first.
 
     ``threshold`` None commits one token per step, 0.0 all at once, and anything between every
-    token that is at least so sure (and the surest).
+    token that is at least so confident (and the most confident).
     """
     canvas = canvas.clone()
     while (open_ := canvas == mask_id).any():

@@ -1,4 +1,4 @@
-"""Keep transformers' own `model.generate`, and decode several tokens a forward behind it.
+"""Keep transformers' own `model.generate`, and let paradec decode several tokens a forward.
 
     python examples/transformers_generate.py --model FOLDER --prediction same --mask-token-id 126336 --device cuda
     python examples/transformers_generate.py --tiny    # the small model inside the package: no download, no GPU

@@ -152,8 +152,8 @@ def causal(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
-def laws(folder: str, ids: Tensor, request: dict[str, Any]) -> Tensor:
-    """[B, L, V]: the distribution of the token behind each of `ids` [B, L]."""
+def distributions(folder: str, ids: Tensor, request: dict[str, Any]) -> Tensor:
+    """[B, L, V]: the distribution of the token after each of `ids` [B, L]."""
     logits = causal(folder)(input_ids=ids, use_cache=False).logits / request["temperature"]
     if request["top_k"] is not None:
         logits = logits.masked_fill(logits < logits.topk(request["top_k"], -1).values[..., -1:], -torch.inf)
@@ -173,17 +173,17 @@ def speculative(request: dict[str, Any], acceptance: float) -> list[list[int]]:
     ids[:, :begin] = torch.tensor(prompts)
     ends = torch.full((len(prompts),), begin)
 
-    def draw(law: Tensor) -> Tensor:
-        return torch.multinomial(law, 1, generator=generator)[:, 0]
+    def draw(distribution: Tensor) -> Tensor:
+        return torch.multinomial(distribution, 1, generator=generator)[:, 0]
 
     while (ends < begin + new).any():
         drafted = ids.clone()
         q = []
         for slot in range(window - 1):
-            law = laws(request["settings"]["drafter"], drafted, request)[rows, ends + slot - 1]
-            drafted[rows, ends + slot] = draw(law)
-            q.append(law)
-        p = laws(request["checkpoint"], drafted, request)
+            guess = distributions(request["settings"]["drafter"], drafted, request)[rows, ends + slot - 1]
+            drafted[rows, ends + slot] = draw(guess)
+            q.append(guess)
+        p = distributions(request["checkpoint"], drafted, request)
         running, before = ends < begin + new, ends.clone()
         accepting = running.clone()
         for slot in range(window - 1):
@@ -193,11 +193,11 @@ def speculative(request: dict[str, Any], acceptance: float) -> list[list[int]]:
             accepted = torch.rand(len(rows), generator=generator, dtype=torch.float64) < odds
             rest = (target - guess).clamp(min=0)
             rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
-            word = torch.where(accepted, token, draw(rest))
-            ids[rows[accepting], (before + slot)[accepting]] = word[accepting]
+            chosen = torch.where(accepted, token, draw(rest))
+            ids[rows[accepting], (before + slot)[accepting]] = chosen[accepting]
             ends += accepting
             accepting = accepting & accepted
-        last = draw(p[rows, before + window - 2])  # behind drafts that were all accepted
+        last = draw(p[rows, before + window - 2])  # after drafts that were all accepted
         ids[rows[accepting], (before + window - 1)[accepting]] = last[accepting]
         ends += accepting
     return ids[:, : begin + new].tolist()

@@ -24,7 +24,7 @@ from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:
-    """A Wan of two layers, and what stands for a prompt."""
+    """A Wan of two layers, and what serves as a prompt."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32}
     embeds = {"text_dim": 16, "freq_dim": 32, "rope_max_seq_len": 32}

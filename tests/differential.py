@@ -125,7 +125,7 @@ EVEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("credit", {"threshold": 0.5}),
     ("editing", {"threshold": 0.5}),
 )
-"""Settings at which the module of one's own, which is sure of pairs of words, meets its thresholds exactly."""
+"""Settings at which the module of one's own, which is confident of pairs of tokens, meets its thresholds exactly."""
 JACOBI = {
     "window": (1, 2, 4, 8, 16), "init": ("random", "repeat_horizontal", "sample_horizontal"),
     "refresh": ("resample", "maximal", "gumbel", "keep"), "random_law": ("uniform", "one_hot"),
@@ -223,7 +223,7 @@ def ids_of(draw: Draw, bounds: tuple[int, int], length: int) -> list[int]:
 
 
 def words_of(draw: Draw, call: dict[str, Any], bounds: tuple[int, int]) -> None:
-    """What is drawn from the law: temperature, filters, what is kept out."""
+    """What is drawn from the distribution: temperature, filters, what is kept out."""
     temperature = draw.choice((0, 0, 0.1, 0.7, 1.0))
     if temperature or likely(draw, 0.1):
         call["temperature"] = temperature
@@ -335,7 +335,7 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         whole = kept in (None, "none", "prefix", "dual", "vicinity", "d2")
         if likely(draw, 0.3 if whole else 0.03) and name != "wino":
             call["suffix"] = draw.choice(SUFFIXES)
-            if likely(draw, 0.9) and form >= 0.9:  # one block of the whole answer has nothing behind it
+            if likely(draw, 0.9) and form >= 0.9:  # one block of the whole answer has nothing after it
                 call["block_length"] = draw.choice((2, 4))
     cut = call.get("blocks")
     plain_blocks = "block_length" in call or cut == "whole"
@@ -401,9 +401,9 @@ def infill(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     if cache is not None:
         call["cache"] = cache
     bounds = used.get("ids", (3, 90))
-    door = "infill" if likely(draw, 0.8) else "generate"
+    entry = "infill" if likely(draw, 0.8) else "generate"
     if used.get("text"):
-        door = "infill"
+        entry = "infill"
         holes = ("kiwi <mask:2> pear", "<mask> fig apple", "pear<mask><mask>apple", "apple <mask:3> fig <mask:2>")
         form = draw.random()
         if form < 0.5:
@@ -437,7 +437,7 @@ def infill(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     if "streamer" in call and likely(draw, 0.8):
         call.pop("streamer")
     dtype = draw.choice(used["dtypes"])
-    return {"do": door, "model": f"{kind}:{dtype}" if dtype else kind, "call": call}
+    return {"do": entry, "model": f"{kind}:{dtype}" if dtype else kind, "call": call}
 
 
 def drafting(draw: Draw, known: Mapping[str, Any], images: bool, base: str) -> Any:
@@ -996,7 +996,7 @@ def write_fixtures(folder: Path) -> None:
     shutil.copy(golden, folder / "mar" / "model.safetensors")
     fields = {"model_type": "mar", "heads": 2, "eps": 1e-5, "defaults": {"guidance_scale": 2.0}}
     (folder / "mar" / "config.json").write_text(json.dumps(fields))
-    hidden, vocab = 32, 41  # EAGLE's format, for the small Llama of 41 words
+    hidden, vocab = 32, 41  # EAGLE's format, for the small Llama of 41 tokens
     generator = torch.Generator().manual_seed(9)
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocab, hidden), "fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,),

@@ -104,15 +104,15 @@ class Plain(nn.Module):
         self.mix = nn.Linear(16, 16)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5)
-        with torch.no_grad():  # sure of pairs of words: ties, and confidences of exactly 1/2
+        with torch.no_grad():  # confident of pairs of tokens: ties, and confidences of exactly 1/2
             self.head.weight.mul_(60)
             self.head.weight[1::2] = self.head.weight[:-1:2].clone()
             self.head.bias[1::2] = self.head.bias[:-1:2].clone()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids)
-        behind = hidden.flip(1).cumsum(1).flip(1)
-        return self.head(torch.tanh(self.mix(hidden.cumsum(1) - 0.5 * behind) + hidden))
+        after = hidden.flip(1).cumsum(1).flip(1)
+        return self.head(torch.tanh(self.mix(hidden.cumsum(1) - 0.5 * after) + hidden))
 
 
 @functools.lru_cache(None)
@@ -267,7 +267,7 @@ def outcome(out: Any) -> dict[str, Any]:
     return answer
 
 
-# ---- doors -----------------------------------------------------------------------------------------------------------
+# ---- entry points ----------------------------------------------------------------------------------------------------
 
 
 def listening(call: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
@@ -534,7 +534,7 @@ def do_command(request: dict[str, Any]) -> dict[str, Any]:
     return {"stdout": said(stdout.getvalue()), "stderr": said(stderr.getvalue()), "files": files}
 
 
-DOORS = {
+ENTRIES = {
     "command": do_command,
     "generate": do_generate,
     "infill": do_infill,
@@ -555,7 +555,7 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            answer: dict[str, Any] = {"ok": DOORS[request["do"]](copy.deepcopy(request))}
+            answer: dict[str, Any] = {"ok": ENTRIES[request["do"]](copy.deepcopy(request))}
         except Exception as error:
             answer = {"error": type(error).__name__, "message": str(error)}
     answer["warnings"] = sorted({f"{entry.category.__name__}: {entry.message}" for entry in heard})

@@ -1,4 +1,5 @@
-"""The request: one value that every door builds, that refuses what it does not know, and that a file can keep."""
+"""The request: one value that every entry point builds, that refuses what it does not know, and that a file can
+keep."""
 
 from __future__ import annotations
 
@@ -61,9 +62,9 @@ def test_the_typed_arguments_are_the_fields() -> None:
     assert {name: kind.__forward_arg__ for name, kind in Arguments.__annotations__.items()} == annotations
 
 
-@pytest.mark.parametrize("door", [paradec.generate, paradec.infill])
-def test_the_signatures_of_doors_list_every_field(door: Any) -> None:
-    listed = inspect.signature(door).parameters
+@pytest.mark.parametrize("entry", [paradec.generate, paradec.infill])
+def test_the_signatures_of_entry_points_list_every_field(entry: Any) -> None:
+    listed = inspect.signature(entry).parameters
     assert {*FIELDS} <= {*listed}
     for name in FIELDS:
         assert listed[name].default == DEFAULTS[name] and listed[name].kind is inspect.Parameter.KEYWORD_ONLY
@@ -147,7 +148,7 @@ def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
         Request.of({}, 3)  # type: ignore[arg-type]
 
 
-def test_arguments_win_over_a_preset_which_wins_over_the_doors_defaults(llada: Model, tmp_path: Path) -> None:
+def test_arguments_win_over_a_preset_which_wins_over_the_entry_points_defaults(llada: Model, tmp_path: Path) -> None:
     request = Request(temperature=0.7, seed=3, max_new_tokens=6, block_length=3)
     request.save(tmp_path / "mine.json")
     asked = {"input_ids": [5, 6], "seed": 4}
@@ -189,12 +190,12 @@ def test_families_refuse_what_they_do_not_serve(name: str) -> None:
             request_for(method, Request(**{field: value}), {})
 
 
-@pytest.mark.parametrize("door", ["generate", "infill", "start"])
-def test_unknown_names_are_type_errors_that_say_what_was_meant(door: str, llada: Model) -> None:
+@pytest.mark.parametrize("entry", ["generate", "infill", "start"])
+def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada: Model) -> None:
     def call(**arguments: Any) -> Any:
-        if door == "start":
+        if entry == "start":
             return samplers.create("threshold").start(llada, [[5, 6]], **arguments)
-        return getattr(paradec, door)(llada, input_ids=[5, llada.facts.mask_id], **arguments)
+        return getattr(paradec, entry)(llada, input_ids=[5, llada.facts.mask_id], **arguments)
 
     with pytest.raises(TypeError, match="'temprature' .did you mean 'temperature'"):
         call(temprature=1)

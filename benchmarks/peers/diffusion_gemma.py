@@ -15,7 +15,7 @@ from typing import Any
 import common
 import torch
 import transformers
-from canvas_model import FIRST_WORD, PAD, small_module
+from canvas_model import FIRST_TOKEN, PAD, small_module
 from common import Contestant
 from provenance import COMMIT
 
@@ -35,9 +35,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     module = small_module()
-    words = module.config.text_config.vocab_size
+    vocab = module.config.text_config.vocab_size
     draw = torch.Generator().manual_seed(args.seed)
-    ids = torch.randint(FIRST_WORD, words, (args.rows, LENGTH), generator=draw)
+    ids = torch.randint(FIRST_TOKEN, vocab, (args.rows, LENGTH), generator=draw)
     new = CANVASES * module.config.canvas_length
     model = paradec.wrap(module, eos_token_id=[], pad_token_id=PAD)
     sampler = paradec.samplers.create("diffusion_gemma", entropy_bound=BOUND, confidence_threshold=CONFIDENCE)

@@ -97,7 +97,7 @@ def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def denoise(model: str, module: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    """The latent behind Euler steps from time 1 to 0."""
+    """The latent after Euler steps from time 1 to 0."""
     latent = given["hidden_states"]
     for i in range(STEPS):
         time = torch.full((len(latent),), (STEPS - i) / STEPS)

@@ -30,14 +30,14 @@ import paradec
 RESULT = common.BENCHMARKS / "results" / "peers_rule.json"
 BLOCK, STEPS, THRESHOLD = 32, 8, 0.9
 CASES = ((126_464, 1), (126_464, 4), (32_000, 1), (32_000, 8))
-"""Words and rows."""
+"""Sizes of the vocabulary and rows."""
 
 
-def random_model(words: int) -> Any:
+def random_model(vocab: int) -> Any:
     """A small model that is asked nothing: the logits are given."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4}
-    module = LlamaForCausalLM(LlamaConfig(vocab_size=words, max_position_embeddings=512, **sizes))
-    return paradec.wrap(module, mask_token_id=words - 1, prediction="same", topology="bidirectional")
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=512, **sizes))
+    return paradec.wrap(module, mask_token_id=vocab - 1, prediction="same", topology="bidirectional")
 
 
 class Ours:
@@ -81,12 +81,12 @@ def main() -> None:
     torch.set_num_threads(1)
     checkout = Checkout(given.dinfer)
     result: dict[str, Any] = {**common.machine(), "turns": given.turns, "block": BLOCK, "steps": STEPS, "cases": {}}
-    for words, rows in CASES:
-        model = random_model(words)
-        logits = rule_logits(words, rows, BLOCK, STEPS)
+    for vocab, rows in CASES:
+        model = random_model(vocab)
+        logits = rule_logits(vocab, rows, BLOCK, STEPS)
         task = {
-            "words": words, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": words - 1,
-            "end": words - 2, "version": checkout.commit,
+            "words": vocab, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": vocab - 1,
+            "end": vocab - 2, "version": checkout.commit,
         }  # fmt: skip
         own = Ours(model, logits)
         contestants = [Contestant("paradec", own, around=Around(own))]
@@ -98,8 +98,8 @@ def main() -> None:
                 contestants.append(peer)
                 common.alternate(contestants, given.turns, warm_up=3)
         found = common.report(contestants, ("dinfer",), {each.name: "dinfer" for each in contestants[:-1]})
-        result["cases"][f"{words} words, {rows} rows"] = {"contestants": found}
-        print(common.show(f"{words} words, {rows} rows", found, ("dinfer",)), flush=True)
+        result["cases"][f"{vocab} words, {rows} rows"] = {"contestants": found}
+        print(common.show(f"{vocab} words, {rows} rows", found, ("dinfer",)), flush=True)
     write_result(RESULT, result)
 
 

@@ -29,7 +29,7 @@ from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenMod
 from paradec.models.layout import lay_columns_first
 
 RESULT = common.BENCHMARKS / "results" / "peers_sjd.json"
-PATCHED = "its clock, CUDA's events, stands still, and absl's logging is Python's"
+PATCHED = "its clock, CUDA's events, is stopped, and absl's logging is Python's"
 SIZES = {
     # dim, layers, heads, codes, grid
     "tiny": (64, 2, 2, 512, 8),

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/sjd_reference.py CHECKOUT TASK.json
 
-Nothing of it is changed or copied: its own classes and its solver are called as its own script does. What stands in for
+Nothing of it is changed or copied: its own classes and its solver are called as its own script does. What replaces
 what this machine has not got is listed in `sjd.py`'s result.
 """
 

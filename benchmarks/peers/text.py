@@ -31,7 +31,7 @@ import paradec
 
 RESULT = common.BENCHMARKS / "results" / "peers_text.json"
 SIZES = {
-    # hidden, layers, heads, inner, words, prompt, answer; "words" has as many as LLaDA
+    # hidden, layers, heads, inner, vocabulary, prompt, answer; "words" has LLaDA's vocabulary
     "tiny": (64, 2, 4, 128, 500, 16, 32),
     "small": (384, 6, 6, 1024, 32_000, 32, 64),
     "words": (384, 6, 6, 1024, 126_464, 32, 64),
@@ -48,7 +48,7 @@ PATCHED = {
 def checkpoint(folder: Path, size: str) -> dict[str, int]:
     """Write a random model in LLaDA's format; its sizes. The last layer's scale makes some tokens sure and others not,
     so that a threshold commits several at a time."""
-    hidden, layers, heads, inner, words, _, _ = SIZES[size]
+    hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -56,9 +56,9 @@ def checkpoint(folder: Path, size: str) -> dict[str, int]:
 
     top = "model.transformer."
     weights = {
-        f"{top}wte.weight": torch.randn((words, hidden), generator=draw),
+        f"{top}wte.weight": torch.randn((vocab, hidden), generator=draw),
         f"{top}ln_f.weight": torch.ones(hidden),
-        f"{top}ff_out.weight": normal(words, hidden, scale=4.0),
+        f"{top}ff_out.weight": normal(vocab, hidden, scale=4.0),
     }
     for layer in range(layers):
         block = f"{top}blocks.{layer}."
@@ -72,17 +72,17 @@ def checkpoint(folder: Path, size: str) -> dict[str, int]:
         "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"], "attention_dropout": 0.0,
         "attention_layer_norm": False, "attention_layer_norm_with_affine": True, "bias_for_layer_norm": False,
         "block_group_size": 1, "block_type": "llama", "d_model": hidden, "embedding_dropout": 0.0,
-        "embedding_size": words, "eos_token_id": words - 2, "flash_attention": False, "include_bias": False,
+        "embedding_size": vocab, "eos_token_id": vocab - 2, "flash_attention": False, "include_bias": False,
         "include_qkv_bias": False, "init_device": "cpu", "input_emb_norm": False, "layer_norm_type": "rms",
-        "layer_norm_with_affine": True, "mask_token_id": words - 1, "max_sequence_length": 1024,
+        "layer_norm_with_affine": True, "mask_token_id": vocab - 1, "max_sequence_length": 1024,
         "mlp_hidden_size": inner, "mlp_ratio": 4, "model_type": "llada", "multi_query_attention": None,
-        "n_heads": heads, "n_kv_heads": heads, "n_layers": layers, "pad_token_id": words - 2,
+        "n_heads": heads, "n_kv_heads": heads, "n_layers": layers, "pad_token_id": vocab - 2,
         "residual_dropout": 0.0, "rms_norm_eps": 1e-05, "rope": True, "rope_full_precision": True,
         "rope_theta": 500000.0, "scale_logits": False, "torch_dtype": "float32", "use_cache": False,
-        "vocab_size": words, "weight_tying": False,
+        "vocab_size": vocab, "weight_tying": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    return {"hidden": hidden, "layers": layers, "heads": heads, "inner": inner, "words": words}
+    return {"hidden": hidden, "layers": layers, "heads": heads, "inner": inner, "words": vocab}
 
 
 def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -163,15 +163,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as away:
         folder = Path(away)
         result["model"] = sizes = checkpoint(folder, given.size)
-        words = sizes["words"]
+        vocab = sizes["words"]
         draw = torch.Generator().manual_seed(1)
-        prompt = torch.randint(0, words - 2, (1, prompt_length), generator=draw)
+        prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
         model = paradec.load(folder, dtype=given.dtype)
         for name, (reference, theirs, own) in cases(given).items():
             checkout = Checkout(getattr(given, reference))
             task = {
                 "folder": str(folder), "prompt": prompt.tolist(), "answer": answer, "block": 32, "steps": answer,
-                "mask": words - 1, "end": words - 2, "dtype": given.dtype, "version": checkout.commit, **theirs,
+                "mask": vocab - 1, "end": vocab - 2, "dtype": given.dtype, "version": checkout.commit, **theirs,
                 "model_checkout": str(given.fast_dllm),
             }  # fmt: skip
             (folder / "task.json").write_text(json.dumps(task))

@@ -3,7 +3,7 @@
     python benchmarks/peers/text_reference.py NAME CHECKOUT TASK.json
 
 Nothing of a reference is changed or copied: it is imported from its checkout, and called as its own scripts call it.
-What stands in for modules that it imports and this machine has not got is listed in `text.py`'s result.
+What replaces modules that it imports and this machine has not got is listed in `text.py`'s result.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     return run
 
 
-def rule_logits(words: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
-    """Logits [rows, block, words] of steps that are sure of block / steps more positions each, from the left."""
+def rule_logits(vocab: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
+    """Logits [rows, block, vocab] of steps that are confident of block / steps more positions each, from the left."""
     draw, found = torch.Generator().manual_seed(0), []
     more = block // steps
     for step in range(steps):
-        logits = 2 * torch.randn((rows, block, words), generator=draw)
-        place = torch.randint(words - 2, (rows, more, 1), generator=draw)
+        logits = 2 * torch.randn((rows, block, vocab), generator=draw)
+        place = torch.randint(vocab - 2, (rows, more, 1), generator=draw)
         logits[:, step * more : (step + 1) * more].scatter_(-1, place, 40.0)
         found.append(logits)
     return found

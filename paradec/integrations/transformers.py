@@ -33,7 +33,7 @@ READ_FROM_CONFIG = frozenset(
 UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 """What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
 
-UNSERVED: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
     **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states", "use_mtp"), False),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit")),
@@ -95,7 +95,7 @@ def hf_generate(
     arguments mean what they mean there: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 unless set, its
     default) and `top_p`, `suppress_tokens`, `guidance_scale` (the prompt masked), `num_return_sequences`,
     `eos_token_id`, `pad_token_id`, `return_dict_in_generate`. Logits processors and stopping criteria beyond these are
-    written for one next token, and are refused, as are fields that ask for another method (`UNSERVED`) and an
+    written for one next token, and are refused, as are fields that ask for another method (`UNSUPPORTED`) and an
     `assistant_model`.
 
     transformers hands neither `streamer` nor `tokenizer` to a decoding method that the caller brings; bind them:
@@ -186,7 +186,7 @@ def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> Non
     for name, why in KEPT_BACK.items():
         if frame is not None and frame.f_locals.get(name) is not None:
             raise ValueError(f"{name}={shown(type(frame.f_locals[name]))} {why}")
-    for name, value in UNSERVED.items():
+    for name, value in UNSUPPORTED.items():
         if getattr(config, name, None) not in (None, value):
             raise ValueError(f"{name}={shown(getattr(config, name))} is not supported; it must be {value}")
     for name, value in model_kwargs.items():

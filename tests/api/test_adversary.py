@@ -135,7 +135,7 @@ class Net:
 
 
 def best(logits: Tensor, mask: int) -> Tensor:
-    """The likeliest words but for the mask, whose share counts in probabilities all the same."""
+    """The likeliest tokens but for the mask, whose share counts in probabilities all the same."""
     return logits.index_fill(-1, torch.tensor(mask), -torch.inf).argmax(-1)
 
 
@@ -269,8 +269,8 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config, weights = checkpoint("llada", tmp_path, rng)
     model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
-    words = [word for word in range(config["vocab_size"]) if word != mask]
-    prompt = rng.choices(words, k=rng.choice([1, 2, 7]))
+    token_ids = [token_id for token_id in range(config["vocab_size"]) if token_id != mask]
+    prompt = rng.choices(token_ids, k=rng.choice([1, 2, 7]))
     blocks, length = rng.choice([1, 2, 3]), rng.choice([1, 3, 5, 8])
     steps = blocks * rng.choice([1, length, max(1, length - 1)])
     cut = {"block_length": length}
@@ -310,8 +310,8 @@ def plain_dream(
     def filtered(logits: Tensor) -> Tensor:
         if top_p is not None:
             ordered, order = logits.sort(descending=True)
-            law = ordered.softmax(-1)
-            out = torch.zeros_like(law, dtype=torch.bool).scatter(-1, order, law.cumsum(-1) - law > top_p)
+            probs = ordered.softmax(-1)
+            out = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, probs.cumsum(-1) - probs > top_p)
             logits = logits.masked_fill(out, -torch.inf)
         if top_k is not None and top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
@@ -321,15 +321,15 @@ def plain_dream(
         tokens = best(logits, mask)
         if temperature:
             possible = logits.index_fill(-1, torch.tensor(mask), -torch.inf)
-            law = filtered(possible / temperature).softmax(-1)
-            tokens = torch.multinomial(law, 1, generator=generator).squeeze(-1)
-        law = filtered(logits / temperature if temperature else logits).softmax(-1)
+            probs = filtered(possible / temperature).softmax(-1)
+            tokens = torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+        probs = filtered(logits / temperature if temperature else logits).softmax(-1)
         if alg == "topk_margin":
-            first, second = law.topk(2).values.unbind(-1)
+            first, second = probs.topk(2).values.unbind(-1)
             return tokens, first - second
         if alg == "entropy":
-            return tokens, (law * (law + 1e-10).log()).sum(-1)
-        return tokens, law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+            return tokens, (probs * (probs + 1e-10).log()).sum(-1)
+        return tokens, probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     for step in range(steps):
         masked, logits = x == mask, net(x)
@@ -361,8 +361,8 @@ def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config, weights = checkpoint("dream", tmp_path, rng)
     model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
-    words = [word for word in range(config["vocab_size"]) if word != mask]
-    prompt, new = rng.choices(words, k=rng.choice([1, 2, 7])), rng.choice([1, 3, 7, 16])
+    token_ids = [token_id for token_id in range(config["vocab_size"]) if token_id != mask]
+    prompt, new = rng.choices(token_ids, k=rng.choice([1, 2, 7])), rng.choice([1, 3, 7, 16])
     for alg in ("origin", "maskgit_plus", "topk_margin", "entropy"):
         request = {"temperature": rng.choice([0.0, 0.3, 1.0]), "top_p": rng.choice([None, 0.5, 0.9])}
         request |= {"top_k": rng.choice([None, 1, 5, 1000]), "steps": rng.choice([1, 3, 5, new, 2 * new])}
@@ -408,13 +408,13 @@ def test_windows_of_drafts(kind: str) -> None:
         width, size = int(rng.integers(2, 9)), int(rng.choice([4, 14, 16, 24]))
         logits = rng.normal(size=(width, size)) * rng.choice([0.5, 2, 5])
         p, q = softmax(logits), softmax(rng.random() * logits + rng.normal(size=(width, size)))
-        # draft i is judged by the law of slot i; the last slot has none
-        drafts = np.array([inverse(law, rng.random()) for law in q])
+        # draft i is judged by the distribution of slot i; the last slot has none
+        drafts = np.array([inverse(probs, rng.random()) for probs in q])
         best_drafts += int((drafts == p.argmax(-1))[:-1].sum())
         accept, fresh, redraw = rng.random(width), rng.random(width), rng.random(width)
         embed, half = rng.normal(size=(size, 3)) * rng.choice([0.2, 1]), int(rng.choice([1, 3, 7]))
         near, far = float(rng.choice([0.02, 0.15, 1])), float(rng.choice([0.2, 0.5, 100]))
-        expected, first = [inverse(law, number) for law, number in zip(p, fresh, strict=True)], width - 1
+        expected, first = [inverse(probs, number) for probs, number in zip(p, fresh, strict=True)], width - 1
         for i in range(width - 1):
             x = drafts[i]
             chance = group_chance(p[i], q[i], x, embed, half, near, far) if kind == "gsd" else p[i][x] / q[i][x]
@@ -426,12 +426,12 @@ def test_windows_of_drafts(kind: str) -> None:
                     first = min(first, i)
         sampler: Any = {"sjd": SJD(), "scd": SCD(refresh="maximal")}.get(kind)
         sampler = sampler or GSD(group_half_width=half, p_threshold=near, d_threshold=far)
-        law, tokens = torch.tensor(p).unsqueeze(0), torch.tensor(drafts).unsqueeze(0)
+        probs, tokens = torch.tensor(p).unsqueeze(0), torch.tensor(drafts).unsqueeze(0)
         support = torch.full((size,), 1 / size, dtype=torch.float64)
-        laws = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
+        drafted = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
         drafted = (torch.arange(width) < width - 1).unsqueeze(0)
-        drawn = draw(law, torch.tensor(fresh).unsqueeze(0))
-        window = DraftWindow(law, laws, drawn, torch.tensor(embed))
+        drawn = draw(probs, torch.tensor(fresh).unsqueeze(0))
+        window = DraftWindow(probs, drafted, drawn, torch.tensor(embed))
         numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
         found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
         assert found.tokens[0].tolist() == expected and int(found.accepted) == first
@@ -445,7 +445,7 @@ TREES = [
 ]
 
 
-def near_words(embed: np.ndarray, x: int) -> np.ndarray:
+def near_tokens(embed: np.ndarray, x: int) -> np.ndarray:
     distance = np.sqrt(((embed - embed[x]) ** 2).sum(-1))
     distance[x] = np.inf
     return np.argsort(distance, kind="stable")[:-1]
@@ -454,22 +454,23 @@ def near_words(embed: np.ndarray, x: int) -> np.ndarray:
 def plain_node(
     p: np.ndarray,
     q: np.ndarray,
-    words: list[int],
+    token_ids: list[int],
     numbers: list[float],
     embed: np.ndarray,
     k: int,
     limit: float,
     drawn: bool,
 ) -> tuple[int, np.ndarray]:
-    """LANTERN's public code for one node: which child stands (-1: none), and the law that is left. k=0: without it."""
+    """LANTERN's public code for one node: which child stands (-1: none), and the distribution that is left. k=0:
+    without it."""
     tried: list[int] = []
-    for i, (x, number) in enumerate(zip(words, numbers, strict=True)):
+    for i, (x, number) in enumerate(zip(token_ids, numbers, strict=True)):
         if x in tried:
             continue
         within = 0
         mass = p[x]
         if k:
-            cumulative = p[near_words(embed, x)[:k]].cumsum()
+            cumulative = p[near_tokens(embed, x)[:k]].cumsum()
             within = int((cumulative <= (limit if limit <= 1 else (limit - 1) * p[x])).sum())
             mass += cumulative[within - 1] if within else 0
         left = q.copy()
@@ -480,7 +481,7 @@ def plain_node(
         left = left / left.sum()
         if number <= (mass / left[x] if drawn else mass):
             return i, p
-        gone = near_words(embed, x)[: k + 1] if within else []
+        gone = near_tokens(embed, x)[: k + 1] if within else []
         p = p.copy()
         if drawn:
             left[gone] = 0
@@ -492,7 +493,7 @@ def plain_node(
 
 
 def test_trees_of_drafts() -> None:
-    """Both kinds of trees, with LANTERN and without, down to laws of which nothing is left."""
+    """Both kinds of trees, with LANTERN and without, down to distributions of which nothing is left."""
     rng = np.random.default_rng(0)
     ended = {"empty": 0, "leaf": 0, "fell": 0}
     for case in range(120):
@@ -500,31 +501,31 @@ def test_trees_of_drafts() -> None:
         tree = Tree(tuple(paths))
         nodes = [(), *tree.paths]
         p, q = (softmax(rng.normal(size=(len(nodes), size)) * rng.choice([0.5, 3, 6])) for _ in range(2))
-        if case % 5 == 0:  # as behind a top-k filter
+        if case % 5 == 0:  # as after a top-k filter
             p = np.where(p >= np.sort(p, -1)[:, -2:-1], p, 0)
             p /= p.sum(-1, keepdims=True)
         tokens = rng.integers(size, size=len(nodes))
         embed, k = rng.normal(size=(size, 3)), int(rng.choice([0, 1, 2, 4, size, 1000]))
         limit = float(rng.choice([0, 0.05, 0.4, 1, 2, 5]))
         uniform = rng.random((tree.depth + 1, tree.children.shape[1] + 1))
-        node, law, expected = 0, p[0], [int(tokens[0])]
+        node, probs, expected = 0, p[0], [int(tokens[0])]
         for depth in range(tree.depth + 1):
             below = [child for child in tree.children[node].tolist() if child >= 0]
-            words = tokens[below].tolist()
+            token_ids = tokens[below].tolist()
             numbers = uniform[depth][: len(below)].tolist()
-            child, law = plain_node(p[node], q[node], words, numbers, embed, k, limit, drawn)
+            child, probs = plain_node(p[node], q[node], token_ids, numbers, embed, k, limit, drawn)
             if child < 0:
-                ended["leaf" if not below else "empty" if np.allclose(law, 1 / size) else "fell"] += 1
+                ended["leaf" if not below else "empty" if np.allclose(probs, 1 / size) else "fell"] += 1
                 break
             node = below[child]
-            expected.append(words[child])
+            expected.append(token_ids[child])
         rule = NodeRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
         rows = [torch.tensor(x).unsqueeze(0) for x in (tokens, p, q)]
         found = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), hits=False)
         accepted = int(found.accepted)
         assert [int(tokens[0]), *found.tokens[0, :accepted].tolist()] == expected
-        np.testing.assert_allclose(normalized(found.weights)[0].numpy(), law, atol=1e-9)
-        assert int(found.tokens[0, accepted]) == inverse(law, uniform[accepted, -1])
+        np.testing.assert_allclose(normalized(found.weights)[0].numpy(), probs, atol=1e-9)
+        assert int(found.tokens[0, accepted]) == inverse(probs, uniform[accepted, -1])
     assert all(ended.values())
 
 

@@ -546,7 +546,7 @@ def test_one_broken_logit_is_named(broken: float, temperature: float) -> None:
     assert state.done
 
 
-def test_an_excluded_word_is_no_error() -> None:
+def test_an_excluded_token_is_no_error() -> None:
     model = paradec.load(GOLDEN / "llada-tiny")
 
     def excludes(module: nn.Module, args: Any, output: Any) -> Any:

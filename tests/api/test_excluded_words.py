@@ -1,4 +1,4 @@
-"""Words that a model itself excludes (logits of -inf): nobody proposes them, and they break nothing.
+"""Tokens that a model itself excludes (logits of -inf): nobody proposes them, and they break nothing.
 
 The oracle is the same model with so low a finite logit in their place that their probability is exactly 0.
 """
@@ -25,7 +25,7 @@ CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "dra
 PROMPTS = [[1, 3, 5], [7, 9]]
 INF, LOW = torch.inf, -1e4
 HALF, MOST = list(range(0, END, 2)), list(range(4, MASK))
-ONE = [word for word in range(VOCAB) if word not in (7, MASK)]
+ONE = [token_id for token_id in range(VOCAB) if token_id not in (7, MASK)]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=", "ignore:steps=")
 
 PLAIN = [
@@ -52,14 +52,14 @@ def with_logits(model: Model, change: Any) -> Model:
     return model
 
 
-def pair(words: list[int], topology: str) -> list[Model]:
-    """A model that excludes the words, and one that finds them impossible."""
+def pair(token_ids: list[int], topology: str) -> list[Model]:
+    """A model that excludes the tokens, and one that finds them impossible."""
 
     def made(value: float) -> Model:
         model = tiny(1)
         if topology == "causal":
             model = paradec.wrap(model.unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-        return with_logits(model, lambda logits: logits.index_fill_(-1, torch.tensor(words), value))
+        return with_logits(model, lambda logits: logits.index_fill_(-1, torch.tensor(token_ids), value))
 
     return [made(-INF), made(LOW)]
 
@@ -67,7 +67,9 @@ def pair(words: list[int], topology: str) -> list[Model]:
 @pytest.fixture(scope="module")
 def pairs() -> dict[tuple[str, int], list[Model]]:
     sets = (HALF, MOST, ONE)
-    return {(topology, len(words)): pair(words, topology) for topology in ("masked", "causal") for words in sets}
+    return {
+        (topology, len(token_ids)): pair(token_ids, topology) for topology in ("masked", "causal") for token_ids in sets
+    }
 
 
 def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]:
@@ -80,73 +82,73 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
     return out.new_tokens.tolist(), out.row_nfe, scores
 
 
-def alike(models: list[Model], name: str, request: dict[str, Any], words: list[int]) -> None:
+def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: list[int]) -> None:
     found, expected = (decoded(model, name, request) for model in models)
     assert found == expected
-    assert not {*words} & {token for row in found[0] for token in row}
+    assert not {*token_ids} & {token for row in found[0] for token in row}
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
-    for request, words in cases:
-        alike(pairs["masked", len(words)], name, request, words)
+    for request, token_ids in cases:
+        alike(pairs["masked", len(token_ids)], name, request, token_ids)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if not samplers.get(name).multi_step])
 def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
-    for temperature, words in ((0.0, HALF), (0.8, MOST)):
+    for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
         found = [
             paradec.generate(
                 model, [[1, 2], [3, 4]], sampler=name, max_new_tokens=5, seed=2, rng="reference",
                 temperature=temperature, top_p=0.95,
             ).new_tokens.tolist()
-            for model in pairs["masked", len(words)]
+            for model in pairs["masked", len(token_ids)]
         ]  # fmt: skip
         assert found[0] == found[1]
-        assert not {*words} & {token for row in found[0] for token in row}
+        assert not {*token_ids} & {token for row in found[0] for token in row}
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("zipar", "lantern", "lantern++")])
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
-    for request, words in cases:
-        alike(pairs["causal", len(words)], name, request, words)
+    for request, token_ids in cases:
+        alike(pairs["causal", len(token_ids)], name, request, token_ids)
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name != "speculative"])
 def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
     """Those that read codebooks and grids, on an image model under guidance."""
-    words, found = list(range(0, 32, 2)), []
+    token_ids, found = list(range(0, 32, 2)), []
     for value in (-INF, LOW):
         model = tiny_llamagen()
         head = model.module.head
         model.module.head = lambda hidden, head=head, value=value: head(hidden).index_fill_(
-            -1, torch.tensor(words), value
+            -1, torch.tensor(token_ids), value
         )
         out = paradec.generate_images(
             model, class_labels=1, sampler=name, seed=1, guidance_scale=3.0, temperature=0.9, output_type="latent"
         )
         found.append((out.tokens.tolist(), out.row_nfe))
     assert found[0] == found[1]
-    assert not {*words} & {token for row in found[0][0] for token in row}
+    assert not {*token_ids} & {token for row in found[0][0] for token in row}
 
 
 @pytest.mark.parametrize("name", ["maskgit", "halton", "recap"])
 def test_masked_image_models_whose_guidance_grows(name: str) -> None:
-    words, found = list(range(0, 32, 2)), []
+    token_ids, found = list(range(0, 32, 2)), []
     sampler = samplers.create(name, guidance_start=0.0)  # the scale passes 0 and 1
     for value in (-INF, LOW):
         model = with_logits(
-            tiny_masked_image(), lambda logits, value=value: logits.index_fill_(-1, torch.tensor(words), value)
+            tiny_masked_image(), lambda logits, value=value: logits.index_fill_(-1, torch.tensor(token_ids), value)
         )
         out = paradec.generate_images(
             model, class_labels=1, sampler=sampler, seed=1, guidance_scale=2.0, steps=5, output_type="latent"
         )
         found.append((out.tokens.tolist(), out.row_nfe))
     assert found[0] == found[1]
-    assert not {*words} & {token for row in found[0][0] for token in row}
+    assert not {*token_ids} & {token for row in found[0][0] for token in row}
 
 
 class Wide(nn.Module):
@@ -162,9 +164,9 @@ class Wide(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         at = torch.arange(ids.shape[1])
         logits = self.table[(ids.cumsum(1) + 7 * at) % 60].clone()
-        word = torch.arange(6000)
-        out = (word + at.unsqueeze(1) + (ids == 5999).sum()) % 3 > 0
-        return logits.masked_fill_(out & (word != 1234), self.value)
+        token_id = torch.arange(6000)
+        out = (token_id + at.unsqueeze(1) + (ids == 5999).sum()) % 3 > 0
+        return logits.masked_fill_(out & (token_id != 1234), self.value)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if name not in ("wino", "learn2pd")])
@@ -183,18 +185,18 @@ def test_large_vocabularies_in_float32(name: str) -> None:
 SCALES = [0.0, 0.3, 1.0, 1.5, 7.0]
 
 
-def branches(positions: int = 40, words: int = 12) -> tuple[Tensor, Tensor]:
-    """Logits of which a third is excluded in each branch; the first word is excluded in neither."""
+def branches(positions: int = 40, vocab: int = 12) -> tuple[Tensor, Tensor]:
+    """Logits of which a third is excluded in each branch; the first token is excluded in neither."""
     draw = torch.Generator().manual_seed(0)
-    conditional, unconditional = torch.randn(2, 2, positions, words, generator=draw, dtype=torch.float64)
+    conditional, unconditional = torch.randn(2, 2, positions, vocab, generator=draw, dtype=torch.float64)
     for logits in (conditional, unconditional):
         logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=draw) < 0.33] = -INF
     return conditional, unconditional
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_excluded_words_have_the_formulas_limit(scale: float) -> None:
-    """The law is the one that ever lower finite logits lead to."""
+def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
+    """The distribution is the one that ever lower finite logits lead to."""
     conditional, unconditional = branches()
     found = guided(torch.cat((conditional, unconditional)), scale).softmax(-1)
     low = torch.full((), -1e6, dtype=torch.float64)
@@ -226,7 +228,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 @pytest.mark.parametrize("branch", [0, 1])
 @pytest.mark.parametrize("scale", SCALES)
 def test_what_is_broken_stays_broken(broken: float, branch: int, scale: float) -> None:
-    """Whatever else is excluded at the position, and in the other branch at the same word."""
+    """Whatever else is excluded at the position, and in the other branch at the same token."""
     for other in (0.5, -INF):
         for beside in itertools.product((0.0, -INF), repeat=4):
             logits = torch.tensor([[[other, *beside[:2]]], [[other, *beside[2:]]]])
@@ -255,7 +257,7 @@ def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, bra
 
 @pytest.mark.parametrize("name", ["low_confidence", "credit", "ccd", "sjd"])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
-def test_words_that_one_branch_excludes(name: str, scale: float) -> None:
+def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
     """Decoding is what lower and lower logits lead to."""
     found = []
     for value in (-INF, -1e5):
@@ -271,5 +273,5 @@ def test_words_that_one_branch_excludes(name: str, scale: float) -> None:
         with_logits(model, change)
         found.append(decoded(model, name, {"guidance_scale": scale, "temperature": 0.6}))
     assert found[0][:2] == found[1][:2]
-    words = {token for row in found[0][0] for token in row}
-    assert words <= {4, 21} if scale > 1 else not words & {1, 2, 3, 4, 20, 21}
+    token_ids = {token for row in found[0][0] for token in row}
+    assert token_ids <= {4, 21} if scale > 1 else not token_ids & {1, 2, 3, 4, 20, 21}

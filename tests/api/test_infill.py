@@ -107,7 +107,7 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
 
 
 def by_hand(model: Model, row: list[int]) -> list[int]:
-    """The surest masked token of the whole row, one forward each, with the module itself."""
+    """The most confident masked token of the whole row, one forward each, with the module itself."""
     ids, mask = torch.tensor([masked(model, row)]), model.facts.mask_token_id
     with torch.inference_mode():
         while (ids == mask).any():
@@ -176,7 +176,7 @@ def test_an_end_token_ends_nothing_inside(sampler: str) -> None:
     # given end tokens end nothing either
     out = paradec.infill(model, [6, 7, 6, 7, 3], **inside)
     assert out.sequences.tolist() == [[6, 6, 6, 6, 3]]
-    # behind the text an end token ends the row
+    # after the text an end token ends the row
     out = paradec.infill(model, [1, 7, 2], max_new_tokens=4, block_length=2, **inside)
     assert out.sequences.tolist() == [[1, 6, 2, 6, 5, 5, 5]]
     assert (out.tokens, out.finished) == ([2], [True])
@@ -188,7 +188,7 @@ def test_an_end_token_ends_nothing_inside(sampler: str) -> None:
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
 def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
-    model = insisting(6)  # every other word is equally good: the first one is taken
+    model = insisting(6)  # every other token is equally good: the first one is taken
     assert paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler).sequences.tolist() == [[1, 0, 0, 2, 0, 3]]
     # given end tokens stay, what is appended may end, a row without a hole is untouched
     rows = [[1, 7, 6, 7, 2], [3, 7]]
@@ -211,9 +211,9 @@ INSIDE = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13
 
 
 def with_ends(model: Model) -> Model:
-    """The same model; half of its words, and what ended an answer before, end one."""
-    words = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
-    ends = tuple(sorted(words - {model.facts.mask_token_id}))
+    """The same model; half of its tokens, and what ended an answer before, end one."""
+    tokens = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
+    ends = tuple(sorted(tokens - {model.facts.mask_token_id}))
     other = copy.copy(model)
     other.facts = dataclasses.replace(model.facts, eos_token_ids=ends)
     return other
@@ -230,7 +230,7 @@ def check_no_ends_inside(model: Model, **request: Any) -> None:
     assert not torch.isin(out.sequences[out.filled], ends).any()
     free = paradec.infill(ending, rows, holes_eos_inf=False, **request)
     assert torch.isin(free.sequences[free.filled], ends).any()
-    # behind the text nothing is kept out
+    # after the text nothing is kept out
     request["temperature"] = 4.0
     out = paradec.infill(ending, rows, max_new_tokens=6, eos_early_stop=False, **request)
     filled = out.filled[:, :-6]
@@ -347,7 +347,7 @@ def test_placeholders(packaged: Model) -> None:
 
 
 def test_a_space_before_a_hole_belongs_to_it() -> None:
-    """Byte-level vocabularies have the space in the word: a stray space token would keep the model from it."""
+    """Byte-level vocabularies have the space in the token: a stray space token would keep the model from it."""
     one, two, three = (ids_of(text) for text in ("one", " two", " three"))
     for text in ("one <mask> three", "one<mask> three"):
         out = paradec.infill(reciting([*three], [*two]), text, logits_eos_inf=True)
@@ -431,7 +431,7 @@ SMALL = {
 
 
 def wordpiece_tokenizer() -> Any:
-    """BERT's tokenizer over a handful of words."""
+    """BERT's tokenizer over a handful of tokens."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "on", "mat", "##s", "."]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()

@@ -55,7 +55,7 @@ def models() -> tuple[Model, Model]:
     return wrapped(), wrapped(pad_token_id=PAD)
 
 
-def test_what_stands_behind_an_answer_is_never_the_mask() -> None:
+def test_what_follows_an_answer_is_never_the_mask() -> None:
     for size in (2, 5):
         for mask in (None, *range(size)):
             fill = ModelFacts(vocab_size=size, mask_token_id=mask).fill_token_id
@@ -155,7 +155,7 @@ class Recorder:
 
 
 def test_a_row_that_a_stop_string_ends_holds_no_masks() -> None:
-    """Behind its end it is padded; streamers go on beside it, and progress reaches the total."""
+    """After its end it is padded; streamers go on beside it, and progress reaches the total."""
     found = []
     for ids in ({}, {"pad_token_id": PAD}):
         model = wrapped(tokenizer=Words(), **ids)
@@ -193,7 +193,7 @@ def test_transformers_own_generate_pads_with_no_mask() -> None:
 
 
 def test_schedulers_of_masks_with_id_0() -> None:
-    """A pipeline's scheduler fills the masks of its block and leaves other words, 0 or not, alone."""
+    """A pipeline's scheduler fills the masks of its block and leaves other tokens, 0 or not, alone."""
     pytest.importorskip("diffusers")
     from paradec.schedulers import ThresholdScheduler
 

@@ -231,15 +231,17 @@ def test_pictures_of_four_tokens_with_an_eagle_drafter(shape: str, tmp_path: Pat
 
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("new", [1, 2])
-def test_the_law_of_short_answers_is_the_model_s(shape: str, new: int, models: dict[str, tuple[Any, Any]]) -> None:
+def test_the_distribution_of_short_answers_is_the_model_s(
+    shape: str, new: int, models: dict[str, tuple[Any, Any]]
+) -> None:
     """Chi-square against all answers, from prompts of one token."""
     model, small = models["table"]
     count = 3000
     state = made("speculative", small, shape).start(model, [PROMPTS[0]] * count, max_new_tokens=new, seed=new)
     decode(made("speculative", small, shape), model, state)
-    every, law = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
+    every, distribution = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
     counts = exactness.counted(state.canvas[:, 1:], every, 5)
-    assert exactness.p_value(counts, law.numpy()) > 0.01 / (2 * len(TREES))
+    assert exactness.p_value(counts, distribution.numpy()) > 0.01 / (2 * len(TREES))
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------

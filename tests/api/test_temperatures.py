@@ -47,12 +47,12 @@ class Table:
     default_max_new_tokens, default_block_length = NEW, None
     device = torch.device("cpu")
 
-    def __init__(self, words: int, dtype: torch.dtype, scale: float, **facts: Any) -> None:
-        self.facts = ModelFacts(**{"vocab_size": words, "mask_token_id": words - 1, "name": "the table"} | facts)
+    def __init__(self, vocab: int, dtype: torch.dtype, scale: float, **facts: Any) -> None:
+        self.facts = ModelFacts(**{"vocab_size": vocab, "mask_token_id": vocab - 1, "name": "the table"} | facts)
         self.dtype = dtype
-        uniform = torch.rand(31, words, generator=torch.Generator().manual_seed(words), dtype=torch.float64)
+        uniform = torch.rand(31, vocab, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
         self.table = ((2 * uniform - 1) * scale).to(dtype)
-        self.suppressed = list(range(0, words, 2))
+        self.suppressed = list(range(0, vocab, 2))
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         rows, count = query.wanted.shape
@@ -64,8 +64,8 @@ class Table:
 
 
 @lru_cache
-def table(words: int = 50, dtype: torch.dtype = torch.float64, scale: float = 8.0) -> Table:
-    return Table(words, dtype, scale)
+def table(vocab: int = 50, dtype: torch.dtype = torch.float64, scale: float = 8.0) -> Table:
+    return Table(vocab, dtype, scale)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def answer(name: str, model: Table, filter_file: str, block: int, **request: Any
             **arguments,
         )
     tokens = out.new_tokens
-    assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded word was taken"
+    assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded token was taken"
     return tokens
 
 
@@ -120,7 +120,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
     """Greedy tokens, where the order in which they are taken is the same: in blocks of one position, and in others
-    where positions are ranked by the model's own law."""
+    where positions are ranked by the model's own distribution."""
     blocks = (1, 4) if samplers.get(name).score_from == "raw" else (1,)
     for block, filters in itertools.product(blocks, FILTERS[::3]):
         greedy, cold = (
@@ -158,14 +158,14 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
     """Of what the call names, not of a preset's; a seed not with samplers that say nothing of draws."""
     given = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
     many = [{"prompt": [1, 2]}] * 3
-    doors: list[Callable[[], Any]] = [
+    entries: list[Callable[[], Any]] = [
         lambda: paradec.generate(table(), [1, 2], **given),
         lambda: list(paradec.generate_many(table(), many, batch_size=2, **given)),
         lambda: paradec.generate(table(), [1, 2], preset=paradec.Request(temperature=0.0, top_k=3), **given),
     ]
-    for door in doors:
+    for entry in entries:
         with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as heard:
-            door()
+            entry()
         assert len(heard) == 1
     own = type("Own", (samplers.get("threshold"),), {})()
     quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
@@ -184,16 +184,16 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    ("words", "dtype", "scale"),
+    ("vocab", "dtype", "scale"),
     [(50, torch.float32, 3e38), (9001, torch.float32, 3e38), (50, torch.float64, 1.7e308)],
     ids=["float32", "float32, large", "float64"],
 )
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_samplers_take_extreme_logits(
-    name: str, words: int, dtype: torch.dtype, scale: float, filter_file: str
+    name: str, vocab: int, dtype: torch.dtype, scale: float, filter_file: str
 ) -> None:
-    """Nothing is said to be NaN or infinite that the model gave as a number; the best word is certain then."""
-    model = table(words, dtype, scale)
+    """Nothing is said to be NaN or infinite that the model gave as a number; the best token is certain then."""
+    model = table(vocab, dtype, scale)
     answer(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
     greedy, cold = (
         answer(name, model, filter_file, 1, temperature=temperature, max_new_tokens=2) for temperature in (0.0, COLD)
@@ -250,18 +250,18 @@ def test_reference_draws_take_extreme_logits(name: str, dtype: torch.dtype, scal
 
 @pytest.mark.parametrize("fusion", [0.65, 1e4])
 def test_credit_of_any_size(fusion: float) -> None:
-    """Words that are raised by more than exp can say, in a vocabulary whose raised logits are not written."""
+    """Tokens that are raised by more than exp can say, in a vocabulary whose raised logits are not written."""
     sampler = samplers.create("credit", fusion=fusion)
-    for words, dtype in ((50, torch.float64), (9001, torch.float32)):
+    for vocab, dtype in ((50, torch.float64), (9001, torch.float32)):
         out = paradec.generate(
-            table(words, dtype, 8.0), [1, 2, 3], sampler=sampler, max_new_tokens=4, block_length=4, seed=0
+            table(vocab, dtype, 8.0), [1, 2, 3], sampler=sampler, max_new_tokens=4, block_length=4, seed=0
         )
         assert out.tokens == [4]
 
 
-def broken(words: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
-    """A table whose rows are as they should not be; of "allowed" no allowed word has a finite logit."""
-    model = Table(words, dtype, 8.0, **facts)
+def broken(vocab: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
+    """A table whose rows are as they should not be; of "allowed" no allowed token has a finite logit."""
+    model = Table(vocab, dtype, 8.0, **facts)
     if kind == "allowed":
         model.table[:, 1::2] = -torch.inf
     elif kind == "-inf":
@@ -278,8 +278,8 @@ SIZES = ((50, torch.float64), (9001, torch.float32))
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file: str) -> None:
-    for index, (kind, (words, dtype)) in enumerate(itertools.product(KINDS, SIZES)):
-        model = broken(words, dtype, kind)
+    for index, (kind, (vocab, dtype)) in enumerate(itertools.product(KINDS, SIZES)):
+        model = broken(vocab, dtype, kind)
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
             answer(name, model, filter_file, 2, **request)
@@ -329,31 +329,31 @@ def test_entropy_bound_without_a_mask_takes_extreme_logits(scale: float) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("words", [60, 9001])
-def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("vocab", [60, 9001])
+def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> None:
     """Against float64, written out; what is filtered or not allowed has no probability at all, and is never drawn."""
-    generator = torch.Generator().manual_seed(words)
-    logits = (4 * torch.randn(3, 2, words, generator=generator)).to(dtype)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (4 * torch.randn(3, 2, vocab, generator=generator)).to(dtype)
     logits[0, 0, 3:] = -torch.inf
-    allowed = torch.rand(words, generator=generator) < 0.7
+    allowed = torch.rand(vocab, generator=generator) < 0.7
     allowed[:2] = True
     uniform = torch.tensor([1e-300, 0.3, 0.7, 1 - 2**-53], dtype=torch.float64)
-    temperatures = (COLD, *TEMPERATURES) if words == 60 else (0.05, 2.0)
+    temperatures = (COLD, *TEMPERATURES) if vocab == 60 else (0.05, 2.0)
     for temperature, filters in itertools.product(temperatures, FILTERS):
         request = Request(**{"temperature": temperature} | filters)
-        for words_allowed in (None, allowed):
-            law = token_distribution(logits, request, words_allowed)
-            for row, found in zip(logits.double().flatten(0, 1), law.flatten(0, 1), strict=True):
-                z = row if words_allowed is None else row.masked_fill(~words_allowed, -torch.inf)
+        for tokens_allowed in (None, allowed):
+            distribution = token_distribution(logits, request, tokens_allowed)
+            for row, found in zip(logits.double().flatten(0, 1), distribution.flatten(0, 1), strict=True):
+                z = row if tokens_allowed is None else row.masked_fill(~tokens_allowed, -torch.inf)
                 z = (z - z.max()) / temperature
                 kept = found > 0
-                # words as good as the last one stay
-                assert not (kept & (z == -torch.inf)).any() and (z > z[kept].min()).sum() < filters.get("top_k", words)
+                # tokens as good as the last one stay
+                assert not (kept & (z == -torch.inf)).any() and (z > z[kept].min()).sum() < filters.get("top_k", vocab)
                 p = z.masked_fill(~kept, -torch.inf).exp()
                 rel = 1e-12 if dtype == torch.float64 else 2e-5
                 torch.testing.assert_close(found.double(), p / p.sum(), rtol=rel, atol=1e-33)
                 p = z.exp() / z.exp().sum()
-                # the words that are left may be one more or less where a nucleus ends within rounding
+                # the tokens that are left may be one more or less where a nucleus ends within rounding
                 if "top_p" in filters and "top_k" not in filters:
                     assert p[kept].sum() > filters["top_p"] - 1e-6
                     assert p[kept].sum() - p[kept].min() <= filters["top_p"] + 1e-6
@@ -364,13 +364,13 @@ def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 3e38), (torch.float64, 1.7e308), (torch.float16, 6e4)])
-def test_laws_of_extreme_logits(dtype: torch.dtype, scale: float) -> None:
+def test_distributions_of_extreme_logits(dtype: torch.dtype, scale: float) -> None:
     logits = table(50, torch.float64, scale).table.to(dtype)
     for temperature, filters in itertools.product((COLD, 0.2, 1.0, 2.0), FILTERS):
-        law = token_distribution(logits, Request(**{"temperature": temperature} | filters))
+        distribution = token_distribution(logits, Request(**{"temperature": temperature} | filters))
         if scale > 1e5:
-            assert torch.equal(law, token_distribution(logits, Request(temperature=0.0)))
-        torch.testing.assert_close(law.sum(-1), torch.ones(len(law), dtype=law.dtype))
+            assert torch.equal(distribution, token_distribution(logits, Request(temperature=0.0)))
+        torch.testing.assert_close(distribution.sum(-1), torch.ones(len(distribution), dtype=distribution.dtype))
 
 
 def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
@@ -387,15 +387,15 @@ class CausalTable(Table):
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
-def test_broken_laws_are_reported_at_every_temperature(name: str) -> None:
+def test_broken_distributions_are_reported_at_every_temperature(name: str) -> None:
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
-    for index, (kind, (words, dtype), temperature) in enumerate(itertools.product(KINDS, SIZES, (0.0, 0.2))):
-        model = CausalTable(words, dtype, 8.0, **causal)
+    for index, (kind, (vocab, dtype), temperature) in enumerate(itertools.product(KINDS, SIZES, (0.0, 0.2))):
+        model = CausalTable(vocab, dtype, 8.0, **causal)
         sampler = with_drafter(name, lambda model=model: model)
         asked = {"max_new_tokens": 3, "temperature": temperature, "seed": 0, "suppress_tokens": model.suppressed}
         asked |= FILTERS[index % 4]
         paradec.generate(model, [1, 2], sampler=sampler, **asked)
-        model.table = broken(words, dtype, kind).table
+        model.table = broken(vocab, dtype, kind).table
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
             paradec.generate(model, [1, 2], sampler=sampler, **asked)
 

@@ -172,14 +172,14 @@ def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None
     assert tokens(next_one) == alone.new_tokens[0].tolist()
 
 
-def test_words_that_are_never_proposed_make_groups_of_their_own(model: Model) -> None:
+def test_tokens_that_are_never_proposed_make_groups_of_their_own(model: Model) -> None:
     batch = Uncaptured(model, batch_size=4, **REQUEST, compile=True)
-    tickets = [batch.add(ROWS[0], suppress_tokens=words, alone=True) for words in ((1, 2), (1, 2), (3,), None)]
+    tickets = [batch.add(ROWS[0], suppress_tokens=excluded, alone=True) for excluded in ((1, 2), (1, 2), (3,), None)]
     batch.step()
     assert len(batch._groups) == 3 and on_the_device(batch)
     drained(batch)
-    for ticket, words in zip(tickets, ((1, 2), (1, 2), (3,), None)):
-        alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST, suppress_tokens=words)
+    for ticket, excluded in zip(tickets, ((1, 2), (1, 2), (3,), None)):
+        alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST, suppress_tokens=excluded)
         assert tokens(ticket) == alone.new_tokens[0].tolist()
 
 
@@ -265,7 +265,7 @@ def test_on_a_cpu_nothing_is_captured_and_the_error_says_so(model: Model) -> Non
 
 
 def test_generate_many_takes_it(model: Model) -> None:
-    """The door is the same batch; on a CPU it says what `generate` says."""
+    """The entry point is the same batch; on a CPU it says what `generate` says."""
     with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):
         next(iter(paradec.generate_many(model, [{"input_ids": ROWS[0]}], **REQUEST, compile=True)))
 

@@ -62,8 +62,8 @@ def test_scores_are_of_whole_designs(model: Any) -> None:
     total = 0.0
     for _ in range(protein.ORDERS):
         rank = torch.tensor(draw.permutation(14))[None]
-        law = model.module(model.encodings[0], letters, rank)[0, :, :20].log_softmax(-1)
-        total += law[:, 5].mean().item() / protein.ORDERS
+        distribution = model.module(model.encodings[0], letters, rank)[0, :, :20].log_softmax(-1)
+        total += distribution[:, 5].mean().item() / protein.ORDERS
     assert protein.score(model, letters) == pytest.approx(total, abs=1e-12)
 
 

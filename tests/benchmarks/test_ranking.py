@@ -25,12 +25,12 @@ def test_each_kind_is_chosen_among_those_before_it() -> None:
     rows = [
         row("base", "today", 0.95, 3.0),
         row("fast", "today", 0.92, 2.5),
-        row("behind", "today", 0.91, 2.6),  # behind `fast`
+        row("behind", "today", 0.91, 2.6),  # worse than `fast`
         row("lossy", "today", 0.80, 1.0),  # too far below the baseline
         row("knob", "knobs", 0.94, 2.9),
-        row("idle", "knobs", 0.92, 2.7),  # behind `fast`, of another kind
+        row("idle", "knobs", 0.92, 2.7),  # worse than `fast`, of another kind
         row("new", "new", 0.95, 2.4),  # hides neither `fast` nor `knob`
-        row("late", "new", 0.93, 2.45),  # behind `new`
+        row("late", "new", 0.93, 2.45),  # worse than `new`
         row("again", "new", 0.95, 2.4),  # as `new`
         row("small", "new", 0.91, 9.0, positions=0.5),
         row("quick", "new", 0.92, 9.0, cpu=0.5),

@@ -123,7 +123,7 @@ for (const name of names) {
   await page.locator("#speed").selectOption("30"); await page.locator("#slider").fill("30");
   await page.locator("#play").click();
   await page.waitForFunction(() => document.getElementById("slider").value === "32", null, { timeout: 5000 });
-  check(await page.locator("#play").getAttribute("aria-label") === "play", "both: playing goes on behind the end");
+  check(await page.locator("#play").getAttribute("aria-label") === "play", "both: playing goes on after the end");
 }
 { // two runs in step: the shorter one stays at its end
   const page = await open("both");
@@ -137,7 +137,7 @@ for (const name of names) {
   const cells = (await seen(page, 0))[0], count = Object.keys(cells).length;
   check(cells[count - 2].text === "🦊" && cells[count - 1].text === "", `scripts: joined ${cells[count - 2].text}`);
   const [first, second] = await page.evaluate(() => [...document.querySelectorAll("[data-i]")].slice(0, 2).map(cell => cell.getBoundingClientRect().x));
-  check(first > second, "scripts: the second word stands left of the first");
+  check(first > second, "scripts: the second word is left of the first");
   check(Object.values(cells).every(cell => cell.wide > 5), "scripts: a token without a width");
   await page.locator("#slider").fill("9");
   check(!(await page.locator(".text").innerText()).includes("🦊"), "scripts: half of a sign is no sign");

@@ -107,7 +107,7 @@ def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_prefill_evaluates_the_prompt_once(prediction: str) -> None:
-    """The first step evaluates whole rows; every other one, in whichever block, what lies behind the prompt, and where
+    """The first step evaluates whole rows; every other one, in whichever block, what lies after the prompt, and where
     logits stand one position to the left, the prompt's last position."""
     out = paradec.generate(
         tiny(1, prediction=prediction),

@@ -217,7 +217,7 @@ def test_bfloat16(cache: str) -> None:
 
 @pytest.mark.parametrize(("cache", "window"), SOME)
 def test_a_mask_with_id_0(cache: str, window: Any) -> None:
-    """The same model with its words renamed, so that the mask is 0: the same answers, renamed."""
+    """The same model with its tokens renamed, so that the mask is 0: the same answers, renamed."""
     name = torch.arange(VOCAB)
     name[0], name[MASK] = MASK, 0
     old = tiny(2)

@@ -166,7 +166,7 @@ def reused(model: Model, rows: list[list[int]], **reuse: Any) -> list[int]:
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
-    """Prompts that end with a block of the model, one position behind it, and so on, each inside what was kept."""
+    """Prompts that end with a block of the model, one position after it, and so on, each inside what was kept."""
     model = tiny(2, "block_causal", prediction)
     first = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
     kept = first.tokens[0]
@@ -186,7 +186,7 @@ def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("beyond", range(4))
 def test_shared_prompts_of_every_length_beyond_whole_blocks(prediction: str, beyond: int) -> None:
-    """The shortest row is all that is common, and ends `beyond` positions behind a block; it may stand anywhere."""
+    """The shortest row is all that is common, and ends `beyond` positions after a block; it may stand anywhere."""
     model, common = tiny(2, "block_causal", prediction), list(range(1, 9 + beyond))
     for rows in ([common, common + [20, 21, 22]], [common + [20], common, common + [21] * 6]):
         count = whole_blocks(prediction, len(common), len(common))

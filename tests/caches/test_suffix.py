@@ -40,22 +40,22 @@ def answers(out: Any) -> list[list[int]]:
 
 
 def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
-    """The masks behind a block that ends at `end`: one number each, compared or ranked."""
-    behind = list(range(end, min(end + suffix.window, length)))
-    if suffix.density == "cut" or not behind:
-        return behind
+    """The masks after a block that ends at `end`: one number each, compared or ranked."""
+    after = list(range(end, min(end + suffix.window, length)))
+    if suffix.density == "cut" or not after:
+        return after
     key = torch.as_tensor(rng.row_keys([ASKED["seed"]], [prompt]))
     step = torch.tensor([end - BLOCK])
-    numbers = rng.uniform(key, step, torch.tensor([behind]), 1, SUFFIX_STREAM)[0, :, 0].tolist()
+    numbers = rng.uniform(key, step, torch.tensor([after]), 1, SUFFIX_STREAM)[0, :, 0].tolist()
     if suffix.density == "uniform":
-        return sorted(sorted(behind, key=lambda p: numbers[p - end])[: suffix.count])
+        return sorted(sorted(after, key=lambda p: numbers[p - end])[: suffix.count])
     scale, step_size = 2.0 if suffix.scale is None else suffix.scale, suffix.k_sigma / max(suffix.window - 1, 1)
-    odds = [scale * math.exp(-((d * step_size) ** 2) / 2) / math.sqrt(2 * math.pi) for d in range(len(behind))]
-    return [position for position, number, odd in zip(behind, numbers, odds, strict=True) if number < odd]
+    odds = [scale * math.exp(-((d * step_size) ** 2) / 2) / math.sqrt(2 * math.pi) for d in range(len(after))]
+    return [position for position, number, odd in zip(after, numbers, odds, strict=True) if number < odd]
 
 
 def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
-    """One token a step, the surest of the block, of a row from which the other masks are missing."""
+    """One token a step, the most confident of the block, of a row from which the other masks are missing."""
     row, length = [*prompt, *[MASK] * NEW], len(prompt) + NEW
     for start in range(len(prompt), length, BLOCK):
         end = start + BLOCK
@@ -153,8 +153,8 @@ def test_what_a_block_kept_is_gone_in_the_next() -> None:
 
 
 @pytest.mark.parametrize("cache", WITH)
-def test_given_text_behind_the_window_is_context(cache: str) -> None:
-    """An infilling is without masks behind the window, and has its text: another word there changes the hole."""
+def test_given_text_after_the_window_is_context(cache: str) -> None:
+    """An infilling is without masks after the window, and has its text: another token there changes the hole."""
     model = tiny(3)
     holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
     asked = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
@@ -347,7 +347,7 @@ def test_every_other_cache_is_named() -> None:
 
 
 def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:
-    """The paper's early termination: a row that has ended evaluates none of the slots behind it."""
+    """The paper's early termination: a row that has ended evaluates none of the slots after it."""
     model = tiny(1)
     asked = ASKED | {"sampler": "low_confidence", "suffix": 4, "eos_early_stop": True, "logits_eos_inf": False}
     out = paradec.generate(model, ROWS, **asked)

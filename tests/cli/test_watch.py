@@ -65,7 +65,7 @@ def test_end_tokens_and_undecided_ones_are_told_apart(packaged: Model) -> None:
     assert text.plain == f"pear fig{UNDECIDED * 2} {END}"
     many = LONG_RUN + 1
     assert rendered(packaged.tokenizer, [end] * many, ["end"] * many).plain == f"{END}\N{MULTIPLICATION SIGN}{many}"
-    # a word behind a hole is told apart from it, and stands by itself at the start
+    # a word after a hole is told apart from it, and stands by itself at the start
     gap = rendered(packaged.tokenizer, [words[0], mask, words[1]], ["final", "undecided", "fresh"])
     assert gap.plain == f"pear{UNDECIDED} fig"
     assert rendered(packaged.tokenizer, [mask, words[1]], ["undecided", "fresh"]).plain == f"{UNDECIDED}fig"

@@ -322,7 +322,7 @@ def test_copies_races_and_ends(masked: Model) -> None:
         assert torch.equal(copied.logprobs.best_tokens, output.logprobs.best_tokens)
     one = paradec.generate(masked, ROWS[0], max_new_tokens=NEW, logprobs=2, race=3, temperature=1.0, seed=0)
     assert one.logprobs is not None and one.logprobs.best.shape == (1, len(ROWS[0]) + NEW, 2)
-    # padding behind an end has none
+    # padding after an end has none
     ended = paradec.wrap(
         tiny(2).unwrap(), mask_token_id=MASK, eos_token_id=list(range(20)), prediction="same", topology="bidirectional"
     )

@@ -152,8 +152,8 @@ class Recorded:
 def test_a_recorded_order(name: str) -> None:
     said, settings = case("lpd", name)[0], case("lpd", name)[0]["settings"]
     draws, side = Recorded(said), settings["grid"]
-    law = settings["repulsion_threshold"], settings["proximity_threshold"]
-    assert lpd_order(side, side, settings["group_sizes"], draws, *law).tolist() == said["order"]
+    options = settings["repulsion_threshold"], settings["proximity_threshold"]
+    assert lpd_order(side, side, settings["group_sizes"], draws, *options).tolist() == said["order"]
     assert not draws.starts
 
 
@@ -235,8 +235,8 @@ def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None
     request |= {} if steps is None else {"steps": steps}
     prompts = [[model.class_token(label)] for label in (1, 2)]
     out = paradec.generate(model, prompts, sampler=sampler, **request)
-    law = {name: value for name, value in settings.items() if name in ("repulsion", "proximity")}
-    groups = orders.LPD(sizes, **law).groups(4, 4, keyed(torch.as_tensor(rng.row_keys([4, 4], prompts))))
+    options = {name: value for name, value in settings.items() if name in ("repulsion", "proximity")}
+    groups = orders.LPD(sizes, **options).groups(4, 4, keyed(torch.as_tensor(rng.row_keys([4, 4], prompts))))
     for row in (0, 1):
         assert written(out, row) == [sorted(part[row].tolist()) for part in groups]
 

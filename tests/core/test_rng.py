@@ -32,14 +32,14 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], ex
     assert " ".join(f"{int(word):08x}" for word in words) == expected
 
 
-def draws(words: int = 7, rows: int = 3, width: int = 5, step: int = 2, stream: int = 0) -> torch.Tensor:
+def draws(vocab: int = 7, rows: int = 3, width: int = 5, step: int = 2, stream: int = 0) -> torch.Tensor:
     keys = torch.as_tensor(rng.row_keys([11] * rows, [[r] for r in range(rows)]))
     position = torch.arange(width).expand(rows, width)
-    return rng.uniform(keys, torch.full((rows,), step), position, words, stream)
+    return rng.uniform(keys, torch.full((rows,), step), position, vocab, stream)
 
 
 def test_uniform() -> None:
-    sample = draws(words=1001, rows=4, width=20).flatten().numpy()
+    sample = draws(vocab=1001, rows=4, width=20).flatten().numpy()
     assert sample.min() > 0 and sample.max() < 1
     assert kstest(sample, "uniform").pvalue > 1e-3
     assert len(np.unique(sample)) == len(sample)
@@ -50,27 +50,27 @@ def test_draws_depend_on_everything_named_and_nothing_else() -> None:
     assert torch.equal(base, draws())
     assert not torch.equal(base, draws(step=3))
     assert not torch.equal(base, draws(stream=1))
-    # fewer rows, positions or words: the same numbers
-    assert torch.equal(draws(words=3, rows=2, width=4), base[:2, :4, :3])
+    # fewer rows, positions or tokens: the same numbers
+    assert torch.equal(draws(vocab=3, rows=2, width=4), base[:2, :4, :3])
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "words"), [(2, 3, 5), (1, 1, 40_001), (3, 2, 10_001), (200, 100, 3), (2, 0, 3)]
+    ("rows", "width", "vocab"), [(2, 3, 5), (1, 1, 40_001), (3, 2, 10_001), (200, 100, 3), (2, 0, 3)]
 )
-def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, words: int) -> None:
+def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, vocab: int) -> None:
     """Accelerators draw with tensors and all at once, the CPU with arrays and piece by piece."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(0, 2**32, (rows, 2), generator=generator)
     step = torch.randint(0, 2**31, (rows,), generator=generator)
     position = torch.randint(0, 2**32, (rows, width), generator=generator)
-    pairs = torch.arange((words + 1) // 2)
+    pairs = torch.arange((vocab + 1) // 2)
     stream = torch.full((1, 1, 1), 3)
     a, b, c, d = rng.philox(
         (pairs.view(1, 1, -1), position.unsqueeze(-1), step.view(-1, 1, 1), stream),
         (keys[:, 0].view(-1, 1, 1), keys[:, 1].view(-1, 1, 1)),
     )
-    bits = torch.stack((a * 2**21 + b // 2**11, c * 2**21 + d // 2**11), -1).flatten(-2)[..., :words]
-    found = rng.uniform(keys, step, position, words, 3)
+    bits = torch.stack((a * 2**21 + b // 2**11, c * 2**21 + d // 2**11), -1).flatten(-2)[..., :vocab]
+    found = rng.uniform(keys, step, position, vocab, 3)
     assert found.dtype == torch.float64 and torch.equal(found, (bits.double() + 0.5) / 2**53)
 
 

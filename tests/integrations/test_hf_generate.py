@@ -47,7 +47,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
     "settings", [{}, {"cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
 )
 def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
-    """A padded batch: same tokens as paradec.generate, cut behind the longest answer."""
+    """A padded batch: same tokens as paradec.generate, cut after the longest answer."""
     plain, loaded, arguments = pair
     blocks = {} if "block_length" in settings else {"block_length": 12}
     expected = paradec.generate(
@@ -112,14 +112,14 @@ def test_sampling_settings_are_transformers_own(pair: Any) -> None:
 
 
 def test_holes_are_no_part_of_the_answers_length(pair: Any) -> None:
-    """Two holes in the prompt and one word beside the end to fill them with: an answer's last column is its end."""
+    """Two holes in the prompt and one token beside the end to fill them with: an answer's last column is its end."""
     plain, loaded, arguments = pair
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
     ids, ended = torch.tensor([[1, mask, 2, mask, 3]]), 0
-    for word in range(5, 20):
-        others = [token for token in range(loaded.facts.vocab_size) if token not in (end, word)]
+    for token_id in range(5, 20):
+        others = [token for token in range(loaded.facts.vocab_size) if token not in (end, token_id)]
         out = plain.generate(ids, max_new_tokens=6, suppress_tokens=others, holes_eos_inf=True, **arguments)[0].tolist()
-        assert out[:5] == [1, word, 2, word, 3]
+        assert out[:5] == [1, token_id, 2, token_id, 3]
         answer = out[5:]
         assert answer.index(end) == len(answer) - 1 if end in answer else len(answer) == 6
         ended += end in answer[:4]

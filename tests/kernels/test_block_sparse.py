@@ -650,7 +650,7 @@ def test_samplers_of_every_kind(sampler: str) -> None:
 
 
 def test_a_row_that_is_cut_off_finds_new_lists() -> None:
-    """What lay behind the cut is not read, and the lists are those of what is left."""
+    """What lay after the cut is not read, and the lists are those of what is left."""
     model, sampler = tiny(1), samplers.create("low_confidence")
     state = sampler.start(
         model, ROWS[:1], attention=SparseD(select=0.3, block_size=4, dense_steps=1), max_new_tokens=16

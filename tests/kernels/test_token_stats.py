@@ -70,7 +70,7 @@ def kernel(
 
 
 def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Random logits of very different sharpness from row to row, some words excluded, the two best tied in row 0."""
+    """Random logits of very different sharpness from row to row, some tokens excluded, the two best tied in row 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(*lead, vocabulary, generator=generator)
     flat = logits.view(-1, vocabulary)
@@ -118,7 +118,7 @@ def test_every_field_is_what_it_says(path: str, dtype: torch.dtype, temperature:
     # a temperature rounds every logit to float32 once more
     rel = 1e-12 if path == "float64" else 1e-6 if temperature == 1 else 1e-5
     assert_close(found, reference_stats(logits, temperature)._asdict(), FIELDS, rel)
-    assert found.token[0, 0] == VOCABULARY // 3, "the lower of two tied words"
+    assert found.token[0, 0] == VOCABULARY // 3, "the lower of two tied tokens"
     assert found.ids_prob is None and found.sample is None
 
 
@@ -133,8 +133,8 @@ def test_odd_vocabularies(vocabulary: int) -> None:
     assert_close(found, reference_stats(logits)._asdict(), FIELDS, 1e-6)
 
 
-def test_sure_words_keep_their_order_and_doubt() -> None:
-    # float32 probabilities tie at 1 where the next word is 17 below; these differ from 20 to 30 below
+def test_sure_tokens_keep_their_order_and_doubt() -> None:
+    # float32 probabilities tie at 1 where the next token is 17 below; these differ from 20 to 30 below
     logits = torch.full((11, VOCABULARY), -torch.inf)
     logits[:, 10] = 5.0
     logits[:, 20] = 5.0 - torch.arange(20.0, 31.0)
@@ -172,7 +172,7 @@ def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
-def test_rows_may_be_strided_and_named_words_have_their_probabilities(path: str) -> None:
+def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str) -> None:
     whole = logits_of(3, 7)
     view = whole[:, 1:5]
     assert not view.is_contiguous()
@@ -195,7 +195,7 @@ def test_only_what_is_wanted_is_computed() -> None:
     assert token_stats(logits[:0]).prob.shape == (0,)
 
 
-def test_the_path_depends_on_the_words_alone() -> None:
+def test_the_path_depends_on_the_tokens_alone() -> None:
     big = torch.zeros(1, 2**13 + 1)
     assert path_for(big) == path_for(big.expand(99, -1)) == "chunked"
     assert path_for(big.bfloat16()) == "chunked"
@@ -271,7 +271,7 @@ def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
 
 
 def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """[10, V]: flat and sharp rows; rows that exclude different words, all words but one, all but two that tie; rows
+    """[10, V]: flat and sharp rows; rows that exclude different tokens, all tokens but one, all but two that tie; rows
     after top-k and top-p."""
     logits = logits_of(10, vocabulary=vocabulary, dtype=torch.float64, seed=vocabulary)
     logits = logits.to(dtype).where(logits > -torch.inf, logits_of(10, vocabulary=vocabulary, seed=9)[:, :1].to(dtype))
@@ -287,7 +287,7 @@ def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_exact_zeros(found: TokenStats, logits: Tensor) -> None:
-    """What is excluded has no probability at all, and a word that is left alone all of it."""
+    """What is excluded has no probability at all, and a token that is left alone all of it."""
     excluded = logits == -torch.inf
     assert (found.ids_prob[excluded[..., : found.ids_prob.shape[-1]]] == 0).all()
     assert found.prob[4] == 1 and found.second_prob[4] == 0 and found.margin[4] == 1 and found.gap[4] == torch.inf
@@ -339,7 +339,7 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(found.entropy, -expected.log().to(found.entropy), rtol=1e-6, atol=1e-30)
         torch.testing.assert_close(found.sample_prob, expected, rtol=1e-6, atol=0)
         assert found.sample[0] == 70 and found.sample[1] in (30, 90)
-    # noise is as large beside huge logits as beside others: equal words are drawn alike
+    # noise is as large beside huge logits as beside others: equal tokens are drawn alike
     many = GumbelDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
     counts = token_stats(logits[1].expand(1, 100, -1), draws=many, path=path).sample.view(-1).bincount()
     assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
@@ -421,7 +421,7 @@ def test_a_sample_depends_on_its_row_alone(path: str) -> None:
     assert one.sample == found.sample[1, 2] and torch.allclose(one.sample_prob, found.sample_prob[1, 2])
 
 
-def law(temperature: float, read: Callable[..., TokenStats], draws: int) -> float:
+def distribution(temperature: float, read: Callable[..., TokenStats], draws: int) -> float:
     """The p-value of so many samples of a small distribution."""
     logits = torch.tensor([1.0, 0.0, -torch.inf, 2.0, -1.0, 0.5])
     positions = torch.arange(draws).unsqueeze(0)
@@ -437,8 +437,8 @@ def law(temperature: float, read: Callable[..., TokenStats], draws: int) -> floa
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_samples_follow_the_law(temperature: float) -> None:
-    assert law(temperature, token_stats, 20_000) > 1e-3
+def test_samples_follow_the_distribution(temperature: float) -> None:
+    assert distribution(temperature, token_stats, 20_000) > 1e-3
 
 
 # ---- what samplers see ----------------------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
     exact = reference_stats(logits, 1.0, ids, draws)
     assert_close(found, exact._asdict(), (*ONE_READ, "ids_prob", "sample", "sample_prob"), 1e-6)
     assert found.smoothed_entropy is None
-    assert found.token[0, 0] == 100, "the lower of two tied words"
+    assert found.token[0, 0] == 100, "the lower of two tied tokens"
 
 
 @runs_kernel
@@ -541,7 +541,7 @@ def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
 @runs_kernel
 @pytest.mark.parametrize("splits", [1, 4])
 def test_kernel_in_the_corners(splits: int) -> None:
-    # ties across tiles and parts, one word, everything in the last part, doubt beyond float32
+    # ties across tiles and parts, one token, everything in the last part, doubt beyond float32
     logits = torch.full((9, 128), -torch.inf)
     logits[0, [5, 40, 100]] = 2.0
     logits[1, 127] = -3.0
@@ -563,8 +563,8 @@ def test_kernel_in_the_corners(splits: int) -> None:
 
 
 @runs_kernel
-def test_kernel_samples_follow_the_law() -> None:
-    assert law(0.8, kernel, 60) > 1e-3
+def test_kernel_samples_follow_the_distribution() -> None:
+    assert distribution(0.8, kernel, 60) > 1e-3
 
 
 AHEAD_OF_TIME = """

@@ -1,4 +1,5 @@
-"""Plain causal language models of transformers: by their path, in memory, as drafters, through every door of text."""
+"""Plain causal language models of transformers: by their path, in memory, as drafters, through every entry point of
+text."""
 
 from __future__ import annotations
 
@@ -404,7 +405,7 @@ def test_what_cannot_draft_is_refused_when_the_sampler_is_made() -> None:
             samplers.create("speculative", drafter=drafter)
 
 
-# ---- every door of text ----------------------------------------------------------------------------------------------
+# ---- every entry point of text ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[
     assert_as_published(folder, attn_implementation="eager")
 
 
-def test_embedding_rows_beyond_the_vocabulary_count_as_words(tmp_path: Path) -> None:
+def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) -> None:
     model = paradec.load(write(tmp_path, changed(LLADA, embedding_size=24)))
     assert model.facts.vocab_size == 24
 

@@ -150,7 +150,7 @@ def test_drafts_tokens_and_forwards_are_those_of_transformers(loaded: Any, tmp_p
 def plain_block(
     config: dict[str, Any], weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool
 ) -> Tensor:
-    """One row by hand: block [B, D] behind features [C, layers * D] of positions 0 to C -> [B, D]."""
+    """One row by hand: block [B, D] after features [C, layers * D] of positions 0 to C -> [B, D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
@@ -253,7 +253,7 @@ def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
 
 
 @pytest.mark.parametrize("request_", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}])
-def test_the_law_of_the_answers_is_the_model_s(loaded: Any, request_: dict[str, Any]) -> None:
+def test_the_distribution_of_the_answers_is_the_model_s(loaded: Any, request_: dict[str, Any]) -> None:
     base = tiny_base(layers=1)
     drafter = loaded(base, targets=[0], block=3, seed=2)
     assert min(p_values(speculative(drafter), base, **request_)) > 0.01 / 4
@@ -370,7 +370,7 @@ def test_layers_outputs_are_those_of_transformers_and_leave_nothing_behind() -> 
     logits = base(query)
     assert not any(layer._forward_hooks for layer in base.module.model.layers)
     theirs = base.module(ids, output_hidden_states=True)
-    # the last layer's are those behind the final norm
+    # the last layer's are those after the final norm
     assert torch.equal(query.hidden, torch.cat((theirs.hidden_states[2], theirs.hidden_states[3]), -1).detach())
     assert torch.equal(logits, theirs.logits.detach())
 

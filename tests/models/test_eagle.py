@@ -96,7 +96,7 @@ def by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
     return turned
 
 
-def check_laws(
+def check_distributions(
     state: CausalState,
     tree: Tree,
     weights: dict[str, Tensor],
@@ -105,8 +105,8 @@ def check_laws(
     turned: Callable[[int, int], Callable[[Tensor], Tensor]],
     chain: bool,
 ) -> int:
-    """Compare the law of every node that has children with a fresh computation of all columns on its path. Children at
-    the end of a row and behind it are not drafted: the step's last token is no draft."""
+    """Compare the distribution of every node that has children with a fresh computation of all columns on its path.
+    Children at the end of a row and after it are not drafted: the step's last token is no draft."""
     checked = 0
     drafts = state.memory["drafts"].roll(1, 1) if chain else state.memory["drafts"]
     for row in state.rows.tolist():
@@ -120,8 +120,8 @@ def check_laws(
                 features = features_of(branch, row, ids)[: length - 1]
                 tokens = ids[1:].clone()
                 for depth in range(len(path) + 1):  # each draft is read beside what was made of its parent
-                    words = tokens.where(tokens < len(weights["embed_tokens.weight"]), 0)
-                    made = plain_head(weights, words, features, turned(branch, row))
+                    token_ids = tokens.where(tokens < len(weights["embed_tokens.weight"]), 0)
+                    made = plain_head(weights, token_ids, features, turned(branch, row))
                     if depth == len(path):
                         branches.append(head(made[-1:]))
                         break
@@ -155,7 +155,7 @@ def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_:
         for _ in range(4):
             sampler.commit(state, sampler.step(base, state))
             moved |= set(state.accepted[-1].tolist())
-            checked += check_laws(
+            checked += check_distributions(
                 state, tree, weights, features_of, base.module.lm_head, lambda *_: by_halves, "window" in settings
             )
     assert checked >= 20 and {1, 2} <= moved
@@ -191,7 +191,10 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
             sampler.commit(state, sampler.step(request.model, state))
             assert len(state.rows) == 2
             weights = checkpoint(**sizes)[1]
-            assert check_laws(state, Tree.of((2, 1, 1)), weights, features_of, model.module.head, turned, False) == 10
+            assert (
+                check_distributions(state, Tree.of((2, 1, 1)), weights, features_of, model.module.head, turned, False)
+                == 10
+            )
 
 
 def test_published_tree() -> None:
@@ -206,17 +209,17 @@ def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None
         Tree(paths)
 
 
-def grown(law_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
-    """EAGLE-2's tree by hand: the words on the path to every node that is kept. law_of(path) is the drafter's; room is
-    how many drafts there are places for."""
+def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree by hand: the tokens on the path to every node that is kept. distribution_of(path) is the
+    drafter's; room is how many drafts there are places for."""
     named: dict[tuple[int, ...], float] = {}
     beams: list[tuple[int, ...]] = [()]
     for _ in range(min(tree.depth, room)):
         level = {}
         for path in beams:
-            best = law_of(path).topk(tree.top_k)
-            for word, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                level[(*path, word)] = named.get(path, 1.0) * chance
+            best = distribution_of(path).topk(tree.top_k)
+            for token_id, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                level[(*path, token_id)] = named.get(path, 1.0) * chance
         named |= level
         beams = sorted(level, key=level.get, reverse=True)[: tree.top_k]
     return set(sorted(named, key=named.get, reverse=True)[: tree.nodes - 1])
@@ -240,18 +243,20 @@ def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
                 room = int(state.end[row] - state.committed[row]) - 1
                 own = base.module.model(ids[None]).last_hidden_state[0, :-1]
 
-                def law_of(path: tuple[int, ...], ids: Tensor = ids, own: Tensor = own) -> Tensor:
+                def distribution_of(path: tuple[int, ...], ids: Tensor = ids, own: Tensor = own) -> Tensor:
                     tokens, features = ids[1:], own
-                    for word in (*path, -1):
+                    for token_id in (*path, -1):
                         made = plain_head(weights, tokens, features, by_halves)[-1:]
-                        tokens, features = torch.cat((tokens, torch.tensor([word]))), torch.cat((features, made))
+                        tokens, features = torch.cat((tokens, torch.tensor([token_id]))), torch.cat((features, made))
                     return token_distribution(base.module.lm_head(made), request)[0]
 
                 at = state.rows.tolist().index(row)
-                words, seen = state.memory["drafts"][row], layout.ancestors[at]
-                paths = {tuple(words[seen[node]][1:].tolist()) for node in range(1, tree.nodes) if words[node] >= 0}
+                token_ids, seen = state.memory["drafts"][row], layout.ancestors[at]
+                paths = {
+                    tuple(token_ids[seen[node]][1:].tolist()) for node in range(1, tree.nodes) if token_ids[node] >= 0
+                }
                 if room:  # else there is nothing to draft
-                    assert paths == grown(law_of, tree, room)
+                    assert paths == grown(distribution_of, tree, room)
                     rooms.add(room)
                 shapes.add(tuple(layout.parents[at].tolist()))
                 for node in range(1, tree.nodes):
@@ -346,7 +351,9 @@ EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("settings", "request_"), EXACT)
-def test_the_law_of_the_answers_is_the_model_s(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
+def test_the_distribution_of_the_answers_is_the_model_s(
+    loaded: Any, settings: dict[str, Any], request_: dict[str, Any]
+) -> None:
     base = tiny_base(layers=1)
     sampler = paradec.samplers.create("speculative", drafter=loaded(base), **settings)
     assert min(p_values(sampler, base, **request_)) > 0.01 / (2 * len(EXACT))
@@ -361,7 +368,7 @@ def test_dynamic_trees_of_a_smaller_model_are_exact() -> None:
 
 
 class OtherLaw(Speculative):
-    """Says that its drafts were drawn from another law than they were."""
+    """Says that its drafts were drawn from another distribution than they were."""
 
     def _draft_next(self, state: CausalState, *rest: Any) -> None:
         super()._draft_next(state, *rest)
@@ -398,8 +405,8 @@ def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
             tree = sampler._layout(state)
             drafts = state.memory["drafts"][rows].masked_fill(tree.depths >= left, -1)
             uniform = state.uniform(state.rows, found.positions, tree.widest + 1, 0)
-            law = outputs[0].softmax(-1)
-            own = walk(tree, drafts, law, state.memory["draft_distribution"][rows], rule, uniform, hits=False)
+            distribution = outputs[0].softmax(-1)
+            own = walk(tree, drafts, distribution, state.memory["draft_distribution"][rows], rule, uniform, hits=False)
             assert torch.equal(own.tokens, found.values)
             fewer += int((own.accepted > 0).sum())
             sampler.commit(state, found)
@@ -409,17 +416,17 @@ def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
 def lantern_node(
     p: np.ndarray,
     q: np.ndarray,
-    words: list[int],
+    token_ids: list[int],
     numbers: np.ndarray,
     codes: np.ndarray,
     k: int,
     bound: Callable[[float], float],
     drawn: bool,
 ) -> tuple[int, np.ndarray]:
-    """LANTERN's rule for one node: which child stands (-1: none), and the law of the token where none does."""
-    for i, x in enumerate(words):
+    """LANTERN's rule for one node: which child stands (-1: none), and the distribution of the token where none does."""
+    for i, x in enumerate(token_ids):
         own = (q[x] / q.sum() if q.sum() > 0 else 0) if drawn else 1
-        if x < 0 or x in words[:i] or own <= 0:
+        if x < 0 or x in token_ids[:i] or own <= 0:
             continue
         distance = np.linalg.norm(codes - codes[x], axis=-1)
         distance[x] = np.inf
@@ -465,20 +472,21 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
             drafts, node, depth, expected = state.memory["drafts"][row].tolist(), 0, 0, []
             while True:
                 below = [child for child, parent in enumerate(parents) if parent == node]
-                below = below if depth + 1 < left[row] else []  # no draft lies behind the answer's end
-                words = [drafts[child] for child in below]
-                child, law = lantern_node(
-                    p[i, node], q[i, node], words, uniform[i, depth], codes, k,
+                below = below if depth + 1 < left[row] else []  # no draft lies after the answer's end
+                token_ids = [drafts[child] for child in below]
+                child, distribution = lantern_node(
+                    p[i, node], q[i, node], token_ids, uniform[i, depth], codes, k,
                     (lambda own: 1.0) if name == "lantern" else (lambda own: 99 * own), shape == TREE,
                 )  # fmt: skip
                 if child < 0:
-                    expected.append(int(np.searchsorted(law.cumsum(), uniform[i, depth, -1] * law.sum(), "right")))
+                    number = uniform[i, depth, -1] * distribution.sum()
+                    expected.append(int(np.searchsorted(distribution.cumsum(), number, "right")))
                     fell += len(below) > 0
                     break
                 stood += 1
-                expected.append(words[child])
+                expected.append(token_ids[child])
                 node, depth = below[child], depth + 1
-            assert [word for word in found.values[i].tolist() if word >= 0] == expected
+            assert [token_id for token_id in found.values[i].tolist() if token_id >= 0] == expected
         sampler.commit(state, found)
     assert stood > 10 and fell > 3
 

@@ -1,4 +1,4 @@
-"""Every kind of model in every door: it decodes, or one error says what was given and what is allowed.
+"""Every kind of model in every entry point: it decodes, or one error says what was given and what is allowed.
 
 Also the parts that a module may not have, and what all adapters of image models have in common.
 """
@@ -131,7 +131,7 @@ def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], nam
         refused(begin, given[entry], None, words, *kind.models)
 
 
-DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+ENTRIES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "generate": (("text", "canvas", "codes", "masked image"), lambda model: paradec.generate(model, [1])),
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
     "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
@@ -145,9 +145,9 @@ DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_with_every_wrong_kind_of_model(given: dict[str, Any], door: str) -> None:
-    allowed, call = DOORS[door]
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_point_with_every_wrong_kind_of_model(given: dict[str, Any], entry: str) -> None:
+    allowed, call = ENTRIES[entry]
     for name, kind in OURS.items():
         if kind not in allowed:
             refused(call, given[name], kind, "", *allowed)
@@ -303,17 +303,17 @@ def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
     assert model.unwrap() is module
 
 
-WITHOUT_WORDS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
+WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
 """Kinds that answer no plain query: of latents, of scales, or over a store alone."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_WORDS])
-def test_words_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_EMBEDDINGS])
+def test_embeddings_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
     """Embeddings of the whole vocabulary; the output matrix makes the logits of the hidden states."""
     model = given[name]
-    words = model.token_embeddings()
-    assert words.shape[0] == model.facts.vocab_size and words.ndim == 2
-    assert len(words.detach().unique(dim=0)) == len(words)
+    embeddings = model.token_embeddings()
+    assert embeddings.shape[0] == model.facts.vocab_size and embeddings.ndim == 2
+    assert len(embeddings.detach().unique(dim=0)) == len(embeddings)
     if OURS[name] in ("image", "neighbour image"):
         captions = torch.randn(3, 16, dtype=torch.float64) if "captions" in name else [[1, 2, 3]]
         side = 32 if name == "emu3" else None  # its own is longer than the small model takes

@@ -56,7 +56,7 @@ def test_size_and_files() -> None:
 
 
 def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
-    """Also where decoding goes on behind it."""
+    """Also where decoding goes on after it."""
     texts, (end, *_) = ["Sort: pear fig apple", "Reverse: kiwi fig"], packaged.facts.eos_token_ids
     out = paradec.generate(packaged, texts, max_new_tokens=16, eos_early_stop=False)
     assert out.tokens == [row.index(end) + 1 for row in out.new_tokens.tolist()]

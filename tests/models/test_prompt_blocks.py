@@ -84,7 +84,7 @@ def test_the_last_block_is_decoded_whole_and_cut() -> None:
 
 
 def test_holes_begin_the_blocks() -> None:
-    """Blocks are counted from the first hole; what is given behind it stays."""
+    """Blocks are counted from the first hole; what is given after it stays."""
     model = from_prompt()
     row = [1, 2, MASK, 3, MASK, 5, 6, 7, MASK]
     outs = [decode(model, [row, [9, MASK]], max_new_tokens=2, cache=c) for c in ("none", "block")]

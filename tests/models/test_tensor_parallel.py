@@ -290,8 +290,8 @@ def test_four_processes(folder: Path) -> None:
     check_same(in_ranks("grid", {"formats": formats}, size=4), expected(formats, folder), 4)
 
 
-def torchrun(words: list[str], **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+def torchrun(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, start_new_session=True, **streams, **options)

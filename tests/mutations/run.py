@@ -50,7 +50,7 @@ class Mutation:
     tests: list[str]
     why: str
     equivalent: str = ""
-    room: str = field(default="", compare=False)
+    package: str = field(default="", compare=False)
     """The data file that has it."""
 
 
@@ -77,7 +77,7 @@ def load(folder: Path = Path(__file__).parent) -> list[Mutation]:
     for path in sorted(folder.glob("*.toml")):
         for table in tomllib.loads(path.read_text(encoding="utf-8")).get("mutation", []):
             try:
-                found.append(Mutation(**table, room=path.stem))
+                found.append(Mutation(**table, package=path.stem))
             except TypeError as error:
                 raise ValueError(f"{path.name}, {table.get('name')!r}: {error}") from None
     names = [mutation.name for mutation in found]
@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--skip-unchanged", action="store_true", help="do not run the tests without mutation first")
     options = parser.parse_args()
-    mutations = [m for m in load() if options.only in f"{m.room} {m.name} {m.at}"]
+    mutations = [m for m in load() if options.only in f"{m.package} {m.name} {m.at}"]
     for mutation in mutations:
         mutated(mutation)  # raises before any work is done
 

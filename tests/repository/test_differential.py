@@ -38,7 +38,7 @@ def test_requests_are_repeatable_and_plain_json() -> None:
     assert {request["family"] for request in first} == set(differential.FAMILIES)
     text = json.dumps(differential.requests_of(0, 2000, KNOWN))
     missing = [name for name in [*samplers.names(), *caches.names()] if f'"{name}"' not in text]
-    # the forecast family has a door of its own; models with canvases, scales and groups have no version before
+    # the forecast family has a entry point of its own; models with canvases, scales and groups have no version before
     assert set(missing) <= {"taylorseer", "diffusion_gemma", "canvas", "var", "code", "groups", "nar", "distilled"}
 
 

@@ -176,7 +176,7 @@ def plain(model: Any, prompt: list[int], rule: Any) -> tuple[list[int], list[lis
 def test_samplers_that_are_shown_are_a_plain_loop(name: str, own: dict[str, Any]) -> None:
     """Of several blocks and steps, in a batch of unequal rows."""
     model = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
-    model.module.lm_head.weight.data.mul_(0.7)  # else it is sure of all
+    model.module.lm_head.weight.data.mul_(0.7)  # else it is confident of all
     request = {"sampler": own[name](), "max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False}
     out = paradec.generate(model, ROWS, trace=True, **request)
     for row, prompt in enumerate(ROWS):

@@ -148,14 +148,14 @@ def plain_stage(model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Ten
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(("scale", "law"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
+@pytest.mark.parametrize(("scale", "sampling"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
-def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float, law: dict[str, Any]) -> None:
+def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float, sampling: dict[str, Any]) -> None:
     """At guidance 1 the reference has no such path; the loop evaluates the teacher's whole sequence for every token."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)
-    state = sampler.start(student, [3, 9], guidance_scale=scale, seed=0, **{"temperature": 0} | law)
+    state = sampler.start(student, [3, 9], guidance_scale=scale, seed=0, **{"temperature": 0} | sampling)
     decode(sampler, student, state)
     calls = 6 - start + 1 + (start > 0)
     assert state.nfe.tolist() == [calls] * 2 and state.teacher_nfe == 6 - start
@@ -178,8 +178,8 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
                 out = network.backbone(hidden, torch.arange(-1, len(ids)).unsqueeze(0))
                 said.append(network.head(out)[0, -1])
             guided = said[1] + scale * (said[0] - said[1])
-            likely = guided.topk(law.get("top_k", 1)).indices.sort().values
-            sums = (guided[likely] / law.get("temperature", 1)).softmax(-1).cumsum(-1)
+            likely = guided.topk(sampling.get("top_k", 1)).indices.sort().values
+            sums = (guided[likely] / sampling.get("temperature", 1)).softmax(-1).cumsum(-1)
             u = rng.uniform(state.keys[[row]], torch.tensor([0]), torch.tensor([[position]]), 1, rng.TOKEN_STREAM)
             ids.append(int(likely[(sums <= u.item() * sums[-1]).sum()]))
         x = torch.cat((codes[ids], x[6:]))

@@ -24,7 +24,7 @@ from paradec.samplers.statistics import (
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
-    """The definition: sort all words, with their places."""
+    """The definition: sort all tokens, with their places."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         out = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
@@ -84,14 +84,14 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_word_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
-    """Masses that are exactly what lies before some word, and the numbers next to them."""
+def test_the_token_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
+    """Masses that are exactly what lies before some token, and the numbers next to them."""
     generator = torch.Generator().manual_seed(2)
     wide = 2 * HEAD
     for spread, size, ranks in ((3, 300, range(1, 200, 9)), (0.5, wide, range(wide // 2 - 2, wide - 99, 700))):
         logits = spread * torch.randn(4, size, generator=generator, dtype=torch.float64).to(dtype)
-        law = logits.sort(dim=-1, descending=True).values.softmax(-1)
-        for mass in (law.cumsum(-1) - law)[0, list(ranks)]:
+        distribution = logits.sort(dim=-1, descending=True).values.softmax(-1)
+        for mass in (distribution.cumsum(-1) - distribution)[0, list(ranks)]:
             for top_p in (mass, mass.nextafter(mass + 1), mass.nextafter(mass - 1)):
                 assert torch.equal(filter_logits(logits, float(top_p), None), plain(logits, float(top_p), None))
 
@@ -123,11 +123,11 @@ def test_temperatures_divide_what_stays_finite(temperature: float, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logarithms_of_laws(dtype: torch.dtype) -> None:
+def test_logarithms_of_distributions(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).tiny
-    law = torch.tensor([0.5, 0.0, 1e-30, 8 * tiny, tiny, tiny / 1024, 1.0, torch.nan], dtype=dtype)
-    found = log_of(law.clone())
-    expected = law.log()
+    distribution = torch.tensor([0.5, 0.0, 1e-30, 8 * tiny, tiny, tiny / 1024, 1.0, torch.nan], dtype=dtype)
+    found = log_of(distribution.clone())
+    expected = distribution.log()
     expected[[1, 4, 5]] = -torch.inf
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert found[6] == 0
@@ -135,7 +135,7 @@ def test_logarithms_of_laws(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("by", [0.0, 3.0, 200.0, 2e4])
-def test_words_may_be_raised_by_any_amount(by: float, dtype: torch.dtype) -> None:
+def test_tokens_may_be_raised_by_any_amount(by: float, dtype: torch.dtype) -> None:
     """Unwritten, as in large vocabularies, they have the probabilities that they have written."""
     logits = 4 * torch.randn(3, 60, generator=torch.Generator().manual_seed(7), dtype=dtype)
     logits[1, 5] = -torch.inf
@@ -158,8 +158,8 @@ def test_divergence_of_logits_beyond_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
-    """The word before which exactly `top_p` lies crosses it, and words as good as the `top_k`-th are kept."""
-    logits = torch.zeros(2, 4, dtype=dtype)  # each word has a quarter
+    """The token before which exactly `top_p` lies crosses it, and tokens as good as the `top_k`-th are kept."""
+    logits = torch.zeros(2, 4, dtype=dtype)  # each token has a quarter
     for top_p, kept in ((0.25, 2), (0.5, 3), (0.75, 4), (0.2, 1), (0.7, 3)):
         assert (filter_logits(logits, top_p, None) > -torch.inf).sum(-1).tolist() == [kept, kept]
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0]], dtype=dtype)
@@ -179,17 +179,17 @@ def test_searches() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [3, 20, 1000])
-def test_the_words_around_one_are_those_of_a_stable_sort(size: int, dtype: torch.dtype) -> None:
+def test_the_tokens_around_one_are_those_of_a_stable_sort(size: int, dtype: torch.dtype) -> None:
     """GSD's groups: with distinct probabilities, equal ones, and many that are nothing or next to it."""
     generator = torch.Generator().manual_seed(4)
-    law = (3 * torch.randn(2, 5, size, generator=generator)).softmax(-1).to(dtype)
-    empty = law.masked_fill(torch.rand(law.shape, generator=generator) < 0.5, 0)
+    distribution = (3 * torch.randn(2, 5, size, generator=generator)).softmax(-1).to(dtype)
+    empty = distribution.masked_fill(torch.rand(distribution.shape, generator=generator) < 0.5, 0)
     empty[..., -1] = 1e-42
-    words = torch.randint(size, (2, 5, 1), generator=generator)
-    for each in (law, (law * size).round() / size, empty):
+    token_ids = torch.randint(size, (2, 5, 1), generator=generator)
+    for each in (distribution, (distribution * size).round() / size, empty):
         order = each.argsort(dim=-1, stable=True)
-        rank = order.argsort(-1).gather(-1, words)
+        rank = order.argsort(-1).gather(-1, token_ids)
         places = rank + torch.arange(-7, 7)
-        found = around(each, words, 7)
+        found = around(each, token_ids, 7)
         expected = (rank, places, order.gather(-1, places.clamp(0, size - 1)))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,4 +1,5 @@
-"""Top-n-sigma: what is kept, that every door and sampler applies it, and that verification stays exact under it."""
+"""Top-n-sigma: what is kept, that every entry point and sampler applies it, and that verification stays exact under
+it."""
 
 from __future__ import annotations
 
@@ -119,10 +120,10 @@ def test_the_same_tokens_at_every_temperature(dtype: torch.dtype) -> None:
     expected = [kept(row.double(), 1.5) for row in logits.flatten(0, 1)]
     assert all(1 < sum(row) < 20 for row in expected)
     for temperature in (0.1, 0.5, 1.0, 3.0):
-        law = token_distribution(logits, Request(temperature=temperature, top_n_sigma=1.5))
+        distribution = token_distribution(logits, Request(temperature=temperature, top_n_sigma=1.5))
         # float32 may hold no probability for what is kept
         possible = (logits.double() - 60) / temperature > -80
-        for row, found, some in zip(expected, law.flatten(0, 1), possible.flatten(0, 1), strict=True):
+        for row, found, some in zip(expected, distribution.flatten(0, 1), possible.flatten(0, 1), strict=True):
             assert ((found > 0) == (torch.tensor(row) & some))[some].all()
             assert not (found > 0)[~torch.tensor(row)].any()
     # at temperature 0 the best token is drawn, whatever is kept
@@ -132,7 +133,7 @@ def test_the_same_tokens_at_every_temperature(dtype: torch.dtype) -> None:
     )
 
 
-# ---- every sampler and door -----------------------------------------------------------------------------------------
+# ---- every sampler and entry point -----------------------------------------------------------------------------------
 
 BEST = 1e-9
 """So few deviations leave the best token alone, as top_k=1 does."""
@@ -187,7 +188,8 @@ def test_canvases_draw_from_what_is_left() -> None:
 
 
 def test_confidence_is_that_of_what_is_left() -> None:
-    """Methods that rank by the law that tokens are drawn from do so at temperature 0 as well, as with top-k."""
+    """Methods that rank by the distribution that tokens are drawn from do so at temperature 0 as well, as with
+    top-k."""
     found = [
         paradec.generate(
             SAME, input_ids=ROWS, sampler="entropy", steps=4, block_length=8, max_new_tokens=8, trace=True, **filters
@@ -199,7 +201,7 @@ def test_confidence_is_that_of_what_is_left() -> None:
     assert scores[0] != scores[1]
 
 
-def test_log_probabilities_are_those_of_the_documented_law() -> None:
+def test_log_probabilities_are_those_of_the_documented_distribution() -> None:
     """Of causal models those of p after the filters, at temperature 0 those without; of masked ones before them."""
     given: dict[str, Any] = {"input_ids": ROWS, "max_new_tokens": 6, "seed": 1, "logprobs": 3}
     out = paradec.generate(CAUSAL, sampler="sjd", temperature=1.0, top_n_sigma=BEST, **given)
@@ -260,7 +262,7 @@ def test_samplers_of_continuous_tokens_refuse_it() -> None:
 TABLE = exactness.TableModel.random(5, seed=0)
 
 
-def plain_law(model: Any, prompt: list[int], new: int, count: float) -> tuple[Tensor, np.ndarray]:
+def plain_distribution(model: Any, prompt: list[int], new: int, count: float) -> tuple[Tensor, np.ndarray]:
     """All answers and their probabilities, the filter by the plain loop above."""
     every = torch.cartesian_prod(*[torch.arange(model.facts.vocab_size)] * new).reshape(-1, new)
     found = []
@@ -292,10 +294,10 @@ def test_verified_answers_have_the_filtered_distribution(name: str) -> None:
     }[name]
     answers, state = exactness.sample(method, TABLE, 6000, seed=3, new=3, top_n_sigma=1.2)
     for first in range(2):
-        every, law = plain_law(TABLE, exactness.PROMPTS[first], 3, 1.2)
-        assert 1 < (law > 0).sum() < len(law)
+        every, distribution = plain_distribution(TABLE, exactness.PROMPTS[first], 3, 1.2)
+        assert 1 < (distribution > 0).sum() < len(distribution)
         counts = exactness.counted(answers[first::2], every, 5)
-        assert exactness.p_value(counts, law) > 0.01 / 12
+        assert exactness.p_value(counts, distribution) > 0.01 / 12
 
 
 def redrawn_once_more(p: Tensor, count: float | None) -> Tensor:
@@ -311,15 +313,15 @@ def redrawn_once_more(p: Tensor, count: float | None) -> Tensor:
 
 @pytest.mark.parametrize("name", next_image.cases("lumina-sjd", "drafts"))
 def test_the_public_code_s_redraw_changes_the_distribution_and_ours_keeps_it(name: str) -> None:
-    """A warning. A plain loop repeats the case, so that this is the public rule; the law of the token that it makes of
-    a draft is not p. Ours, from max(0, p - q), is, by formula and in draws of `verify`."""
+    """A warning. A plain loop repeats the case, so that this is the public rule; the distribution of the token that it
+    makes of a draft is not p. Ours, from max(0, p - q), is, by formula and in draws of `verify`."""
     case, arrays = next_image.case("lumina-sjd", name)
     p, q, count = arrays["p"].double(), arrays["q"].double(), case["settings"]["top_n_sigma"]
     drafts, tokens = case["drafts"], []
     for slot, number in enumerate(case["uniforms"], start=1):
-        word, target = drafts[slot], p[slot - 1]
-        if number < float(target[word] / q[slot][word]):
-            tokens.append(word)
+        token_id, target = drafts[slot], p[slot - 1]
+        if number < float(target[token_id] / q[slot][token_id]):
+            tokens.append(token_id)
             continue
         left = residual(target, q[slot])
         assert abs(float(left.sum()) - case["residual_mass"]) < 1e-5
@@ -349,10 +351,12 @@ def test_the_public_code_s_redraw_changes_the_distribution_and_ours_keeps_it(nam
     uniform = torch.rand(rows, 2, 3, generator=generator, dtype=torch.float64)
     target, source = p[worst] / p[worst].sum(), q[worst + 1] / q[worst + 1].sum()
     drafted = draw(source.expand(rows, -1), uniform[:, 0, 2]).unsqueeze(1).expand(-1, 2)
-    laws = source.expand(rows, 2, -1)
+    distributions = source.expand(rows, 2, -1)
     window = DraftWindow(
         target.expand(rows, 2, -1),
-        DraftDistributions(drafted, laws, torch.zeros(rows, 2, dtype=torch.int64), torch.full((size,), 1 / size)),
+        DraftDistributions(
+            drafted, distributions, torch.zeros(rows, 2, dtype=torch.int64), torch.full((size,), 1 / size)
+        ),
         draw(target.expand(rows, 2, -1), uniform[..., 2]),
     )
     has_draft = torch.tensor([[True, False]]).expand(rows, -1)

@@ -1,4 +1,4 @@
-"""Presets behind diffusers' LLaDA2Pipeline: the tokens of `generate(preset=)`, and what no pipeline can follow."""
+"""Presets after diffusers' LLaDA2Pipeline: the tokens of `generate(preset=)`, and what no pipeline can follow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Other sets of recorded cases, made of those in tests/golden: fewer cases, in files of other names, of checkpoints of
-other names. The words of text models stand in another order, so that every id is another one.
+other names. The tokens of text models stand in another order, so that every id is another one.
 
 `SETS` has a function for each family, which writes the set into a folder that its variable (`places.golden`) can name,
 and parts of the names of the tests that then replay it.
@@ -42,7 +42,7 @@ class Reordered:
             return [self(each) for each in ids]
         return ids if ids is None or ids < 0 else self.new[ids]
 
-    def words(self, tensor: Tensor, dim: int) -> Tensor:
+    def tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """What is sorted by the old ids along `dim`, by the new ones."""
         return tensor.index_select(dim, torch.tensor(self.new).argsort())
 
@@ -62,7 +62,7 @@ def checkpoint(source: Path, target: Path, logits: tuple[str, ...] = ()) -> Reor
     weights = load_file(source / "model.safetensors")
     for name, tensor in weights.items():
         if any(part in name for part in ("wte.", "embed", "lm_head", "transformer.ff_out")):
-            weights[name] = order.words(tensor, 0).contiguous()
+            weights[name] = order.tokens(tensor, 0).contiguous()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     for name in logits:
         arrays = load_file(source / name)
@@ -70,7 +70,7 @@ def checkpoint(source: Path, target: Path, logits: tuple[str, ...] = ()) -> Reor
             if key.startswith("ids"):
                 arrays[key] = torch.tensor(order.new)[tensor]
             elif tensor.shape[-1] == config["vocab_size"]:
-                arrays[key] = order.words(tensor, -1).contiguous()
+                arrays[key] = order.tokens(tensor, -1).contiguous()
         save_file(arrays, target / name)
     return order
 
@@ -98,7 +98,7 @@ def recorded(trace: dict[str, Any], order: Reordered, count: int, **named: Any) 
 
 def text(folder: Path, methods: tuple[str, ...] | None = None, files: int = 2, count: int = 3) -> None:
     """So many files of each method and checkpoint, with so many cases each, and the checkpoints beside the folder.
-    Files with a temperature are left out: noise is drawn word by word."""
+    Files with a temperature are left out: noise is drawn token by token."""
     names = {"llada-tiny": "first", "dream-tiny": "second"}
     orders = {}
     for old, new in names.items():

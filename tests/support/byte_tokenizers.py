@@ -50,9 +50,9 @@ class Recites(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         logits = torch.zeros(*ids.shape, VOCAB, dtype=torch.float64)
         for row, first in enumerate(ids[:, 0].tolist()):
-            words = torch.tensor(self.texts.get(first, []), dtype=torch.int64)
-            at = torch.arange(PROMPT, min(ids.shape[1], PROMPT + len(words)))
-            logits[row, at, words[: len(at)]] = 8 + 8 * self.sureness[at]
+            token_ids = torch.tensor(self.texts.get(first, []), dtype=torch.int64)
+            at = torch.arange(PROMPT, min(ids.shape[1], PROMPT + len(token_ids)))
+            logits[row, at, token_ids[: len(at)]] = 8 + 8 * self.sureness[at]
         return logits
 
 

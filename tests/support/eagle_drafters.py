@@ -157,7 +157,7 @@ def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
             logits.append(base.module(ids).logits[:, len(prompt) - 1 : -1])
         mixed = logits[1] + request["guidance_scale"] * (logits[0] - logits[1]) if guided else logits[0]
         settings = {name: value for name, value in request.items() if name != "negative_prompt"}
-        law = probability(token_distribution(mixed, Request(**{"temperature": 1.0} | settings)), every).prod(1)
+        distribution = probability(token_distribution(mixed, Request(**{"temperature": 1.0} | settings)), every).prod(1)
         counts = exactness.counted(found[first::2], every, VOCAB)
-        values.append(exactness.p_value(counts, law.detach().numpy()))
+        values.append(exactness.p_value(counts, distribution.detach().numpy()))
     return values

@@ -13,7 +13,7 @@ from paradec.models.adapter import Model
 
 
 def block_logits(model: Model, ids: list[int], start: int) -> Tensor:
-    """[W, V]: what the model says of the tokens from `start` on, where nothing stands behind `ids`."""
+    """[W, V]: what the model says of the tokens from `start` on, where nothing stands after `ids`."""
     tokens = torch.tensor([ids])
     logits = model(Query(rows=np.zeros(1, np.int64), tokens=tokens, positions=torch.arange(len(ids)).unsqueeze(0)))[0]
     source = (torch.arange(start, len(ids)) - model.facts.shift).clamp(min=0)

@@ -49,7 +49,7 @@ TEXT = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # the default scale makes all laws alike, and mistakes invisible
+    # the default scale makes all distributions alike, and mistakes invisible
     "initializer_range": 0.5,
 }
 TINY_VQ = VQConfig(
@@ -107,8 +107,8 @@ def tiny_student(grid: int = 4, **stages: int) -> DistilledLlamaGenModel:
 
 
 def tiny_emu3() -> Emu3Model:
-    words = {"<|extra_200|>": 5, "<image>": 6, "<|extra_201|>": 7, "<|image end|>": 8}
-    words |= {f"<|visual token {code:06d}|>": 20 + code for code in range(CODES)}
+    vocabulary = {"<|extra_200|>": 5, "<image>": 6, "<|extra_201|>": 7, "<|image end|>": 8}
+    vocabulary |= {f"<|visual token {code:06d}|>": 20 + code for code in range(CODES)}
     vq = {
         "codebook_size": CODES, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "hidden_size": 32,
         "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [],
@@ -116,21 +116,23 @@ def tiny_emu3() -> Emu3Model:
     }  # fmt: skip
     text = TEXT | {"num_key_value_heads": 2, "attention_dropout": 0.0}
     torch.manual_seed(0)
-    config = Emu3Config(text_config=text, vq_config=vq, vocabulary_map=words)
+    config = Emu3Config(text_config=text, vq_config=vq, vocabulary_map=vocabulary)
     return Emu3Model(Emu3ForConditionalGeneration(config).double())
 
 
 def tiny_chameleon(layout: ChameleonLayout, vq: bool = True) -> ChameleonModel:
     letters = {str(digit): chr(ord("A") + digit) for digit in range(10)}
-    words = {"<image>": 3}
+    vocabulary = {"<image>": 3}
     # codes and ids in another order: the map decides
-    words |= {f"IMGIMG{''.join(letters[d] for d in str(code))}Z": 4 + (code * 5 + 3) % CODES for code in range(CODES)}
+    vocabulary |= {
+        f"IMGIMG{''.join(letters[d] for d in str(code))}Z": 4 + (code * 5 + 3) % CODES for code in range(CODES)
+    }
     sizes = {
         "embed_dim": 4, "num_embeddings": CODES, "latent_channels": 8, "resolution": 16, "base_channels": 32,
         "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1,
     }  # fmt: skip
     torch.manual_seed(0)
-    config = ChameleonConfig(**TEXT, num_key_value_heads=4, vq_config=sizes, vocabulary_map=words)
+    config = ChameleonConfig(**TEXT, num_key_value_heads=4, vq_config=sizes, vocabulary_map=vocabulary)
     module = ChameleonForConditionalGeneration(config).double()
     return ChameleonModel(module, layout, tiny_vq(l2_norm=False, channel_mult=[1, 1, 1, 1]) if vq else None)
 

@@ -16,8 +16,8 @@ Keep = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def entropy_bound(bound: float) -> Keep:
-    def keep(law: Tensor, free: Tensor, step: int) -> Tensor:
-        entropy = torch.special.entr(law).sum(-1).masked_fill(~free, torch.inf)
+    def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
+        entropy = torch.special.entr(distribution).sum(-1).masked_fill(~free, torch.inf)
         kept, spent = torch.zeros_like(free), 0.0
         for at in entropy.argsort(stable=True).tolist():
             if spent > bound or not free[at]:
@@ -29,8 +29,8 @@ def entropy_bound(bound: float) -> Keep:
 
 
 def threshold(least: float) -> Keep:
-    def keep(law: Tensor, free: Tensor, step: int) -> Tensor:
-        best = law.amax(-1).masked_fill(~free, -1)
+    def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
+        best = distribution.amax(-1).masked_fill(~free, -1)
         kept = best >= least
         kept[best.argmax()] = True
         return kept & free
@@ -38,10 +38,10 @@ def threshold(least: float) -> Keep:
     return keep
 
 
-def surest(steps: int) -> Keep:
-    def keep(law: Tensor, free: Tensor, step: int) -> Tensor:
+def most_confident(steps: int) -> Keep:
+    def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
         count = -(-int(free.sum()) * step // steps)
-        best = law.amax(-1).masked_fill(~free, -1)
+        best = distribution.amax(-1).masked_fill(~free, -1)
         kept = torch.zeros_like(free)
         kept[best.argsort(descending=True, stable=True)[:count]] = True
         return kept
@@ -65,8 +65,8 @@ def row(
     ends: tuple[int, ...] = (),
     cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> tuple[list[int], list[int]]:
-    """What stands behind and in the holes (-1) of a prompt, prompt included, up to `new` tokens behind it; and the
-    steps of each canvas. `cut` excludes words from tempered logits [C, V]."""
+    """What stands after and in the holes (-1) of a prompt, prompt included, up to `new` tokens after it; and the
+    steps of each canvas. `cut` excludes tokens from tempered logits [C, V]."""
     size, vocab = module.config.canvas_length, module.config.text_config.vocab_size
     keys = torch.as_tensor(rng.row_keys([seed], [prompt]))
     end = len(prompt) + new
@@ -102,16 +102,16 @@ def row(
             fed.remove()
             heat = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
             tempered = cut(out / heat)
-            law = tempered.double().softmax(-1)
+            distribution = tempered.double().softmax(-1)
             best = torch.where(pinned, fixed, tempered.argmax(-1))
-            kept = keep(law, ~pinned, step)
+            kept = keep(distribution, ~pinned, step)
             single = tempered.softmax(-1).double().cumsum(-1)
             drawn = torch.searchsorted(single, number(at, 0).unsqueeze(-1) * single[:, -1:], right=True)[:, 0]
             noise = (number(at, 5) * vocab).long()
             noisy = torch.where(pinned, fixed, torch.where(kept, drawn, noise))
             same = same + 1 if before is not None and torch.equal(best, before) else 0
             before, logits, taken = best, tempered.to(module.dtype).unsqueeze(0), taken + 1
-            mean = torch.special.entr(law).sum(-1)[~pinned].mean()
+            mean = torch.special.entr(distribution).sum(-1)[~pinned].mean()
             if stability is not None and same >= stability and mean < confidence:
                 break
         counts.append(step)

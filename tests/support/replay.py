@@ -378,8 +378,8 @@ class Fed:
 
 
 def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
-    """The reference's, of a trace that says `fed`. block: positions of a block, where what was written behind the open
-    one is to be left out (it fills rows up behind an end token)."""
+    """The reference's, of a trace that says `fed`. block: positions of a block, where what was written after the open
+    one is to be left out (it fills rows up after an end token)."""
     found = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}

@@ -835,7 +835,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         ),
         (dit, {"modules": "proj_out"}, "matches no module of DiTTransformer2DModel"),
         (dit, {"modules": "proj_out_2", "skip": "layers.*"}, "skip: pattern 'layers"),
-        # diffusers' lite mode on DiT: blocks are left out, and nothing behind them is forecast
+        # diffusers' lite mode on DiT: blocks are left out, and nothing after them is forecast
         (dit, {"modules": r"transformer_blocks\.0\.attn1", "skip": r"transformer_blocks\.1"}, "no forecast.*blocks.1"),
         (dit, {"modules": [r".*\.0\.attn1", r"transformer_blocks\.0"]}, "which holds it"),
         (flux, {"modules": "proj_out", "skip": "proj_out"}, "modules and skip both match 'proj_out'"),
@@ -844,7 +844,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         with pytest.raises(ValueError, match=message):
             accelerate(pipe, TaylorSeer(**settings))
     assert (attributes(dit.transformer), attributes(flux.transformer)) == before
-    # a forecast stands behind the skipped module, but does not replace what it feeds
+    # a forecast stands after the skipped module, but does not replace what it feeds
     leak = {"modules": r"transformer_blocks\.1\.ff", "skip": r"transformer_blocks\.0\.attn1"}
     with accelerate(dit, TaylorSeer(**leak)):
         for _ in range(2):

@@ -143,7 +143,7 @@ def test_transformers(name: str) -> None:
 
 
 class Toy(nn.Module):
-    """Residual blocks that change with the step: `count` are called, and `control` is added behind each of them."""
+    """Residual blocks that change with the step: `count` are called, and `control` is added after each of them."""
 
     def __init__(self, blocks: int = 5, control: bool = False):
         super().__init__()
@@ -373,7 +373,7 @@ def test_a_residual_is_forecast_by_any_basis() -> None:
 
 
 def test_what_is_added_between_blocks_is_added_once() -> None:
-    """A control network's features are part of the residual; behind the last block they are the pipeline's."""
+    """A control network's features are part of the residual; after the last block they are the pipeline's."""
     module, latent = toy(control=True)
     with accelerate(module, MagCache([1.0] * 10, retention_ratio=0, max_skip_steps=1)) as session:
         outputs = toy_run(module, latent, TIMES[:2])

@@ -89,7 +89,7 @@ def test_only_what_is_hooked_lets_its_norm_rest() -> None:
 
 
 def test_schedules_of_modules() -> None:
-    """BAC: a norm rests when the module behind it does, whatever the others do."""
+    """BAC: a norm rests when the module after it does, whatever the others do."""
     module, inputs = model("DiT")
     steps = {"attn1": (0, 2, 3), "ff": (0, 1, 4)}
     names = [f"transformer_blocks.{i}.{branch}" for i in range(len(module.transformer_blocks)) for branch in steps]

@@ -87,7 +87,7 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
     """Blocks that divide the model's, logits that stand to the left, models without blocks of their own: the engine
     evaluates all that a block can see."""
     model, draw = tiny(1, topology, prediction), random.Random(f"{name} {topology}")
-    # behind the open block a bidirectional model sees masks: the last block leaves none of them out
+    # after the open block a bidirectional model sees masks: the last block leaves none of them out
     length = 9 if topology == "bidirectional" else 2
     rows = {
         key: ([draw.randrange(36) for _ in range(3)], {"max_new_tokens": 9, "block_length": length, "seed": key})
@@ -134,16 +134,16 @@ def test_the_model_s_last_block_may_be_cut_off() -> None:
 
 
 def by_hand(logits: list[Tensor], threshold: float) -> list[list[int]]:
-    """A block of masks after each step: all that is sure, and the surest."""
+    """A block of masks after each step: all that is sure, and the most confident."""
     block, seen = [MASK] * len(logits[0]), []
     for given in logits:
-        law = given.clone()
-        law[:, MASK] = -torch.inf
-        law = law.softmax(-1)
-        sure = [float(law[at].max()) if token == MASK else -1.0 for at, token in enumerate(block)]
+        distribution = given.clone()
+        distribution[:, MASK] = -torch.inf
+        distribution = distribution.softmax(-1)
+        sure = [float(distribution[at].max()) if token == MASK else -1.0 for at, token in enumerate(block)]
         for at, token in enumerate(block):
             if token == MASK and (sure[at] >= threshold or sure[at] == max(sure)):
-                block[at] = int(law[at].argmax())
+                block[at] = int(distribution[at].argmax())
         seen.append(list(block))
     return seen
 

@@ -156,7 +156,7 @@ def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> Non
     states = algorithm.init_step_state(batch)
     assert algorithm.step(batch, logits_of([7] * 4, [9] * 4), states) == [True, False]
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
-    # the forward that finds the block as it stays says so; another word of the model changes nothing any more
+    # the forward that finds the block as it stays says so; another token of the model changes nothing any more
     assert algorithm.step(batch, logits_of([7] * 4, [8] * 4), states) == [True, True]
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
 
@@ -184,13 +184,13 @@ def test_a_block_that_the_engine_begins_anew() -> None:
 
 
 def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
-    words = logits_of([1, END, 7, 7])
-    words[2:] = 0.0  # not sure of what follows
+    logits = logits_of([1, END, 7, 7])
+    logits[2:] = 0.0  # not confident of what follows
     for ends, forwards in (((), 4), ((END,), 2)):
         algorithm = made("ParadecThreshold", True, eos_token_ids=list(ends))
         batch = batch_of([[1, MASK, MASK, MASK]], ["a"], [4])
         states, count = algorithm.init_step_state(batch), 0
-        while not algorithm.step(batch, words, states)[0]:
+        while not algorithm.step(batch, logits, states)[0]:
             count += 1
         assert count + 1 == forwards
     assert batch.input_ids.tolist() == [1, END, END, END]
@@ -228,10 +228,10 @@ def test_parts_of_a_block() -> None:
 def test_logits_that_are_not_finite_name_the_request() -> None:
     algorithm = made("ParadecThreshold", True)
     batch = batch_of([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
-    states, words = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)
-    words[6, 3] = torch.nan
+    states, logits = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)
+    logits[6, 3] = torch.nan
     with pytest.raises(FloatingPointError, match="request 'b', block at position 8"):
-        algorithm.step(batch, words, states)
+        algorithm.step(batch, logits, states)
     assert batch.input_ids.tolist() == [1, MASK, MASK, MASK, 2, MASK, MASK, MASK]
     assert algorithm.step(batch, logits_of([9] * 4, [8] * 4), states) == [False, False]
     assert batch.input_ids.tolist() == [1, 9, 9, 9, 2, 8, 8, 8]

@@ -20,7 +20,7 @@ from paradec.integrations.engines.sglang import algorithms
 from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.skipif(wheel() is None, reason=f"needs the wheel of sglang {VERSION} (.ci/engines sglang)")
-MASK, WORDS = 63, 64
+MASK, VOCAB = 63, 64
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ class Drawn:
     def __call__(self, batch: Any) -> Tensor:
         self.calls += 1
         generator = torch.Generator().manual_seed(self.seed * 1000 + self.calls)
-        logits = torch.randn(len(batch.input_ids), WORDS, generator=generator)
-        # some sure of a word and some not; never of the mask, which SGLang would write as a word
+        logits = torch.randn(len(batch.input_ids), VOCAB, generator=generator)
+        # some confident of a token and some not; never of the mask, which SGLang would write as a token
         logits *= self.sure * torch.rand(len(logits), 1, generator=generator)
         return logits.index_fill_(1, torch.tensor([MASK]), -30.0)
 
@@ -54,7 +54,7 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
     ids, prompt = [], torch.zeros(rows, block, dtype=torch.bool)
     for row in range(rows):
         length = draw.choice((0, 0, draw.randrange(block), block))
-        spelled = [MASK if draw.random() < 0.1 else draw.randrange(WORDS - 1) for _ in range(length)]
+        spelled = [MASK if draw.random() < 0.1 else draw.randrange(VOCAB - 1) for _ in range(length)]
         ids.append(spelled + [MASK] * (block - length))
         prompt[row, :length] = True
     return ids, prompt
@@ -124,7 +124,7 @@ def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespac
     draw = random.Random(0)
     for batch in range(20):
         lengths = [draw.choice((0, draw.randrange(8), 8)) for _ in range(5)]
-        ids = [[draw.randrange(WORDS - 1) for _ in range(n)] + [MASK] * (8 - n) for n in lengths]
+        ids = [[draw.randrange(VOCAB - 1) for _ in range(n)] + [MASK] * (8 - n) for n in lengths]
         expected = history(shipped, ids, None, Drawn(batch, 12.0), fdfo)
         assert history(made, ids, None, Drawn(batch, 12.0), fdfo) == expected
 

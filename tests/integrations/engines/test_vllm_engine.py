@@ -86,7 +86,7 @@ def test_an_answer_ends_where_vllm_ends_it(engine: Engine) -> None:
 
 
 def test_a_template_is_filled(engine: Engine) -> None:
-    """Holes before and behind given text, over three blocks; then masks of the answer."""
+    """Holes before and after given text, over three blocks; then masks of the answer."""
     prompt = prompts(4)[4]
     template = [MASK, 7, MASK, 9, 10, 11, 12, 13, 14, MASK, 16]
     for new in (0, 5):

@@ -109,7 +109,7 @@ def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> N
     assert short.usage is not None and (short.usage.prompt_tokens, short.usage.completion_tokens) == (8, 2)
     ended = client.chat.completions.create(model=NAME, messages=chat()["messages"], max_tokens=64)
     assert (ended.choices[0].message.content, ended.choices[0].finish_reason) == ("apple fig pear", "stop")
-    assert ended.usage is not None and ended.usage.completion_tokens == 4  # the end token, and nothing behind it
+    assert ended.usage is not None and ended.usage.completion_tokens == 4  # the end token, and nothing after it
     long = client.chat.completions.create(model=NAME, messages=chat("Copy: " + "fig " * 490)["messages"])
     assert long.usage is not None and long.usage.prompt_tokens == 495 and long.usage.completion_tokens <= 17  # of 512
 
@@ -227,7 +227,7 @@ def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
     steps = server.engine.steps
     for number in range(8):
         server.send(json.dumps(chat(stream=number % 2 == 0, **LONG)).encode()).close()
-    server.post(chat())  # behind them
+    server.post(chat())  # after them
     wait(lambda: server.engine.occupied == server.engine.waiting == 0)
     assert server.engine.steps - steps < 300
 

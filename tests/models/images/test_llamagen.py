@@ -55,11 +55,11 @@ def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenMode
     else:
         prefix = len(state["cls_embedding.uncond_embedding"])
         sizes = {"caption_dim": state["cls_embedding.cap_proj.fc1.weight"].shape[1], "caption_length": prefix}
-    words, dim = state["output.weight"].shape
+    vocab, dim = state["output.weight"].shape
     layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
     grid = math.isqrt(slots - prefix)  # the cache is as long as prompt and picture, rounded up to a multiple of 8
     config = LlamaGenConfig(
-        dim=dim, n_layer=layers, n_head=heads, vocab_size=words, grid=grid, condition=condition, **sizes
+        dim=dim, n_layer=layers, n_head=heads, vocab_size=vocab, grid=grid, condition=condition, **sizes
     )
     network = LlamaGen(config)
     network.load_state_dict(state)
@@ -67,7 +67,7 @@ def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenMode
     given = recorded[f"{condition}.cond"]
     if condition == "c2i":
         request = model.request([0] * len(given), model.grid())
-        request.prompts.rows = [[words + int(label)] for label in given]
+        request.prompts.rows = [[vocab + int(label)] for label in given]
         return model, request
     kept = recorded["t2i.emb_mask"].bool()
     return model, model.request([row[keep] for row, keep in zip(given, kept, strict=True)], model.grid())
@@ -91,7 +91,7 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
     expected = arrays(path)
     model, request = reference(expected, condition)
     ids, prompts = expected[f"{condition}.ids"], request.prompts.rows
-    rows, first, words = len(ids), len(prompts[0]), model.facts.vocab_size
+    rows, first, vocab = len(ids), len(prompts[0]), model.facts.vocab_size
     names = [name.removeprefix(f"{condition}.logits_") for name in expected if name.startswith(f"{condition}.logits_")]
     windows = sorted(tuple(map(int, name.split("_"))) for name in names if name != "prefill")
     whole = torch.cat((torch.tensor(prompts), ids), 1)
@@ -107,7 +107,7 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
     again = [request.model(window(prompts, ids, -1, 0), store)]
     for step, (start, stop) in enumerate(windows[:-1], start=1):
         again.append(request.model(window(prompts, ids, start, stop, step), store))
-    wrong, (start, stop), step = (ids + 1) % words, windows[-1], len(windows)
+    wrong, (start, stop), step = (ids + 1) % vocab, windows[-1], len(windows)
     discarded = request.model(window(prompts, wrong, start, stop, step), store)
     store.forget(np.arange(rows), np.full(rows, first + start))
     again.append(request.model(window(prompts, ids, start, stop, step + 1), store))

@@ -1,4 +1,5 @@
-"""LPD: recorded runs of its public code, the cached decoding beside the teacher-forced one, files, and the doors."""
+"""LPD: recorded runs of its public code, the cached decoding beside the teacher-forced one, files, and the entry
+points."""
 
 from __future__ import annotations
 
@@ -45,10 +46,10 @@ class Replayed(Groups):
     steps: Any = None
     generator: Any = None
 
-    def draw(self, state: Any, law: Tensor, positions: Tensor) -> Tensor:
+    def draw(self, state: Any, distribution: Tensor, positions: Tensor) -> Tensor:
         if self.generator is None:
-            return draw(law, torch.tensor(self.steps[state.index]["u"]).double())
-        return torch.multinomial(law.flatten(0, 1), 1, generator=self.generator).view(positions.shape)
+            return draw(distribution, torch.tensor(self.steps[state.index]["u"]).double())
+        return torch.multinomial(distribution.flatten(0, 1), 1, generator=self.generator).view(positions.shape)
 
 
 @pytest.mark.parametrize("name", cases("lpd", "steps"))
@@ -68,8 +69,8 @@ def test_a_recorded_run(name: str) -> None:
     guidance = {"guidance_scale": settings["cfg"]}
     if settings["cfg"] != 1:
         guidance["negative_prompt"] = [[first + none]] * len(labels)
-    law = {"temperature": settings["temperature"], "top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
-    state = sampler.start(model, [[first + label] for label in labels], **law, **guidance)
+    sampling = {"temperature": settings["temperature"], "top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
+    state = sampler.start(model, [[first + label] for label in labels], **sampling, **guidance)
     for index, step in enumerate(steps):
         (query,) = sampler.query(state)
         begin, end = step["order_rows"]
@@ -247,7 +248,7 @@ def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
     assert made.codes.shape == (2, 6, 6)
 
 
-# ---- doors ----------------------------------------------------------------------------------------------------------
+# ---- entry points ----------------------------------------------------------------------------------------------------
 
 
 def make(model: LPDModel, **request: Any) -> Any:
@@ -317,13 +318,13 @@ def test_copies_and_pickles_go_on() -> None:
         assert torch.equal(decode(method, copy.deepcopy(model), other).canvas, state.canvas)
 
 
-@pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 0.1}, {"top_k": 1}, {"top_p": 1e-9}])
-def test_narrow_laws_take_the_likeliest(law: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.1}, {"top_k": 1}, {"top_p": 1e-9}])
+def test_narrow_distributions_take_the_likeliest(sampling: dict[str, Any]) -> None:
     model = tiny_lpd()
     plain = make(model, temperature=0, seed=0).codes
     # at 0.1 ten times the logits' distance is what separates them: rarely another
-    found = make(model, **law, seed=0).codes
-    assert (plain == found).float().mean() > (0.6 if law == {"temperature": 0.1} else 0.99)
+    found = make(model, **sampling, seed=0).codes
+    assert (plain == found).float().mean() > (0.6 if sampling == {"temperature": 0.1} else 0.99)
 
 
 def test_the_nucleus_is_of_the_best() -> None:

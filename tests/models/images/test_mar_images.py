@@ -1,4 +1,4 @@
-"""MAR in the doors that users take: `paradec.load`, `generate_images`, and the decoder of its latents."""
+"""MAR in the entry points that users take: `paradec.load`, `generate_images`, and the decoder of its latents."""
 
 from __future__ import annotations
 

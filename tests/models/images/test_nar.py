@@ -133,7 +133,7 @@ def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> Non
         cached[:, diagonal(grid, state.index)] = proposal.quantities["logits"]
         sampler.commit(state, proposal)
     for row, length in enumerate(state.prompt_length):
-        # without the store, with the cells in any order, and behind padding
+        # without the store, with the cells in any order, and after padding
         count = int(length) + grid.length
         order = torch.cat((torch.arange(length), length + torch.randperm(grid.length)))
         tokens, positions = state.canvas[row, :count][order], order

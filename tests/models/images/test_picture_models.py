@@ -1,4 +1,5 @@
-"""The door of pictures and the adapters behind it: models of one's own, presets, what every registered kind says."""
+"""The entry point of pictures and the adapters after it: models of one's own, presets, what every registered kind
+says."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Tiles(PictureModel):
         return 1.5 * likeliest.expand(-1, query.wanted.shape[1], -1)
 
 
-def test_a_masked_model_of_ones_own_goes_through_the_door() -> None:
+def test_a_masked_model_of_ones_own_goes_through_the_entry_point() -> None:
     def make(**request: Any) -> images.ImageOutput:
         return paradec.generate_images(Tiles(), class_labels=[2, 0], seed=1, **request)
 
@@ -148,7 +149,7 @@ class Swept(PictureModel):
         return query.tokens / 2
 
 
-def test_a_family_of_ones_own_goes_through_the_door() -> None:
+def test_a_family_of_ones_own_goes_through_the_entry_point() -> None:
     """With a sampler, a state and a latent that nothing here knows."""
     out = paradec.generate_images(
         Swept(), [0.5, 1.0], sampler=Sweep(gain=2.0), num_images=2, guidance_scale=1.5, output_type="pt"
@@ -161,7 +162,7 @@ def test_a_family_of_ones_own_goes_through_the_door() -> None:
         paradec.generate_images(Swept(), [0.5], sampler="maskgit")
 
 
-def test_other_models_in_ones_own_rooms() -> None:
+def test_other_models_for_ones_own_families() -> None:
     with pytest.raises(
         TypeError, match="sampler 'sweep' takes a model that makes 'swept picture'; tiles is a masked image"
     ):
@@ -175,7 +176,7 @@ def test_other_models_in_ones_own_rooms() -> None:
         paradec.generate_images(claims, class_labels=1)
 
 
-def test_the_door_and_the_command_name_no_kind_of_model() -> None:
+def test_the_entry_point_and_the_command_name_no_kind_of_model() -> None:
     allowed = {"paradec.models.images.base", "paradec.models.images.grid", "paradec.models.images.loading"}
     for name in ("api/images.py", "api/pictures.py", "cli/image.py"):
         tree = ast.parse((Path(paradec.__file__).parent / name).read_text())

@@ -1,4 +1,5 @@
-"""ProteinMPNN in paradec's doors: which law a step asks for, in whichever order residues are decided."""
+"""ProteinMPNN in paradec's entry points: which distribution a step asks for, in whichever order residues are
+decided."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def model() -> ProteinMPNNModel:
     return load_protein_mpnn(WEIGHTS, [piece(0, 24, "long"), piece(30, 48, "short")], dtype=torch.float64)
 
 
-def law(model: ProteinMPNNModel, number: int, letters: Tensor, order: list[int]) -> Tensor:
+def distribution(model: ProteinMPNNModel, number: int, letters: Tensor, order: list[int]) -> Tensor:
     """[L, 20] log-probabilities of each residue given those before it in an order, without X."""
     logits = model.module(model.encodings[number], letters[None], torch.tensor([order]).argsort())[0]
     return logits[:, :20].log_softmax(-1)
@@ -51,7 +52,7 @@ def commits_of(out: Any, row: int) -> list[list[int]]:
     return [step for step in steps if step]
 
 
-# ---- the law --------------------------------------------------------------------------------------------------------
+# ---- the distribution ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
@@ -66,7 +67,7 @@ def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, tempe
         assert {len(step) for step in steps} == {1}
         given = [residue for residue, token in enumerate(prompt[1:]) if token != MASK_ID]
         order = given + [residue for step in steps for residue in step]
-        expected = law(model, row, letters, order).gather(1, letters[:, None])[:, 0]
+        expected = distribution(model, row, letters, order).gather(1, letters[:, None])[:, 0]
         found = out.logprobs.chosen[row, length - size + 1 :]
         assert found[given].isnan().all()
         designed = [residue for step in steps for residue in step]
@@ -86,10 +87,10 @@ def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sam
     for step in commits_of(out, 0):
         for residue in step:
             others = [i for i in range(len(letters)) if i not in decided and i != residue]
-            expected = law(model, 0, letters, [*decided, residue, *others])[residue, letters[residue]]
+            expected = distribution(model, 0, letters, [*decided, residue, *others])[residue, letters[residue]]
             assert found[residue] == pytest.approx(float(expected), abs=1e-5)
             if residue != min(step):
-                joint = law(model, 0, letters, [*decided, *sorted(step), *set(others) - {*step}])
+                joint = distribution(model, 0, letters, [*decided, *sorted(step), *set(others) - {*step}])
                 several.append(abs(float(joint[residue, letters[residue]] - expected)))
         decided += sorted(step)
     assert max(several) > 0.01  # had they seen each other, these would be other numbers
@@ -234,7 +235,9 @@ def test_one_residue_alone() -> None:
     model = load_protein_mpnn(WEIGHTS, piece(0, 1, "one"), dtype=torch.float64)
     out = paradec.generate(model, model.prompt(), sampler="low_confidence", logprobs=0)
     assert out.nfe == 1 and len(out.text) == 1
-    assert out.logprobs.sums()[0] == pytest.approx(float(law(model, 0, torch.tensor([0]), [0]).max()), abs=1e-6)
+    assert out.logprobs.sums()[0] == pytest.approx(
+        float(distribution(model, 0, torch.tensor([0]), [0]).max()), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

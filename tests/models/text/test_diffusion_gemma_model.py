@@ -210,7 +210,7 @@ def test_images_are_transformers(sees: str | None) -> None:
     beside = answers(model, {"input_ids": rows, **pictures()})
     second = {name: value[1:] for name, value in pictures().items()}
     assert torch.equal(answers(model, {"input_ids": rows[1], **second})[0], beside[1])
-    last = [rows[0], [30, IMAGE, IMAGE]]  # padded behind an image
+    last = [rows[0], [30, IMAGE, IMAGE]]  # padded after an image
     assert torch.equal(
         answers(model, {"input_ids": last[1], **second})[0], answers(model, {"input_ids": last, **pictures()})[1]
     )

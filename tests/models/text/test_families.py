@@ -159,7 +159,7 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
     letters = {letter: index for index, letter in enumerate("abcdefgh")}
     (folder / "vocab.json").write_text(json.dumps(letters))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    special = {"<|endoftext|>": 8, "<|im_start|>": 9, "<|im_end|>": 10, "<|MASK|>": 11}  # behind the vocabulary
+    special = {"<|endoftext|>": 8, "<|im_start|>": 9, "<|im_end|>": 10, "<|MASK|>": 11}  # after the vocabulary
     (folder / "added_tokens.json").write_text(json.dumps(special))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["added_tokens_decoder"] = {

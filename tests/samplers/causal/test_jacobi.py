@@ -63,7 +63,7 @@ def test_reference_verification(path: Path) -> None:
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
     window = DraftWindow(p, drafts, fresh, embed)
     chance = sampler.accept(window)
-    # one number per rejected draft, row by row; behind the first only the coupling draws
+    # one number per rejected draft, row by row; after the first only the coupling draws
     rejected = drafted & (u_accept >= chance)
     first = rejected & (rejected.int().cumsum(1) == 1)
     drawn = rejected if sampler.refresh == "maximal" else first
@@ -97,8 +97,8 @@ def test_reference_tree_verification(path: Path) -> None:
     uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
     for depth in range(tree.depth + 1):  # where a number goes depends on the path so far
         below = [child for child in tree.children[node].tolist() if child >= 0]
-        words = drafts[0, below].tolist()
-        tried = [i for i, word in enumerate(words) if word not in words[:i]]
+        ids = drafts[0, below].tolist()
+        tried = [i for i, token_id in enumerate(ids) if token_id not in ids[:i]]
         for i, number in zip(tried, numbers[used:], strict=False):
             uniform[0, depth, i] = number
         found = walk(tree, drafts, p, q, rule, uniform, hits=False)
@@ -133,8 +133,8 @@ def test_the_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
 
 
 @pytest.mark.parametrize("size", [7, 513, 600, 640, 1001])
-def test_every_word_is_drawn_by_the_middle_of_its_share(size: int) -> None:
-    """The last word too, where the vocabulary ends within a segment."""
+def test_every_token_is_drawn_by_the_middle_of_its_share(size: int) -> None:
+    """The last token too, where the vocabulary ends within a segment."""
     noise = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     assert draw(torch.ones(size, size, dtype=torch.float64), noise).tolist() == list(range(size))
 
@@ -181,7 +181,7 @@ LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.e
 @pytest.mark.thinned
 @pytest.mark.parametrize(("refresh", "init"), LONGER)
 def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
-    """Seven words in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
+    """Seven tokens in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
     sampler = SJD(window=3, refresh=refresh, init=init)
     found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
     assert min(found["p_values"]) > 0.01 / (2 * len(LONGER))
@@ -281,13 +281,13 @@ def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) ->
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
 def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
-    """One node with three children, for several p and q; the last q has fewer words than there are children."""
+    """One node with three children, for several p and q; the last q has fewer tokens than there are children."""
     rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
     tree, rows, p_values = Tree.of((3,)), 20_000, []
-    for size, words in ((4, 4), (7, 7), (5, 2)):
+    for size, kept in ((4, 4), (7, 7), (5, 2)):
         p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
-        q[q.topk(size - words, largest=False).indices] = 0
+        q[q.topk(size - kept, largest=False).indices] = 0
         p, q = (normalized(distribution).expand(rows, -1) for distribution in (p, q))
         noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
@@ -306,7 +306,7 @@ def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
-    """Where other nodes have more children, columns without a child stand behind its own."""
+    """Where other nodes have more children, columns without a child stand after its own."""
     rule, generator, rows = RULES[name], torch.Generator().manual_seed(5), 500
     p, q = (torch.randn(rows, 6, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
     for count in (1, 2, 3):
@@ -356,20 +356,20 @@ def test_neighbours_and_their_share() -> None:
     near = neighbours(latents, torch.tensor([0, 2]), 4)
     assert near.tolist() == [[1, 2, 4, -1], [4, 1, 0, -1]]
     distribution = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15]]).expand(2, -1)
-    words = torch.tensor([0, 2])
+    token_ids = torch.tensor([0, 2])
     for additive, bound, expected in (
         (True, 0.4, [0.3, 0.65]),
         (True, 0.1, [0.1, 0.3]),
         (False, 3.0, [0.3, 0.9 - 0.15]),
     ):
-        mass, any_near = relaxed(distribution, words, near, additive, bound)
+        mass, any_near = relaxed(distribution, token_ids, near, additive, bound)
         expected[1] = expected[1] if additive else 0.75
         torch.testing.assert_close(mass, torch.tensor(expected))
         assert any_near.tolist() == [mass[0] > 0.15, mass[1] > 0.35]
 
 
 def test_drafts_and_draws_at_their_bounds() -> None:
-    """A draft stands when its number is below its chance; a draw takes the first word whose sum exceeds its number."""
+    """A draft stands when its number is below its chance; a draw takes the first token whose sum exceeds its number."""
     distribution = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     drafts = DraftDistributions(
         torch.tensor([[0, 0]]), distribution, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])
@@ -389,7 +389,7 @@ def test_drafts_and_draws_at_their_bounds() -> None:
 
 
 def test_groups_and_neighbours_at_their_bounds() -> None:
-    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` words below it. LANTERN:
+    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` tokens below it. LANTERN:
     neighbours that reach the limit do not exceed it."""
     distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
     drafts = DraftDistributions(
@@ -469,8 +469,10 @@ def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window
                     above = at - GRID.stride
                     while above >= known:
                         above -= GRID.stride
-                    word = state.canvas[row, above] if above < committed[row] else drafts[row, above - committed[row]]
-                    assert above > int(start[row]) and drafts[row, slot] == word
+                    token_id = (
+                        state.canvas[row, above] if above < committed[row] else drafts[row, above - committed[row]]
+                    )
+                    assert above > int(start[row]) and drafts[row, slot] == token_id
                 elif init.endswith("horizontal"):
                     assert column > 0
                 copied += 1
@@ -493,7 +495,7 @@ def test_images_are_greedy_at_temperature_0() -> None:
         assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
 
 
-def test_sample_inits_copy_the_likeliest_word() -> None:
+def test_sample_inits_copy_the_likeliest_token() -> None:
     """With a distribution that does not depend on what comes before, the likeliest token of the neighbour is that of
     the slot."""
     table = (

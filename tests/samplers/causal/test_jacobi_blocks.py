@@ -38,7 +38,7 @@ def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
 
 
 def opened(state: CausalState, guesses: list[int]) -> None:
-    """Put a block's first iterate in. The slot behind it is what the block says of the next one: it is fed nowhere."""
+    """Put a block's first iterate in. The slot after it is what the block says of the next one: it is fed nowhere."""
     state.memory.write("drafts", np.arange(1), torch.tensor([[*guesses, 0]]))
 
 

@@ -26,7 +26,7 @@ def test_the_newest_n_grams_that_begin_with_a_token() -> None:
     assert beginning_with(pool[:, :1], torch.tensor([3, 4, 9]), 3, 1).tolist()[0] == [[1], [-1], [-1]]
 
 
-def test_a_draft_and_what_is_said_behind_it() -> None:
+def test_a_draft_and_what_is_said_after_it() -> None:
     drafts, tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
     found = said(drafts, tokens, torch.tensor([[4], [3]]), 3)
     assert found.tolist() == [[[1, 6, 7], [2, 7, 8]], [[1, 6, 7], [-1, -1, -1]]]

@@ -119,7 +119,7 @@ def test_top_k_of_one_is_greedy() -> None:
 
 
 def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
-    """At temperature 0 a law has one word: groups and neighbours of another draft add nothing but it."""
+    """At temperature 0 a distribution has one token: groups and neighbours of another draft add nothing but it."""
     model = wrapped()
     model.codebook = model.token_embeddings
     expected = [greedy(model.module, prompt, 9) for prompt in PROMPTS]
@@ -354,18 +354,18 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
             done[row] += 1
             found[at] = None
         for at in found:
-            seen = {offset: word for offset, word in (stand_in | known).items() if offset < at}
+            seen = {offset: token_id for offset, token_id in (stand_in | known).items() if offset < at}
             order = sorted(seen)
             ids = torch.tensor([[*prompt, *(seen[offset] for offset in order)]])
             positions = torch.tensor([[*range(len(prompt)), *(len(prompt) + offset for offset in order)]])
             with torch.inference_mode():
                 logits = module(ids, position_ids=positions).logits[0, -1]
-            found[at] = max(grid.cells, key=lambda word: float(logits[word]))
+            found[at] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
         known |= found
         for row in range(grid.height):
             if done[row] == grid.width and grid.row_end is not None:
                 known[first + (row + 1) * grid.stride - 1] = grid.row_end
-    return [known.get(offset, word) for offset, word in enumerate(layout)], steps
+    return [known.get(offset, token_id) for offset, token_id in enumerate(layout)], steps
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 9])

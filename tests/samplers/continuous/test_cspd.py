@@ -155,10 +155,10 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         sampler.commit(state, proposal)
         if drafted:
             assert proposal.draft is not None and proposal.verdict is not None
-            for number, law in (("x1", proposal.draft), ("x2", proposal.target)):
-                near(law.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
-                near(law.std.flatten(0, 1), arrays[f"verify.{index}.{number}_std"])
-                near(law.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{number}_log_var"])
+            for number, distribution in (("x1", proposal.draft), ("x2", proposal.target)):
+                near(distribution.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
+                near(distribution.std.flatten(0, 1), arrays[f"verify.{index}.{number}_std"])
+                near(distribution.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{number}_log_var"])
             verdict, expected = proposal.verdict, step["verified"]
             assert verdict.ratio.tolist() == pytest.approx(expected["ratio"], rel=2e-3, abs=1e-6)
             assert verdict.log_sigma.exp().tolist() == pytest.approx(expected["Sigma"], rel=2e-3)
@@ -211,7 +211,10 @@ def plain(
     token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
 ) -> tuple[list[float], bool]:
     """One token of the mended rule, by its formulas: its value, and whether the draft was accepted."""
-    x, (mq, sq), (mp, sp) = draft.mean[token].tolist(), *((law.mean[token], law.std[token]) for law in (draft, target))
+    x, (mq, sq), (mp, sp) = (
+        draft.mean[token].tolist(),
+        *((each.mean[token], each.std[token]) for each in (draft, target)),
+    )
     sigma = math.exp(float((target.half_log_variance[token] - draft.half_log_variance[token]).sum()))
     ratio = sigma * density(x, mp, sp * inner) / density(x, mq, sq * inner)
     if ratio > u:
@@ -288,9 +291,9 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
     return verified(x, draft, target, uniform, redraw, 1.0, 200, mended)
 
 
-def test_one_dimension_has_the_target_s_law() -> None:
-    """Where drafts are drawn from their law, T = 1 and Sigma = 1: acceptance and redraws together make p, in the
-    mended form; accepted ones and redrawn ones each do not. 1 % level: 1.63 / sqrt(n)."""
+def test_one_dimension_has_the_target_s_distribution() -> None:
+    """Where drafts are drawn from their distribution, T = 1 and Sigma = 1: acceptance and redraws together make p, in
+    the mended form; accepted ones and redrawn ones each do not. 1 % level: 1.63 / sqrt(n)."""
     count = 40_000
     x = MQ + SQ * torch.randn(count, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = one_dimension(x, 1.0)
@@ -304,8 +307,8 @@ def test_one_dimension_has_the_target_s_law() -> None:
 
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
 def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
-    """A draft is the mean of its law: it is accepted with the ratio there, and a redrawn token is distributed as
-    (p - q / Sigma)+, integrated here."""
+    """A draft is the mean of its distribution: it is accepted with the ratio there, and a redrawn token is distributed
+    as (p - q / Sigma)+, integrated here."""
     count = 40_000
     found = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
@@ -531,7 +534,7 @@ def test_it_is_written_without_its_draft_model(near: MARModel) -> None:
         paradec.Request(sampler=sampler).save("nowhere.json")
 
 
-# ---- the doors ------------------------------------------------------------------------------------------------------
+# ---- the entry points ------------------------------------------------------------------------------------------------
 
 
 def images(model: MARModel, **request: Any) -> Any:

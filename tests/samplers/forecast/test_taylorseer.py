@@ -122,7 +122,7 @@ def basis_of(case: dict) -> tuple[Basis, float]:
     if kind == "diffusers_state":
         return Taylor(order), 0
     if kind == "cachedit_taylor":
-        return Taylor(order, guard=1), 0  # takes differences behind step 1 only
+        return Taylor(order, guard=1), 0  # takes differences after step 1 only
     if kind == "hermite":
         return Hermite(order, sigma=case["sigma"]), 1e-12
     if kind == "foca":
@@ -147,7 +147,7 @@ def test_variants(path: Path) -> None:
 
 
 def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
-    """The largest error of forecasts behind the last of these evaluations, for a random polynomial."""
+    """The largest error of forecasts after the last of these evaluations, for a random polynomial."""
     coefficients = torch.randn(degree + 1, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def feature(step: int) -> Tensor:
@@ -177,7 +177,7 @@ def test_polynomials_that_a_basis_forecasts_exactly() -> None:
 
 
 def test_foca_over_many_forecasts_in_a_row() -> None:
-    """Against its definition: behind the third forecast the step's share falls, and forecasts feed the next ones."""
+    """Against its definition: after the third forecast the step's share falls, and forecasts feed the next ones."""
     features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     basis, history, longest = FoCa(), None, 0
     full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)

@@ -95,7 +95,7 @@ def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, 
 @pytest.mark.parametrize(("name", "cache"), [("threshold", "dual"), ("random", "none")])
 def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Model) -> None:
     for policy in (
-        AdaptiveBlocks(8, delimiters=(59,)),  # a word that the model never says
+        AdaptiveBlocks(8, delimiters=(59,)),  # a token that the model never says
         AdaptiveBlocks(8, delimiters=(NEWLINE, END), delimiter_threshold=1.0),
     ):
         arguments = {"sampler": name, "cache": cache, "max_new_tokens": 24, "seed": 3, "trace": True}
@@ -189,7 +189,7 @@ def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
     model = Named(facts, tokenizer_of(words))
     assert AdaptiveBlocks().for_model(model).delimiters == (2,)
     assert AdaptiveBlocks(delimiters=["\n", ".", np.int64(1)]).for_model(model).delimiters == (1, 2, 7)
-    # the tenth word is outside of the model's vocabulary
+    # the tenth token is outside of the model's vocabulary
     assert AdaptiveBlocks(delimiter_match="ends").for_model(model).delimiters == (2, 3, 4, 5)
     with pytest.warns(UserWarning, match="delimiters=.* name no token, words has no such token: blocks stay 32 long"):
         assert AdaptiveBlocks(delimiters=("§",)).for_model(model) == FixedBlocks(32)

@@ -1,10 +1,11 @@
-"""Samplers against arithmetic: a denoiser that knows the exact joint law of the answer, so that the accuracy of a
-decoding is known in closed form.
+"""Samplers against arithmetic: a denoiser that knows the exact joint distribution of the answer, so that the accuracy
+of a decoding is known in closed form.
 
-The laws are ParallelBench's list tasks (arXiv 2510.04767). The denoiser gives each position its exact conditional law,
-all decided positions given. Tokens that are drawn one after the other then always make a right answer; tokens that are
-drawn at once are drawn independently, and are right with the probability that the product of their marginals gives the
-right answers: (n! - 1) / n^n for a shuffle, (1 - 1/n)^(n-1) for one word replaced at random, 1 for a copy.
+The distributions are ParallelBench's list tasks (arXiv 2510.04767). The denoiser gives each position its exact
+conditional distribution, all decided positions given. Tokens that are drawn one after the other then always make a
+right answer; tokens that are drawn at once are drawn independently, and are right with the probability that the product
+of their marginals gives the right answers: (n! - 1) / n^n for a shuffle, (1 - 1/n)^(n-1) for one word replaced at
+random, 1 for a copy.
 
 Frequencies over many rows are held against these by Chernoff's bound: a correct sampler fails a comparison with
 probability at most `ERROR` over the choice of the seed (which is fixed, so that a result stays what it is).
@@ -30,15 +31,15 @@ from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFac
 
 ERROR, COPIES = 1e-9, 500
 N = 4
-WORDS = range(6)
+TOKENS = range(6)
 HOLE = 6
-FIRST_LAW = 7  # prompts are one token, which names the law
+FIRST_TASK = 7  # prompts are one token, which names the task
 
-GIVEN = (0, 1, 2, 3, 4)  # the words of a list; 5 is the new one
+GIVEN = (0, 1, 2, 3, 4)  # the tokens of a list; 5 is the new one
 
 
-def laws() -> dict[str, list[tuple[int, ...]]]:
-    """The right answers of each task, all equally likely; lists are cut so that every answer has N words."""
+def tasks() -> dict[str, list[tuple[int, ...]]]:
+    """The right answers of each task, all equally likely; lists are cut so that every answer has N tokens."""
     four, three = GIVEN[:4], GIVEN[:3]
     return {
         "copy": [four],
@@ -50,20 +51,22 @@ def laws() -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-LAWS = laws()
-PROMPTS = [[FIRST_LAW + index] for index in range(len(LAWS)) for _ in range(COPIES)]
+TASKS = tasks()
+PROMPTS = [[FIRST_TASK + index] for index in range(len(TASKS)) for _ in range(COPIES)]
 
 
 class Denoiser:
-    """The exact conditional laws of `LAWS`: what a position is, given the decided positions that its column sees.
+    """The exact conditional distributions of `TASKS`: what a position is, given the decided positions that its column
+    sees.
 
-    What is not in the law's support any more (several tokens were drawn at once) says nothing: marginals are left.
+    What is not in the distribution's support any more (several tokens were drawn at once) says nothing: marginals are
+    left.
     """
 
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = N, None
     device, dtype = torch.device("cpu"), torch.float64
-    facts = ModelFacts(vocab_size=FIRST_LAW + len(LAWS), mask_token_id=HOLE, name="the law")
+    facts = ModelFacts(vocab_size=FIRST_TASK + len(TASKS), mask_token_id=HOLE, name="the tasks")
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         rows, count = query.tokens.shape[0], query.wanted.shape[1]
@@ -73,26 +76,28 @@ class Denoiser:
             seen = query.visible.gather(1, query.wanted.unsqueeze(2).expand(rows, count, query.visible.shape[2]))
             known = known.masked_fill(~seen[:, :, 1 : N + 1], HOLE)
         place = query.positions.gather(1, query.wanted) - 1
-        for index, answers in enumerate(LAWS.values()):
-            of_law = query.tokens[:, 0] == FIRST_LAW + index
+        for index, answers in enumerate(TASKS.values()):
+            of_task = query.tokens[:, 0] == FIRST_TASK + index
             support = torch.tensor(answers)  # [S, N]
-            agree = ((known[of_law].unsqueeze(2) == support) | (known[of_law].unsqueeze(2) == HOLE)).all(-1)
+            agree = ((known[of_task].unsqueeze(2) == support) | (known[of_task].unsqueeze(2) == HOLE)).all(-1)
             agree |= ~agree.any(-1, keepdim=True)
-            words = support.T[place[of_law]]  # [R, W, S]
-            counts = torch.zeros_like(logits[of_law]).scatter_add(2, words, agree.double())
-            logits[of_law] = (counts / counts.sum(-1, keepdim=True)).log()
+            token_ids = support.T[place[of_task]]  # [R, W, S]
+            counts = torch.zeros_like(logits[of_task]).scatter_add(2, token_ids, agree.double())
+            logits[of_task] = (counts / counts.sum(-1, keepdim=True)).log()
         return logits
 
 
 def at_once(answers: Sequence[tuple[int, ...]]) -> float:
     """The probability of a right answer when every position is drawn from its marginal, by itself."""
-    marginal = [{word: sum(a[i] == word for a in answers) / len(answers) for word in WORDS} for i in range(N)]
-    return math.fsum(math.prod(marginal[i][word] for i, word in enumerate(answer)) for answer in answers)
+    marginal = [
+        {token_id: sum(a[i] == token_id for a in answers) / len(answers) for token_id in TOKENS} for i in range(N)
+    ]
+    return math.fsum(math.prod(marginal[i][token_id] for i, token_id in enumerate(answer)) for answer in answers)
 
 
-def right(law: str, answers: Tensor) -> Tensor:
+def right(task: str, answers: Tensor) -> Tensor:
     """[R] bool: which answers [R, N] count. A shuffle of the list as it was does not, which "permutation" may draw."""
-    support = torch.tensor(LAWS["shuffle" if law == "permutation" else law])
+    support = torch.tensor(TASKS["shuffle" if task == "permutation" else task])
     return (answers.unsqueeze(1) == support).all(-1).any(1)
 
 
@@ -158,16 +163,16 @@ def decode(name: str, settings: dict, filter_file: str, block: int, **request: A
     )
 
 
-def answers_of(out: paradec.Output, law: str) -> Tensor:
-    index = list(LAWS).index(law)
+def answers_of(out: paradec.Output, task: str) -> Tensor:
+    index = list(TASKS).index(task)
     return out.new_tokens[index * COPIES : (index + 1) * COPIES]
 
 
-def test_the_laws_have_the_closed_forms() -> None:
+def test_the_distributions_have_the_closed_forms() -> None:
     """The enumeration, and with it the denoiser, against the formulas."""
-    assert at_once(LAWS["copy"]) == 1
-    assert at_once(LAWS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
-    shuffled = at_once(LAWS["permutation"]) * len(LAWS["shuffle"]) / len(LAWS["permutation"])
+    assert at_once(TASKS["copy"]) == 1
+    assert at_once(TASKS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
+    shuffled = at_once(TASKS["permutation"]) * len(TASKS["shuffle"]) / len(TASKS["permutation"])
     assert shuffled == pytest.approx((math.factorial(N) - 1) / N**N, rel=1e-14)
 
 
@@ -179,23 +184,23 @@ def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: 
         assert name in ONE_STEP, f"say in ONE_STEP at which settings {name!r} commits a block in one step"
     out = decode(name, ONE_STEP.get(name, {}), filter_file, N, steps=steps)
     assert set(out.row_nfe) == {1}
-    for law, answers in LAWS.items():
+    for task, answers in TASKS.items():
         expected = at_once(answers)
-        if law == "permutation":
+        if task == "permutation":
             expected = (math.factorial(N) - 1) / N**N
-        assert_probability(int(right(law, answers_of(out, law)).sum()), COPIES, expected, len(LAWS))
+        assert_probability(int(right(task, answers_of(out, task)).sum()), COPIES, expected, len(TASKS))
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> None:
-    """Blocks of one position, default settings: every answer is right, and drawn from the joint law itself."""
+    """Blocks of one position, default settings: every answer is right, and drawn from the joint distribution itself."""
     out = decode(name, {}, filter_file, 1)
-    comparisons = sum(map(len, LAWS.values()))
-    for law, answers in LAWS.items():
-        found = answers_of(out, law)
-        if law != "permutation":
-            assert right(law, found).all()
+    comparisons = sum(map(len, TASKS.values()))
+    for task, answers in TASKS.items():
+        found = answers_of(out, task)
+        if task != "permutation":
+            assert right(task, found).all()
         counts = [int((found == torch.tensor(answer)).all(1).sum()) for answer in answers]
         assert sum(counts) == COPIES
         if name not in TILTS:
@@ -215,20 +220,20 @@ def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
         most[rows] = torch.maximum(most[rows], commit.selected.sum(1))
 
     out = decode(name, FROM_THIS_STEP.get(name, {}), filter_file, N, callback=callback)
-    for index, law in enumerate(LAWS):
-        if law == "permutation":
+    for index, task in enumerate(TASKS):
+        if task == "permutation":
             continue
-        found = right(law, answers_of(out, law))
+        found = right(task, answers_of(out, task))
         one_by_one = most[index * COPIES : (index + 1) * COPIES] == 1
         assert found[one_by_one].all()
-        if law == "copy":
+        if task == "copy":
             assert found.all()
 
 
 def test_a_wrong_sampler_would_be_found(filter_file: str) -> None:
     """Two steps of two tokens are already told from one step of four."""
     out = decode("low_confidence", {}, filter_file, N, steps=2)
-    for law in ("shuffle", "insert_random", "remove_random"):
-        hits = int(right(law, answers_of(out, law)).sum())
+    for task in ("shuffle", "insert_random", "remove_random"):
+        hits = int(right(task, answers_of(out, task)).sum())
         with pytest.raises(AssertionError):
-            assert_probability(hits, COPIES, at_once(LAWS[law]), len(LAWS))
+            assert_probability(hits, COPIES, at_once(TASKS[task]), len(TASKS))

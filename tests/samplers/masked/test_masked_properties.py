@@ -304,7 +304,7 @@ def test_threshold_limits(model: Model) -> None:
     assert torch.equal(one.sequences, low.sequences)
 
 
-def test_suppressed_words_are_never_proposed(model: Model) -> None:
+def test_suppressed_tokens_are_never_proposed(model: Model) -> None:
     free = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, eos_early_stop=False)
     banned = sorted(set(free.new_tokens[0].tolist()))
     out = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, suppress_tokens=banned, temperature=1.0, seed=0)
@@ -342,9 +342,9 @@ def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: flo
 
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_ends_come_last_by_hand(threshold: float | None) -> None:
-    """One row, step by step: among the positions that predict something else, the surest, or all that are sure enough;
-    only where there is none, the surest end token."""
-    ends = tuple(range(14))  # a third of the words
+    """One row, step by step: among the positions that predict something else, the most confident, or all that are sure
+    enough; only where there is none, the most confident end token."""
+    ends = tuple(range(14))  # a third of the tokens
     model, delayed = tiny(1, ends=ends), 0
     name, settings = ("low_confidence", {}) if threshold is None else ("threshold", {"threshold": threshold})
     for prompt in ([1, 2, 3], [20, 30], [7] * 5):
@@ -366,7 +366,7 @@ def test_ends_come_last_by_hand(threshold: float | None) -> None:
         sampler = samplers.create(name, **settings)
         out = paradec.generate(model, prompt, sampler=sampler, confidence_eos_eot_inf=True, **request)
         assert [{(i, token) for _, i, token, _ in step.commits} for step in out.trace.steps] == expected
-    assert delayed  # the surest position did predict an end
+    assert delayed  # the most confident position did predict an end
 
 
 @pytest.mark.parametrize("masks", [8, 11])

@@ -141,7 +141,7 @@ def test_the_best_of_blocks_by_hand() -> None:
         assert {tuple(place) for place in with_progress(selected, view).nonzero().tolist()} == moved
 
 
-def test_nothing_opens_behind_an_end() -> None:
+def test_nothing_opens_after_an_end() -> None:
     """Once an end of the text is decided no block is added, and the row ends when nothing before it is undecided."""
     often = tuple(range(0, 40, 4))
     always = tiny(1, ends=often)
@@ -162,7 +162,7 @@ def test_nothing_opens_behind_an_end() -> None:
 
 
 class Flat(nn.Module):
-    """All words alike everywhere, or as surer the later a position stands."""
+    """All tokens alike everywhere, or as more confident the later a position stands."""
 
     def __init__(self, slope: float):
         super().__init__()
@@ -176,8 +176,8 @@ class Flat(nn.Module):
 
 
 def test_ties_and_the_order_of_blocks() -> None:
-    """All alike: the lowest position of the first open block. Surer to the right: still one of the first block, though
-    all later ones are surer."""
+    """All alike: the lowest position of the first open block. More confident to the right: still one of the first
+    block, though all later ones are more confident."""
     for slope, order in ((0.0, [1, 2, 3, 4, 5, 6, 7, 8]), (0.01, [4, 3, 2, 1, 8, 7, 6, 5])):
         flat = paradec.wrap(Flat(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
         out = decode(flat, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
@@ -195,7 +195,8 @@ class OwnBest(MaskedSampler):
 
 
 def test_rules_that_force_their_own_best_still_move_the_first_block() -> None:
-    """Surer to the right: the rule's position is of the last block, and one of the first block goes with it."""
+    """More confident to the right: the rule's position is of the last block, and one of the first block goes with
+    it."""
     flat = paradec.wrap(Flat(0.01), mask_token_id=MASK, prediction="same", topology="bidirectional")
     out = decode(flat, [[3]], sampler=OwnBest(), blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
     found = [sorted(position for _, position, *_ in step.commits) for step in out.trace.steps]
@@ -206,7 +207,7 @@ def test_rules_that_force_their_own_best_still_move_the_first_block() -> None:
 
 
 class Slow(nn.Module):
-    """Distributions that settle while a row fills up: the more is decided, the surer and the calmer."""
+    """Distributions that settle while a row fills up: the more is decided, the more confident and the calmer."""
 
     def __init__(self, seed: int):
         super().__init__()

@@ -5,7 +5,7 @@ Every forward commits what the reference's does. What differs, and why:
 - dInfer unrolls its loop: it forwards several times between two looks at the canvas, though the block may be full.
   Ours looks after every forward. Replayed calls are compared with the idle ones put in that its rule makes
   (`unrolled`), so that their number is the reference's, too.
-- dInfer stops after the block that holds an end of text. With `early_stop` it fills what is behind it, else it leaves
+- dInfer stops after the block that holds an end of text. With `early_stop` it fills what is after it, else it leaves
   masks there. Compared is what it decided; ours is then run to its own stop, which comes no later.
 - Rows of a batch are in all calls until each of them has an end of text.
 - Its comparisons are strict and it takes everything within 1e-5 of the best position with it; on these traces neither

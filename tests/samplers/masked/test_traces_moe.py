@@ -319,7 +319,7 @@ def test_sdar_moe(name: str, numbers: slice) -> None:
             tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
             if rule != "sequential":
                 put_in(proposal, tokens, probabilities, end)
-            else:  # each of the next masks from the left is surer than the one behind it
+            else:  # each of the next masks from the left is more confident than the one after it
                 put_in(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
             before = state.canvas.clone()
             least.commit(state, proposal)

@@ -1,16 +1,16 @@
 """Traces of several open blocks, replayed in float64: d3LLM's decoding without and with its delayed cache, and D2F's.
 
 Every forward evaluates and commits what the reference's does. What differs, and is put back here:
-- d3LLM's code for LLaDA also commits the surest position of all open blocks, whatever its score (`SurestOfAll`). A
-  plain loop with that quirk makes the reference's calls, and without it ours.
-- d3LLM stops early by filling what lies behind a decided end of text (`fill_behind_end`); ours opens no block there,
+- d3LLM's code for LLaDA also commits the most confident position of all open blocks, whatever its score
+  (`MostConfidentOfAll`). A plain loop with that quirk makes the reference's calls, and without it ours.
+- d3LLM stops early by filling what lies after a decided end of text (`fill_after_end`); ours opens no block there,
   and leaves what is open as it is, as D2F does. The positions filled are not compared: the reference writes some of
   them several times.
 - Its cached calls for Dream read the first position's logits from the wrong column (`own_column`), and after some whole
   calls attend to a region twice ("duplicated_keys", left out).
 - D2F's blocks see earlier blocks only, counted from the prompt's end (`block_align="prompt"`), and its cache of full
   blocks is exact then: cache="block", which evaluates what it does. For Dream it carries the logits of the last
-  position that it stored over, and ours evaluates that position again. Behind the last block that it opened there is
+  position that it stored over, and ours evaluates that position again. After the last block that it opened there is
   nothing to compare.
 
 `rng="reference"` keeps the mask's own probability in the distribution, as these codes do.
@@ -57,10 +57,10 @@ LOOPED = [name for name in D3LLM if is_looped(load_trace(name)["settings"])]
 
 
 @dataclass(frozen=True)
-class SurestOfAll(EntropyThreshold):
+class MostConfidentOfAll(EntropyThreshold):
     """The lowest entropy of all open blocks too."""
 
-    name = "surest_of_all"
+    name = "most_confident_of_all"
 
     def select(self, view: View) -> Tensor:
         return super().select(view) | best_one(view.scores)
@@ -79,15 +79,15 @@ class WithoutLeft(DelayedCache):
         return spans(state, chosen, start, stop, "window", most)
 
 
-def fill_behind_end(state: MaskedState) -> None:
-    """Behind the first decided end of the text, all is end. One row."""
+def fill_after_end(state: MaskedState) -> None:
+    """After the first decided end of the text, all is end. One row."""
     (end,), canvas = state.facts.eos_token_ids, state.canvas[0]
     first = int(state.prompt_length[0])
     found = (canvas[first:] == end).nonzero()
     if not len(found) or state.done:
         return
-    behind = torch.arange(len(canvas)) > first + int(found[0])
-    canvas[behind] = end
+    after = torch.arange(len(canvas)) > first + int(found[0])
+    canvas[after] = end
     left = int((canvas == state.mask_id).sum())
     state.decided[0] += int(state.total[0]) - int(state.decided[0]) - left
     state.remaining[0] = left
@@ -100,14 +100,14 @@ def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
     """The rule with the quirks of its file, the one for LLaDA or that for Dream."""
     stops = trace["settings"].get("early_stop")
 
-    class Quirky(SurestOfAll if llada else EntropyThreshold):  # type: ignore[misc]
+    class Quirky(MostConfidentOfAll if llada else EntropyThreshold):  # type: ignore[misc]
         def query_part(self, state: MaskedState, part: Part) -> Query:
             return super().query_part(state, part) if llada or state.store is None else own_column(state, part)
 
         def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
             done = super().commit(state, proposal)
             if stops:
-                fill_behind_end(state)
+                fill_after_end(state)
             return done
 
     return Quirky(threshold=trace["settings"]["threshold"])
@@ -192,7 +192,9 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
 # ---- a plain loop ---------------------------------------------------------------------------------------------------
 
 
-def pipelined_loop(model: Model, case: dict, settings: dict, surest_of_all: bool) -> list[list[tuple[int, int]]]:
+def pipelined_loop(
+    model: Model, case: dict, settings: dict, most_confident_of_all: bool
+) -> list[list[tuple[int, int]]]:
     """One row of d3LLM's decoding without a cache, in plain Python: what each call commits."""
     (prompt,), mask = case["prompt_ids"], model.facts.mask_id
     size, new = settings["block_size"], settings["gen_length"]
@@ -217,7 +219,7 @@ def pipelined_loop(model: Model, case: dict, settings: dict, surest_of_all: bool
         logits[:, mask] = -torch.inf
         masks = [i for block in blocks[:opened] for i in block if ids[i] == mask]
         chosen = {i for i in masks if entropy[i] <= settings["threshold"]}
-        if surest_of_all:
+        if most_confident_of_all:
             chosen.add(min(masks, key=lambda i: entropy[i]))
         first = next(b for b in range(opened) if active[b] and share(blocks[b]) < 1)
         own = [i for i in blocks[first] if ids[i] == mask]
@@ -236,7 +238,8 @@ EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     "names", [LOOPED[1:2] or LOOPED, pytest.param(LOOPED, marks=pytest.mark.full)], ids=["one", "all"]
 )
 def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
-    """The plain loop makes the reference's calls with the surest of all blocks (code for LLaDA), and ours without."""
+    """The plain loop makes the reference's calls with the most confident of all blocks (code for LLaDA), and ours
+    without."""
     differs = 0
     for name in names:
         trace = load_trace(name)
@@ -244,8 +247,8 @@ def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
         llada = model.facts.prediction == "same"
         for case in some_cases(trace, None):
             theirs = [commits for _, commits in their_calls(case)]
-            assert pipelined_loop(model, case, settings, surest_of_all=llada) == theirs
-            mended = pipelined_loop(model, case, settings, surest_of_all=False)
+            assert pipelined_loop(model, case, settings, most_confident_of_all=llada) == theirs
+            mended = pipelined_loop(model, case, settings, most_confident_of_all=False)
             rule = samplers.create("entropy_threshold", threshold=settings["threshold"])
             out = decode(model, case, sampler=rule, blocks=blocks_of(trace))
             assert [commits for _, commits in calls_of(out)] == mended

@@ -191,11 +191,11 @@ def test_draws_invert_the_distribution_function(vocab: int) -> None:
     assert found[0] == (logits[0] > -torch.inf).int().argmax()
 
 
-def test_draws_follow_the_law() -> None:
-    law = torch.tensor([0.5, 0.0, 0.2, 0.3])
+def test_draws_follow_the_distribution() -> None:
+    distribution = torch.tensor([0.5, 0.0, 0.2, 0.3])
     uniform = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-    counts = torch.bincount(draw(law.log().expand(10_000, 4), uniform), minlength=4)
-    assert (counts / 10_000 - law).abs().max() < 1e-3
+    counts = torch.bincount(draw(distribution.log().expand(10_000, 4), uniform), minlength=4)
+    assert (counts / 10_000 - distribution).abs().max() < 1e-3
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_pinned_positions_are_conditioned_on_nothing() -> None:
 
 
 def test_infill_keeps_what_was_given() -> None:
-    ends = range(1, VOCAB, 2)  # of two words one
+    ends = range(1, VOCAB, 2)  # of two tokens one
     out = paradec.infill(model(ends=tuple(ends)), input_ids=HOLED, sampler=sampler("diffusion_gemma"), seed=0)
     for row, prompt in enumerate(HOLED):
         got = out.sequences[row, -len(prompt) :].tolist()
@@ -315,7 +315,7 @@ def test_infill_keeps_what_was_given() -> None:
     assert out.tokens == [3, 1]
 
 
-def test_no_end_is_proposed_in_a_hole_and_any_behind_it() -> None:
+def test_no_end_is_proposed_in_a_hole_and_any_after_it() -> None:
     own, method = model(), sampler("diffusion_gemma", early_stop=False, max_denoising_steps=2)
     state = method.start(own, HOLED, seed=0, max_new_tokens=20, holes_eos_inf=True)
     while not state.done:
@@ -330,9 +330,9 @@ def test_holes_in_text() -> None:
     tokenizer = byte_level_tokenizer()
     own = paradec.wrap(tiny_module(vocab=len(tokenizer)), tokenizer=tokenizer)
     out = paradec.infill(own, "one <mask:2> three<mask>", sampler=sampler("diffusion_gemma"), seed=0)
-    before, behind = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", " three"))
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", " three"))
     ids = out.sequences[0].tolist()
-    assert ids[: len(before)] == before and ids[len(before) + 2 : -1] == behind
+    assert ids[: len(before)] == before and ids[len(before) + 2 : -1] == after
     assert out.filled[0].sum() == 3 and len(out.fills) == 2
     with pytest.raises(ValueError, match="begins with a hole"):
         paradec.infill(own, "<mask> three")
@@ -558,19 +558,19 @@ def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
 
 
 def test_log_probabilities_are_those_of_the_closing_step() -> None:
-    """Of the tempered law that tokens are drawn from; a plain log-softmax of the step's logits."""
+    """Of the tempered distribution that tokens are drawn from; a plain log-softmax of the step's logits."""
     own, method = model(), sampler("diffusion_gemma")
     state = method.start(own, HOLED, seed=1, max_new_tokens=20, logprobs=3)
     expected: dict[tuple[int, int], list[float]] = {}
     while not state.done:
         proposal = method.step(own, state)
-        law = (proposal.logits / state.temperature(proposal.rows)[:, None, None]).double().log_softmax(-1)
+        distribution = (proposal.logits / state.temperature(proposal.rows)[:, None, None]).double().log_softmax(-1)
         commit = method.commit(state, proposal)
         for row, position, token, _ in commit.to_list():
             index = proposal.rows.tolist().index(row)
             column = proposal.positions[index].tolist().index(position)
-            best = law[index, column].topk(3)
-            expected[row, position] = [float(law[index, column, token]), *best.values.tolist()]
+            best = distribution[index, column].topk(3)
+            expected[row, position] = [float(distribution[index, column, token]), *best.values.tolist()]
             assert token == best.indices[0]
     for (row, position), values in expected.items():
         found = [float(state.logprobs.chosen[row, position]), *state.logprobs.best[row, position].tolist()]

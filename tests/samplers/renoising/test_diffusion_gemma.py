@@ -82,7 +82,7 @@ def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> Non
 
 
 def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
-    """There rows go on behind their end, and what they decode is encoded; here it is cut off."""
+    """There rows go on after their end, and what they decode is encoded; here it is cut off."""
     module, finished = tiny_module(), 0
     for seed in range(4):
         answer, _, out = both(module, "equal", seed, ENDS, True, pad=None)
@@ -118,7 +118,7 @@ KEEPERS = {
         samplers.create("canvas", rule=samplers.create("threshold", threshold=0.6), stability_threshold=2, **SHORT),
         plain_canvas.threshold(0.6),
     ),
-    "low_confidence": (samplers.create("canvas", rule="low_confidence", **SHORT), plain_canvas.surest(12)),
+    "low_confidence": (samplers.create("canvas", rule="low_confidence", **SHORT), plain_canvas.most_confident(12)),
 }
 
 
@@ -146,7 +146,7 @@ def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
 
 @pytest.mark.parametrize("asked", [{"top_k": 3}, {"top_p": 0.7}, {"top_n_sigma": 1.0}], ids=str)
 def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) -> None:
-    """Words are excluded from what is drawn, from entropies, and from what the next step is conditioned on."""
+    """Tokens are excluded from what is drawn, from entropies, and from what the next step is conditioned on."""
 
     def cut(logits: Tensor) -> Tensor:
         order = logits.argsort(-1, descending=True)

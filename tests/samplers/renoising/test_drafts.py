@@ -53,7 +53,7 @@ def test_a_canvas_that_no_step_has_read_is_not_shown(rng: str) -> None:
 
 
 def test_what_views_can_tell_of_a_state() -> None:
-    """Undecided positions before `draft_end` hold a draft, those behind it nothing; rows differ."""
+    """Undecided positions before `draft_end` hold a draft, those after it nothing; rows differ."""
     model = paradec.wrap(tiny_module(), eos_token_id=[], pad_token_id=PAD)
     sampler = paradec.samplers.create("diffusion_gemma", max_denoising_steps=9)
     seen = []

@@ -117,8 +117,8 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
                 assert_checksum(proposal.following.mT.unflatten(-1, (side, side)), step["next_input"])
             if "soft_codes" in step:
                 filtered = sampler.filtered(state_before, guided)
-                law = sampler.blended(state_before, filtered, torch.eye(filtered.shape[-1]))
-                assert_checksum(law, step["soft_codes"], 1e-3)
+                distribution = sampler.blended(state_before, filtered, torch.eye(filtered.shape[-1]))
+                assert_checksum(distribution, step["soft_codes"], 1e-3)
     assert state.done and state.store is None
     torch.testing.assert_close(state.features.float(), arrays["f_hat"], atol=atol, rtol=0)
     tokens = state.tokens if state.codes is None else state.codes

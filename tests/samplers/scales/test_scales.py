@@ -191,21 +191,21 @@ def test_guidance_of_one_is_off() -> None:
     assert not torch.equal(tokens_of(sampler, model, temperature=0), tokens_of(constant, model, temperature=0))
 
 
-def test_draws_have_their_law() -> None:
-    """The frequency of 20,000 draws, and words of no share."""
+def test_draws_have_their_distribution() -> None:
+    """The frequency of 20,000 draws, and tokens of no share."""
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20_000, -1)
     u = torch.rand(20_000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tokens = inverse(logits.unsqueeze(1), u).squeeze(1)
-    law = logits[0].softmax(-1)
+    distribution = logits[0].softmax(-1)
     found = torch.bincount(tokens, minlength=5) / len(tokens)
-    kept = law > 0
+    kept = distribution > 0
     assert found[~kept].sum() == 0
-    chi = len(tokens) * ((found - law)[kept].square() / law[kept]).sum()
+    chi = len(tokens) * ((found - distribution)[kept].square() / distribution[kept]).sum()
     assert chi < 18.4  # two degrees of freedom, one in ten thousand
     ends = inverse(logits[:2].unsqueeze(1), torch.tensor([[[0.0]], [[1.0 - 2**-53]]], dtype=torch.float64))
     assert ends.flatten().tolist() == [0, 3]
     first = inverse(logits[:1].roll(1, -1).unsqueeze(1), torch.zeros(1, 1, 1, dtype=torch.float64))
-    assert first.item() == 1  # the first word has no share
+    assert first.item() == 1  # the first token has no share
 
 
 def test_filters_and_temperatures() -> None:
@@ -348,7 +348,7 @@ def test_what_is_encoded_is_decoded() -> None:
 
 
 def test_tokens_have_places_of_their_own() -> None:
-    """With flat laws a picture's draws are as different as fair ones, in every scale and row."""
+    """With flat distributions a picture's draws are as different as fair ones, in every scale and row."""
     model = copy.deepcopy(tiny_var())
     with torch.no_grad():
         model.module.head.weight.zero_()

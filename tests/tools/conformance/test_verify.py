@@ -24,7 +24,7 @@ OWN = [
     *("llada/low_confidence_bl8_steps16/0", "llada/low_confidence_bl8_steps32/rows"),
     *("fastdllm/nocache_thr0.9_bl16/0", "rows/threshold_padding", "rows/low_confidence_padding"),
 ]
-LAW = "laws/temperature1_prompt0/speculative"
+DRAWS = "laws/temperature1_prompt0/speculative"
 
 
 def own(**fault: Any) -> Any:
@@ -40,7 +40,7 @@ def statuses(found: Any) -> dict[str, str]:
 
 
 def test_a_right_decoder_agrees() -> None:
-    found = asked(own(), [*OWN, LAW], draws=500)
+    found = asked(own(), [*OWN, DRAWS], draws=500)
     assert set(statuses(found).values()) == {"agree"} and found.passed
     assert not any(outcome.answers_only for outcome in found.outcomes)
 
@@ -62,8 +62,8 @@ def test_rows_that_mix_are_named() -> None:
 
 
 def test_a_biased_acceptance_is_named() -> None:
-    found = asked(own(acceptance=1.5), ["ties/threshold_1_bl8", LAW], draws=2000)
-    assert statuses(found) == {"ties/threshold_1_bl8": "agree", LAW: "differ"} and not found.passed
+    found = asked(own(acceptance=1.5), ["ties/threshold_1_bl8", DRAWS], draws=2000)
+    assert statuses(found) == {"ties/threshold_1_bl8": "agree", DRAWS: "differ"} and not found.passed
     assert found.outcomes[1].corrected < 1e-6
     assert "what is accepted or drawn is biased" in report.text(found).replace("\n    ", " ")
 
@@ -99,7 +99,7 @@ CASE = "llada/low_confidence_bl8_steps32/0"
 
 
 def test_margins_are_those_of_the_replay() -> None:
-    """The scores of a plain loop: how much likelier the token was, and how much surer the position."""
+    """The scores of a plain loop: how much likelier the token was, and how much more confident the position."""
     script, case = load_script("examples/verify_own_decoder.py"), named()[CASE]
     (expected,) = case.expected
     assert expected.steps is not None
@@ -113,10 +113,10 @@ def test_margins_are_those_of_the_replay() -> None:
     assert one(Changed(later), CASE).margin == pytest.approx(float(best[first] - best[second]), rel=1e-6)
     ((at, token),) = expected.steps[2].items()
     ids[0, at] = token
-    law = script.llada(str(GOLDEN / "llada-tiny"), ids, torch.ones_like(ids, dtype=torch.bool)).softmax(-1)
+    distribution = script.llada(str(GOLDEN / "llada-tiny"), ids, torch.ones_like(ids, dtype=torch.bool)).softmax(-1)
     ((at, token),) = expected.steps[3].items()
     found = one(Changed(other_token), CASE)
-    assert found.margin == pytest.approx(float(law[0, at, token] - law[0, at, token + 1]), rel=1e-6)
+    assert found.margin == pytest.approx(float(distribution[0, at, token] - distribution[0, at, token + 1]), rel=1e-6)
     assert found.status == "differ" and found.difference.step == 3
 
 
@@ -282,5 +282,5 @@ def test_batches_of_draws_have_seeds_of_their_own() -> None:
         first = answers(request | {"prompts": request["prompts"][:1]})["ids"][0]
         return {"ids": [first] * len(request["prompts"])}
 
-    asked(counted, [LAW], draws=2300)
+    asked(counted, [DRAWS], draws=2300)
     assert seen == [(0, 1000), (1000, 1000), (2000, 300)]

@@ -1,4 +1,4 @@
-"""What estimates read of a model: its sizes, from every door, held to the weights of real modules."""
+"""What estimates read of a model: its sizes, from every entry point, held to the weights of real modules."""
 
 from __future__ import annotations
 

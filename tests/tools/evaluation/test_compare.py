@@ -364,7 +364,7 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
     shares = [share for _, share in measured]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
     assert without_times(whole.to_dict()) == without_times(small.to_dict())
-    # a gap in the middle: what stands behind it survives an interrupt
+    # a gap in the middle: what stands after it survives an interrupt
     gap = replace(small, results=[r for r in small.results if r.configuration.name != "factor"])
     with pytest.raises(paradec.Interrupted) as caught:
         evaluation.compare(packaged, questions=questions, batch=4, resume=gap, progress=stop_after(1), **SMALL)

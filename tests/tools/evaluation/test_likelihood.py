@@ -23,7 +23,7 @@ from paradec.tools.evaluation.likelihood import Likelihood, greedily_decoded, lo
 CONTEXT, CONTINUATION = [3, 17, 8, 30, 2], [5, 21, 9, 33]
 
 
-def laws(model: Model, tokens: list[int]) -> torch.Tensor:
+def distributions(model: Model, tokens: list[int]) -> torch.Tensor:
     """[L, V]: the log-probabilities of each position, from one call with nothing padded and nothing left out."""
     row = torch.tensor([tokens])
     query = Query(rows=np.arange(1), tokens=row, positions=torch.arange(len(tokens))[None])
@@ -42,7 +42,7 @@ def expectation(model: Model, row: list[int], begin: int) -> float:
     for size in range(1, length + 1):
         subsets = list(itertools.combinations(range(begin, len(row)), size))
         for at in subsets:
-            read = laws(model, masked(row, at, model.facts.mask_id))
+            read = distributions(model, masked(row, at, model.facts.mask_id))
             total += sum(read[i, row[i]].item() for i in at) * length / size / len(subsets) / length
     return total
 
@@ -64,7 +64,7 @@ def test_all_orders_have_the_expectation_as_their_mean() -> None:
     row, chains = CONTEXT + CONTINUATION, []
     for order in itertools.permutations(range(len(CONTEXT), len(row))):
         steps = [(order[k:], position) for k, position in enumerate(order)]
-        chains.append(sum(laws(model, masked(row, left, MASK))[at, row[at]].item() for left, at in steps))
+        chains.append(sum(distributions(model, masked(row, left, MASK))[at, row[at]].item() for left, at in steps))
     assert np.mean(chains) == pytest.approx(one(model, samples=15).value, abs=1e-9)
     assert one(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
     backwards = one(model, method="chain", order="right_to_left")
@@ -100,7 +100,7 @@ def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
     for part in parts:
         strata = [0.0] * (part.rows[-1].stratum + 1)
         for masking in part.rows:
-            read = laws(model, masking.tokens)
+            read = distributions(model, masking.tokens)
             strata[masking.stratum] += masking.weight * sum(read[i, row[i]].item() for i in masking.at)
         value += statistics.mean(strata)
         variance += statistics.variance(strata) / len(strata) if part.drawn else 0
@@ -135,7 +135,7 @@ def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
     for begin, end, width in ((5, 8, 8), (8, 9, min(12, longest))):
         for k in range(begin, end):
             tokens = row[:k] + [MASK] * (width - k)
-            expected += laws(model, tokens)[k, row[k]].item()
+            expected += distributions(model, tokens)[k, row[k]].item()
     if longest == len(row):
         with pytest.raises(ValueError, match=f"= 10 is longer than .* takes .{longest}"):
             one(model, [1, *CONTEXT])
@@ -158,7 +158,7 @@ def test_pairs_are_planned_and_forgotten_one_after_the_other() -> None:
 def test_causal_models_are_exact() -> None:
     model = wrapped("Llama causal")
     row = [3, 17, 8, 30, 2, 6, 21]
-    read = laws(model, row)
+    read = distributions(model, row)
     found = one(model, row[:3], row[3:])
     assert found.value == pytest.approx(sum(read[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
     assert (found.variance, found.samples, found.forwards, found.greedy) == (0.0, 1, 1, False)
@@ -169,8 +169,8 @@ def test_causal_models_are_exact() -> None:
 def test_guidance_masks_the_context() -> None:
     model, scale = tiny(1), 1.5
     row, at = CONTEXT + [5], 5
-    conditional = laws(model, masked(row, [at], MASK))[at]
-    without = laws(model, masked(row, range(6), MASK))[at]
+    conditional = distributions(model, masked(row, [at], MASK))[at]
+    without = distributions(model, masked(row, range(6), MASK))[at]
     expected = (without + scale * (conditional - without)).log_softmax(-1)[5].item()
     found = one(model, continuation=[5], guidance_scale=scale)
     assert found.value == pytest.approx(expected, abs=1e-9) and found.forwards == 2
@@ -195,12 +195,12 @@ def test_values_depend_on_no_other_pair(kind: str) -> None:
 def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
     model = tiny(2, prediction=prediction)
     row, left = CONTEXT + [MASK] * 4, {5, 6, 7, 8}
-    while left:  # the surest of the masked positions, one per forward
-        read = laws(model, row)
+    while left:  # the most confident of the masked positions, one per forward
+        read = distributions(model, row)
         read[:, MASK] = -torch.inf
-        surest = max(left, key=lambda i: (read[i].max().item(), -i))
-        row[surest] = int(read[surest].argmax())
-        left.discard(surest)
+        most_confident = max(left, key=lambda i: (read[i].max().item(), -i))
+        row[most_confident] = int(read[most_confident].argmax())
+        left.discard(most_confident)
     other = row[5:8] + [(row[8] + 1) % MASK]
     pairs = [(CONTEXT, row[5:]), (CONTEXT, other), (CONTEXT[:3], row[5:6])]
     assert greedily_decoded(model, pairs)[:2] == [True, False]

@@ -140,7 +140,7 @@ def test_all_that_was_set_by_hand_is_tried_however_few_trials_there_are(by_hand:
 
 
 def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
-    """With rungs of 8 and 24 prompts. None is ever right: those of two forwards lie behind all of those of one."""
+    """With rungs of 8 and 24 prompts. None is ever right: those of two forwards lie after all of those of one."""
     prompts = [[a, b] for a in range(4) for b in range(12)]
     schedules = ["low_confidence", "entropy", "margin", "topk_margin", "random", "origin"]
     arguments = {**SMALL, "samplers": schedules, "trials": 0}
@@ -216,7 +216,7 @@ def test_batches_change_nothing(model: Model, answers: list[list[int]], tuned: T
     ]
 
 
-def test_presets_are_requests_for_every_door(model: Model, tuned: Tuning, tmp_path: Path) -> None:
+def test_presets_are_requests_for_every_entry_point(model: Model, tuned: Tuning, tmp_path: Path) -> None:
     for number, point in enumerate(tuned.points, 1):
         tuned.save(tmp_path / "p.json", number)
         loaded = paradec.Request.load(tmp_path / "p.json")

@@ -38,7 +38,7 @@ def same(first: Any, second: Any) -> bool:
 
 # ---- lossless -------------------------------------------------------------------------------------------------------
 
-WORDS, DIGITS, DENOISERS = 14, 8, 500
+VOCAB, DIGITS, DENOISERS = 14, 8, 500
 MASK, END = 12, 13
 
 
@@ -47,16 +47,16 @@ class Denoisers(nn.Module):
 
     def __init__(self, width: int = 8, longest: int = 16):
         super().__init__()
-        self.config = SimpleNamespace(vocab_size=WORDS)
+        self.config = SimpleNamespace(vocab_size=VOCAB)
         made = torch.Generator().manual_seed(0)
         normal = lambda *shape: torch.randn(shape, generator=made, dtype=torch.float64)  # noqa: E731
-        self.words, self.places = normal(WORDS, width), normal(longest, width)
+        self.embeddings, self.places = normal(VOCAB, width), normal(longest, width)
         self.mix = normal(DIGITS**3, width, width) / width**0.5
-        self.readout = normal(DIGITS**3, width, WORDS)
+        self.readout = normal(DIGITS**3, width, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         which = (input_ids[:, :3] * torch.tensor([64, 8, 1])).sum(1)
-        hidden = self.words[input_ids] + self.places[: input_ids.shape[1]]
+        hidden = self.embeddings[input_ids] + self.places[: input_ids.shape[1]]
         # what stands near counts more, so that a step changes some predictions and leaves others
         near = torch.arange(input_ids.shape[1])
         weights = torch.exp(-(near[:, None] - near).abs().double())
@@ -236,11 +236,11 @@ def test_text_ends_where_it_would_have() -> None:
     assert sum(whole.row_nfe) < sum(found["low_confidence"][0].row_nfe)
 
 
-# ---- its law above temperature 0 ------------------------------------------------------------------------------------
+# ---- its distribution above temperature 0 ----------------------------------------------------------------------------
 
 
 class Table(nn.Module):
-    """A denoiser of three positions and three words, written out: logits for every canvas."""
+    """A denoiser of three positions and three tokens, written out: logits for every canvas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,27 +252,29 @@ class Table(nn.Module):
         return self.table[(input_ids[:, 1:] * torch.tensor([16, 4, 1])).sum(1)]
 
 
-def exact_law(table: Tensor, temperature: float, canvas: tuple[int, ...] = (3, 3, 3)) -> dict[tuple[int, ...], float]:
-    """Probability of every outcome: all words that may be drawn; of them the one with the largest p is committed."""
+def exact_distribution(
+    table: Tensor, temperature: float, canvas: tuple[int, ...] = (3, 3, 3)
+) -> dict[tuple[int, ...], float]:
+    """Probability of every outcome: all tokens that may be drawn; of them the one with the largest p is committed."""
     holes = [i for i in range(3) if canvas[i] == 3]
     if not holes:
         return {canvas: 1.0}
     logits = table[16 * canvas[0] + 4 * canvas[1] + canvas[2], 1:, :3]
     p, drawn_from = logits.softmax(-1).tolist(), (logits / temperature).softmax(-1).tolist()
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     for drawn in product(range(3), repeat=len(holes)):
-        chance = float(np.prod([drawn_from[i][word] for i, word in zip(holes, drawn, strict=True)]))
-        at, word = max(zip(holes, drawn, strict=True), key=lambda pair: p[pair[0]][pair[1]])
-        after = tuple(word if i == at else canvas[i] for i in range(3))
-        for end, share in exact_law(table, temperature, after).items():
-            law[end] = law.get(end, 0.0) + chance * share
-    return law
+        chance = float(np.prod([drawn_from[i][token_id] for i, token_id in zip(holes, drawn, strict=True)]))
+        at, token_id = max(zip(holes, drawn, strict=True), key=lambda pair: p[pair[0]][pair[1]])
+        after = tuple(token_id if i == at else canvas[i] for i in range(3))
+        for end, share in exact_distribution(table, temperature, after).items():
+            distribution[end] = distribution.get(end, 0.0) + chance * share
+    return distribution
 
 
-def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+def p_value(counts: dict[tuple[int, ...], int], distribution: dict[tuple[int, ...], float]) -> float:
     """Of the chi-square test; outcomes expected less than five times are put together."""
     total = sum(counts.values())
-    pairs = [(counts.get(end, 0), total * share) for end, share in law.items()]
+    pairs = [(counts.get(end, 0), total * share) for end, share in distribution.items()]
     rare = [pair for pair in pairs if pair[1] < 5]
     pairs = [pair for pair in pairs if pair[1] >= 5] + ([tuple(map(sum, zip(*rare, strict=True)))] if rare else [])
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in pairs)
@@ -280,7 +282,7 @@ def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_the_law_is_exact(temperature: float) -> None:
+def test_the_distribution_is_exact(temperature: float) -> None:
     module = Table()
     model = paradec.wrap(module, mask_token_id=3, **MEANS)
     arguments = {"max_new_tokens": 3, "block_length": 3, "temperature": temperature, "seed": 0}
@@ -289,10 +291,12 @@ def test_the_law_is_exact(temperature: float) -> None:
     for row in out.new_tokens.tolist():
         counts[tuple(row)] = counts.get(tuple(row), 0) + 1
     assert sum(out.row_nfe) < 3 * 8000  # some drafts do stand
-    law = exact_law(module.table, temperature)
-    assert abs(sum(law.values()) - 1) < 1e-12
-    assert p_value(counts, law) > 1e-3
-    assert p_value(counts, exact_law(module.table, temperature * 1.2)) < 1e-6  # the test would see another law
+    distribution = exact_distribution(module.table, temperature)
+    assert abs(sum(distribution.values()) - 1) < 1e-12
+    assert p_value(counts, distribution) > 1e-3
+    assert (
+        p_value(counts, exact_distribution(module.table, temperature * 1.2)) < 1e-6
+    )  # the test would see another distribution
 
 
 # ---- what is accepted, what is evaluated ----------------------------------------------------------------------------
@@ -344,17 +348,17 @@ class ByHand:
     subset: bool
 
     def read(self, row: list[int]) -> tuple[list[float], list[int]]:
-        """The confidence and the best word of every position."""
+        """The confidence and the best token of every position."""
         logits = self.module(torch.tensor([row]))[0].index_fill(1, torch.tensor(MASK), -torch.inf)
-        p, words = logits.softmax(-1).max(-1)
-        return p.tolist(), words.tolist()
+        p, token_ids = logits.softmax(-1).max(-1)
+        return p.tolist(), token_ids.tolist()
 
     def base(self, row: list[int], block: range, found: tuple[list[float], list[int]]) -> list[int]:
         """The row after one step of the rule."""
         masks = [i for i in block if row[i] == MASK]
         best = max(masks, key=lambda i: (found[0][i], -i), default=None)
         chosen = {i for i in masks if found[0][i] >= self.threshold or i == best}
-        return [found[1][i] if i in chosen else word for i, word in enumerate(row)]
+        return [found[1][i] if i in chosen else token_id for i, token_id in enumerate(row)]
 
     def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
         """What stands: rows one step after the other, each with the number of the draft whose logits made it."""
@@ -430,7 +434,9 @@ def test_every_forward_by_hand(
                 running = np.flatnonzero(state.running)
                 entries = sampler.commit(state, sampler.step(model, state)).to_list()
                 for row in running:
-                    commits[row].append({(i, word, round(score, 9)) for r, i, word, score in entries if r == row})
+                    commits[row].append(
+                        {(i, token_id, round(score, 9)) for r, i, token_id, score in entries if r == row}
+                    )
             expected = [hand.decode(prompt, 10, size) for prompt in chosen]
         for row, found in enumerate(expected):
             assert commits[row] == found["commits"]
@@ -439,7 +445,7 @@ def test_every_forward_by_hand(
             assert state.decided[row] == found["decided"] and state.nfe[row] == len(commits[row])
             inside += found["stopped"] and found["steps"] > len(commits[row])
             beyond += found["beyond"] > 0
-    assert inside and beyond  # some rows ended behind an accepted draft, some before another one
+    assert inside and beyond  # some rows ended after an accepted draft, some before another one
 
 
 @dataclass

@@ -141,7 +141,7 @@ def test_the_order_that_makes_the_rest_sure_is_found() -> None:
 
 
 def test_ties_go_to_the_first_branch(model: Model) -> None:
-    """All alike: each step adds a branch's token, the lowest position, and the base's one behind it."""
+    """All alike: each step adds a branch's token, the lowest position, and the base's one after it."""
 
     class Flat(Key):
         def forward(self, input_ids: Tensor) -> Tensor:

@@ -38,11 +38,11 @@ class Round:
     cached: int
     """Positions whose keys and values are those of earlier rounds."""
     end: int
-    """Where the opened blocks end; nothing behind them exists."""
+    """Where the opened blocks end; nothing after them exists."""
     stored: int
-    """Positions behind the cached ones whose keys and values are kept, those of the branch that is taken."""
+    """Positions after the cached ones whose keys and values are kept, those of the branch that is taken."""
     taken: int
-    """0 is the row itself, j the branch with the j-th surest token."""
+    """0 is the row itself, j the branch with the j-th most confident token."""
 
 
 def branches_of(steps: list[dict]) -> list[dict]:

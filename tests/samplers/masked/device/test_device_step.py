@@ -159,12 +159,12 @@ class Stale:
         return made
 
     def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
-        """Confidence and best word of every position that is predicted from a fresh one."""
+        """Confidence and best token of every position that is predicted from a fresh one."""
         self.fresh = fresh
         logits = self.module(torch.tensor([row]), everything(len(row)), use_cache=False).logits[0, :, :MASK]
         logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
-        p, words = logits.softmax(-1).max(-1)
-        return p.tolist(), words.tolist()
+        p, best = logits.softmax(-1).max(-1)
+        return p.tolist(), best.tolist()
 
     def __enter__(self) -> Stale:
         return self
@@ -200,10 +200,10 @@ def decoded_by_hand(
                 fresh = slice(None)
                 if cache != "none" and step:
                     fresh = slice(start - shift, length if cache == "prefix" else block[-1] + 1)
-                confidence, words = module.read(row, fresh, shift)
+                confidence, best = module.read(row, fresh, shift)
                 picked = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
                 for i in picked:
-                    row[i] = words[i]
+                    row[i] = best[i]
                 step += 1
                 found["row_step"] += 1
                 found["decided"] += len(picked)

@@ -119,8 +119,8 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
 
 
 def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
-    """Learn2PD drops what lies behind an end: a predicted one, or, later, a committed one. Beside a rule that cuts
-    later, one that does not cut, and behind a logits stage."""
+    """Learn2PD drops what lies after an end: a predicted one, or, later, a committed one. Beside a rule that cuts
+    later, one that does not cut, and after a logits stage."""
     request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
     alone = {eot: decode(llada64, f"learn2pd(eot={eot})", **request) for eot in ("greedy", "committed", "none")}
     forwarded = [out.forwarded_tokens for out in alone.values()]
@@ -294,7 +294,7 @@ def test_who_may_wait_and_for_how_long() -> None:
 
 
 def test_stages_run_in_order(llada64: Model) -> None:
-    """KLASS behind credit compares the credited distributions, and before it the model's own."""
+    """KLASS after credit compares the credited distributions, and before it the model's own."""
     logits = torch.randn(
         1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )

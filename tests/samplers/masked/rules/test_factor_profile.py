@@ -1,6 +1,6 @@
 """`factor(profile=True)`, Fast-dLLM++: against a plain loop, beside the rule that it refines, and on the public traces.
 
-For Dream the public code has it in cached calls alone, behind a first token that it commits unasked: replayed with the
+For Dream the public code has it in cached calls alone, after a first token that it commits unasked: replayed with the
 rule and cache of `test_traces_caches.py`, and with probabilities among the 50 likeliest tokens, by a default of
 transformers. Of its batches every row moves on alone with us.
 """
@@ -33,7 +33,7 @@ NAMES = trace_names("fastdllm-plusplus")
 
 
 def profile(row: list[float], margin: float) -> set[int]:
-    """Ranks from the surest on, until the doubts so far and the last one once more leave too little."""
+    """Ranks from the most confident on, until the doubts so far and the last one once more leave too little."""
     order = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
     chosen, total = {order[0]}, 1 - row[order[0]]
     for i in order[1:]:

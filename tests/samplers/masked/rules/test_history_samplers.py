@@ -185,10 +185,10 @@ class CCDLoop(Loop):
             mean[i] = [sum(q) / len(found) for q in zip(*found, strict=True)]
         buffer = top({i: max(p[i]) for i in z}, self.buffer)
         self.buffers.insert(0, {i: p[i] for i in buffer})
-        surest = {i: -entropy(mean[i]) for i in z}
-        chosen = top(surest, n)
+        most_confident = {i: -entropy(mean[i]) for i in z}
+        chosen = top(most_confident, n)
         if self.entropy_threshold is not None:
-            chosen |= {i for i in buffer if surest[i] >= -self.entropy_threshold}
+            chosen |= {i for i in buffer if most_confident[i] >= -self.entropy_threshold}
         return {i: argmax(mean[i]) for i in chosen}
 
 
@@ -384,11 +384,11 @@ def test_dense_equals_slots_bit_for_bit() -> None:
 
 
 LARGE = 9001
-"""Words: more than are served in float64 throughout."""
+"""Tokens: more than are served in float64 throughout."""
 
 
 class LargeScript(Script):
-    """The same with many words, in float32; the few of `Script` are the likely ones."""
+    """The same with many tokens, in float32; the few of `Script` are the likely ones."""
 
     facts = ModelFacts(vocab_size=LARGE, mask_token_id=MASK, eos_token_ids=ENDS)
 
@@ -427,7 +427,7 @@ def test_slots_equal_dense_in_a_large_vocabulary(text: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_unwritten_words_equal_written_ones(dtype: torch.dtype) -> None:
+def test_unwritten_tokens_equal_written_ones(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(3, 7, LARGE, generator=generator)).to(dtype)
     best, p = best_with_probability(logits)
@@ -449,14 +449,14 @@ def test_unwritten_words_equal_written_ones(dtype: torch.dtype) -> None:
     ]
 
 
-@pytest.mark.parametrize(("words", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
+@pytest.mark.parametrize(("vocab", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
                                                           (LARGE, torch.float32, False)])  # fmt: skip
-def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(words: int, dtype: torch.dtype, smoothed: bool) -> None:
-    logits = 3 * torch.randn(5, words, dtype=dtype, generator=torch.Generator().manual_seed(0))
+def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(vocab: int, dtype: torch.dtype, smoothed: bool) -> None:
+    logits = 3 * torch.randn(5, vocab, dtype=dtype, generator=torch.Generator().manual_seed(0))
     p = logits.double().softmax(-1)
     found = token_statistics(logits, ("confidence", "negative_entropy"))[1]["negative_entropy"]
     forms = [(p * (p + add).log()).sum(-1) for add in (1e-10, 0.0)]
-    assert 0 < (forms[0] - forms[1]).max() < 1e-10 * words
+    assert 0 < (forms[0] - forms[1]).max() < 1e-10 * vocab
     tolerance = 1e-12 if smoothed else 1e-6
     torch.testing.assert_close(found, forms[0 if smoothed else 1], rtol=tolerance, atol=tolerance)
 

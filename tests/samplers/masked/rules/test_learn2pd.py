@@ -156,13 +156,13 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
                 left = sum(int(canvas[0, at]) == mask for at in range(start, end))
                 found: dict[str, list[float]] = {name: [] for name in FEATURES}
                 for at in range(start, end):
-                    words = [float(value) for word, value in enumerate(logits[at]) if word != mask]
-                    largest = max(words)
-                    weights = [math.exp(value - largest) for value in words]
-                    law = sorted((weight / sum(weights) for weight in weights), reverse=True)
-                    found["confidence"].append(law[0])
-                    found["margin"].append(law[0] - law[1])
-                    found["entropy"].append(-sum(p * math.log(p) for p in law if p) / math.log(64))
+                    allowed = [float(value) for token_id, value in enumerate(logits[at]) if token_id != mask]
+                    largest = max(allowed)
+                    weights = [math.exp(value - largest) for value in allowed]
+                    distribution = sorted((weight / sum(weights) for weight in weights), reverse=True)
+                    found["confidence"].append(distribution[0])
+                    found["margin"].append(distribution[0] - distribution[1])
+                    found["entropy"].append(-sum(p * math.log(p) for p in distribution if p) / math.log(64))
                     found["mask_ratio"].append(left / (end - start))
                     found["position"].append((at - start) / (end - start))
                 features = {name: torch.tensor([values], dtype=torch.float64) for name, values in found.items()}
@@ -268,7 +268,7 @@ def test_files_that_are_no_filters(tmp_path: Path, block_filter: str) -> None:
 
 
 def enders(layers: int = 1, **kinds: Any) -> Model:
-    """A random model of which one word in five ends the text."""
+    """A random model of which one token in five ends the text."""
     model = tiny(layers, **kinds)
     model.facts = dataclasses.replace(model.facts, eos_token_ids=(39, *range(0, 35, 5)), pad_token_id=38)
     return model
@@ -276,7 +276,7 @@ def enders(layers: int = 1, **kinds: Any) -> Model:
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_what_lies_behind_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
+def test_what_follows_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
     model, rows = enders(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
     sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token a step: ends come before what they end
     state = sampler.start(model, rows, max_new_tokens=24, block_length=8, cache=cache, guidance_scale=guidance)
@@ -313,7 +313,7 @@ def test_what_lies_behind_a_committed_end_is_dropped(cache: str, guidance: float
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
 @pytest.mark.parametrize("kinds", [{}, {"prediction": "shifted"}])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_caches_are_still_right_behind_a_cut(eot: str, kinds: dict, cache: str) -> None:
+def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -> None:
     """With one layer the caches are exact, and a batch is its rows."""
     model, rows = enders(1, **kinds), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11]]
     sampler = samplers.create("learn2pd", eot=eot, filter_threshold=1.0)
@@ -331,7 +331,7 @@ def test_caches_are_still_right_behind_a_cut(eot: str, kinds: dict, cache: str) 
         assert alone.nfe == cached.row_nfe[index] and alone.tokens == cached.tokens[index : index + 1]
 
 
-def test_greedy_takes_the_surest_prediction() -> None:
+def test_greedy_takes_the_most_confident_prediction() -> None:
     """By hand: the first committed end, else the masked position that predicts an end with the most confidence."""
     scores = torch.tensor([[0.3, 0.9, -math.inf, 0.2]] * 4).double()
     is_end = torch.tensor([[1, 0, 1, 1], [1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 1]]).bool()
@@ -354,8 +354,8 @@ def test_greedy_takes_the_surest_prediction() -> None:
 @pytest.mark.parametrize("least", [0.0, 0.5])
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
 def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
-    """The first end token that becomes final, wherever it stands; without one, the surest of several predictions, also
-    where their scores put all ends last (`confidence_eos_eot_inf`)."""
+    """The first end token that becomes final, wherever it stands; without one, the most confident of several
+    predictions, also where their scores put all ends last (`confidence_eos_eot_inf`)."""
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
     is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < torch.tensor([0.4, 0.7, 0.2]).view(
@@ -378,7 +378,7 @@ def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
 
 
 def test_an_end_at_the_first_position_counts() -> None:
-    """An answer may be an end token alone, behind a prompt with holes, too; an end inside a hole is none."""
+    """An answer may be an end token alone, after a prompt with holes, too; an end inside a hole is none."""
     model = enders(2)
     mask, ends, first = model.facts.mask_token_id, set(model.facts.eos_token_ids), 0
     rows = [[i, mask, mask, (3 * i + 7) % 36] for i in range(36)]
@@ -391,9 +391,9 @@ def test_an_end_at_the_first_position_counts() -> None:
                 expected = int(proposal.values[row, column]) in ends and position >= len(prompt)
                 assert bool(proposal.quantities["is_end"][row, column]) == expected
                 first += expected and position == len(prompt)
-        assert first  # behind a hole, an end is predicted where the answer begins
+        assert first  # after a hole, an end is predicted where the answer begins
         sampler.commit(state, proposal)
-    # cut off there if nothing surer predicts an end
+    # cut off there if nothing more confident predicts an end
     assert any(state.length[row] == len(prompt) + 1 for row, prompt in enumerate(rows))
 
 

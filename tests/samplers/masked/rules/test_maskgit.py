@@ -73,7 +73,7 @@ def test_masks_left_are_those_of_diffusers_amused(masks: int, steps: int) -> Non
 # ---- choices --------------------------------------------------------------------------------------------------------
 
 
-def test_without_noise_the_surest_come_first(model: UViTModel) -> None:
+def test_without_noise_the_most_confident_come_first(model: UViTModel) -> None:
     sampler = samplers.create("maskgit", choice_temperature=0)
     state = sampler.start(model, [[model.class_token(1)]], steps=5)
     for expected in counts("cosine", 16, 5):
@@ -100,7 +100,7 @@ def test_noise_moves_the_choice_and_ends_with_the_steps(model: UViTModel) -> Non
     np.testing.assert_allclose(sampler.noise_at(np.arange(4), np.full(4, 4)), 4.5 * np.array([0.75, 0.5, 0.25, 0]))
 
 
-def test_noise_chooses_by_the_gumbel_max_law(model: UViTModel) -> None:
+def test_noise_chooses_by_gumbel_max(model: UViTModel) -> None:
     """With one position a step, p ** (1 / noise scale) is its chance of being the first."""
     sampler = samplers.create("maskgit", choice_temperature=2.0)
     rows = [[model.class_token(1)]] * 1500
@@ -131,7 +131,8 @@ def test_second_draw_cools_down(model: UViTModel) -> None:
 
 
 def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
-    """Positions are chosen by the first draw; what is written follows the model's law, not that of the chosen."""
+    """Positions are chosen by the first draw; what is written follows the model's distribution, not that of the
+    chosen."""
     plain = samplers.create("maskgit", choice_temperature=0)
     twice = samplers.create("maskgit", choice_temperature=0, final_temperature=1.0)
     rows = [[model.class_token(1)]] * 400
@@ -140,16 +141,16 @@ def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
         state = sampler.start(model, rows, steps=16, temperature=1.0, seed=5)
         with torch.no_grad():
             (query,) = sampler.query(state)
-            law = model(query)[0].softmax(-1)
+            distribution = model(query)[0].softmax(-1)
             proposal = sampler.step(model, state)
         selected = sampler.commit(state, proposal).selected
         at, tokens = selected.nonzero()[:, 1], proposal.values[selected]
-        probabilities[sampler.final_temperature] = law[at, tokens].mean()
-        expected = (law[at] ** 2).sum(-1).mean()
-        spread = law[at, tokens].std() / len(rows) ** 0.5
+        probabilities[sampler.final_temperature] = distribution[at, tokens].mean()
+        expected = (distribution[at] ** 2).sum(-1).mean()
+        spread = distribution[at, tokens].std() / len(rows) ** 0.5
         if sampler is twice:
             assert (probabilities[1.0] - expected).abs() < 4 * spread
-    assert probabilities[None] > probabilities[1.0]  # the surest first draws were chosen
+    assert probabilities[None] > probabilities[1.0]  # the most confident first draws were chosen
 
 
 def test_guidance_grows(model: UViTModel) -> None:

@@ -25,7 +25,7 @@ def decode(model: Model, prompts: Any, **request: Any) -> paradec.Output:
 
 
 def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
-    """The model's logits [L, V] of a row, without the mask word."""
+    """The model's logits [L, V] of a row, without the mask token."""
     with torch.inference_mode():
         logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0].clone()
     if model.facts.shift:
@@ -142,7 +142,7 @@ def test_adaptive_blocks_and_stop_strings_go_along(llada64: Model) -> None:
 
 
 def test_partial_steps_do_not_judge(llada64: Model) -> None:
-    """A step of the dual cache inside a block has no logits of what lies behind it."""
+    """A step of the dual cache inside a block has no logits of what lies after it."""
     late = paradec.Prophet(gaps=(1e6, 0, 0))  # from a third of the answer on, which is inside the second block
     out = decode(llada64, PROMPTS[0], cache="dual", stop=late)
     assert out.trace.steps[-1].kind == "full" and out.nfe == 9

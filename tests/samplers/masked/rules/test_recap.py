@@ -53,7 +53,7 @@ def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
 @dataclass
 class Group:
     """What the reference recorded of one group: the first draws, noise and confidences, and per step the calls (one, or
-    one per branch) and the draws of all targets, the surest first."""
+    one per branch) and the draws of all targets, the most confident first."""
 
     first: torch.Tensor
     noise: torch.Tensor
@@ -114,7 +114,7 @@ def test_replays_the_reference(name: str) -> None:
     """Every call's positions, cache size and logits, every confidence, and the final grid."""
     case = RECORDED[name]
     settings, guidance = case["settings"], case["schedule"]["local_cfg"] or [[0.0]]
-    positions, words = settings["seq_len"], case["model"]["codebook_size"]
+    positions, vocab = settings["seq_len"], case["model"]["codebook_size"]
     groups = groups_of(case["log"], positions)
     model = load_uvit(golden_file("recap", case["weights"]), heads=case["model"]["num_heads"])
     sampler = Replayed(
@@ -155,7 +155,7 @@ def test_replays_the_reference(name: str) -> None:
                 assert evaluated.tolist() == [[0, *sorted(p + 1 for p in row)] for row in at.tolist()]
                 assert state.canvas[:, 1:].gather(1, at).tolist() == call["ids"]
                 logits = logits.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-            torch.testing.assert_close(logits[..., :words], expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(logits[..., :vocab], expected, atol=1e-4, rtol=0)
         proposal = sampler.propose(state, outputs, queries)
         if place == 0:
             noise = proposal.quantities["noise_scale"]
@@ -261,9 +261,9 @@ def test_local_steps_are_guided(cache: str, start: float | None) -> None:
         null[:, 0] = model.facts.mask_token_id
         with torch.no_grad():
             given, without = (model.module(tokens).logits[..., :12] for tokens in (state.canvas, null))
-        law = (without + scale * (given - without)).softmax(-1)
+        distribution = (without + scale * (given - without)).softmax(-1)
         at = proposal.positions.unsqueeze(-1).expand(-1, -1, 12)
-        expected = law.gather(1, at).gather(-1, proposal.values.unsqueeze(-1).clamp(max=11)).squeeze(-1)
+        expected = distribution.gather(1, at).gather(-1, proposal.values.unsqueeze(-1).clamp(max=11)).squeeze(-1)
         chosen = proposal.available
         assert chosen.any(1).all()
         torch.testing.assert_close(proposal.scores[chosen], expected[chosen], atol=1e-12, rtol=1e-10)

@@ -28,8 +28,8 @@ from paradec.samplers.masked.base import MaskedSampler, Revision, View
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
 REVISING = ["wino", "editing", "saber"]
-WORDS, REACH = 8, 16
-HOLE = WORDS  # the mask id
+VOCAB, REACH = 8, 16
+HOLE = VOCAB  # the mask id
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 0, 1], [2]]
 NEW, SEEDS = 12, 8
 
@@ -43,9 +43,9 @@ class Additive:
     device, dtype = torch.device("cpu"), torch.float64
 
     def __init__(self, seed: int = 0, scale: float = 0.5, ends: tuple[int, ...] = ()):
-        self.facts = ModelFacts(vocab_size=WORDS + 1, mask_token_id=HOLE, eos_token_ids=ends, name="the sum")
+        self.facts = ModelFacts(vocab_size=VOCAB + 1, mask_token_id=HOLE, eos_token_ids=ends, name="the sum")
         generator = torch.Generator().manual_seed(seed)
-        size = (REACH, WORDS + 1, WORDS + 1)
+        size = (REACH, VOCAB + 1, VOCAB + 1)
         self.table = scale * torch.randn(size, dtype=torch.float64, generator=generator)
         self.vectors = self.table.tolist()
 
@@ -58,17 +58,17 @@ class Additive:
         return take_columns((vectors * seen.unsqueeze(-1)).sum(2), query.wanted)
 
     def read(self, at: int, columns: list[tuple[int, int]]) -> list[float]:
-        """Probabilities of the words at a position that sees (position, token) columns, by a plain loop."""
-        logits = [0.0] * WORDS
+        """Probabilities of the tokens at a position that sees (position, token) columns, by a plain loop."""
+        logits = [0.0] * VOCAB
         for position, token in columns:
-            for word, value in enumerate(self.vectors[(position - at) % REACH][token][:WORDS]):
-                logits[word] += value
+            for token_id, value in enumerate(self.vectors[(position - at) % REACH][token][:VOCAB]):
+                logits[token_id] += value
         weights = [math.exp(z - max(logits)) for z in logits]
         return [w / math.fsum(weights) for w in weights]
 
 
 def best(p: list[float]) -> int:
-    return max(range(len(p)), key=lambda word: (p[word], -word))
+    return max(range(len(p)), key=lambda token_id: (p[token_id], -token_id))
 
 
 def cut(prompt: list[int], block: int) -> list[range]:

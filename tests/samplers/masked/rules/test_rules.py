@@ -95,7 +95,7 @@ def test_equal_maxima_of_a_run_are_all_taken() -> None:
 
 
 def test_minus_entropy_is_exact() -> None:
-    """Against math.fsum, for flat and for nearly certain distributions, with excluded words."""
+    """Against math.fsum, for flat and for nearly certain distributions, with excluded tokens."""
     logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits *= torch.tensor([0.0, 0.1, 1.0, 5.0, 40.0, 200.0], dtype=torch.float64).unsqueeze(1)
     logits[:, 3] = -INF
@@ -103,7 +103,7 @@ def test_minus_entropy_is_exact() -> None:
     for row, value in zip(logits.tolist(), found["minus_entropy"].tolist(), strict=True):
         weights = [math.exp(z - max(row)) for z in row]
         p = [w / math.fsum(weights) for w in weights]
-        # ln p from the logits: where the best word's p rounds to 1, its share in the entropy is not 0
+        # ln p from the logits: where the best token's p rounds to 1, its share in the entropy is not 0
         log_total = math.log1p(math.fsum(sorted(weights)[:-1]))
         logs = [z - max(row) - log_total for z in row]
         expected = math.fsum(q * log for q, log in zip(p, logs, strict=True) if q > 0)
@@ -285,8 +285,8 @@ def test_origin_goes_through_the_time_grid_in_every_block() -> None:
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.7}])
-def test_entropies_of_the_public_code_take_words_that_are_left_out(kept: dict, dream64: Model) -> None:
-    """With rng="reference" an entropy is sum p ln(p + 1e-10), in which a word of probability 0 counts nothing."""
+def test_entropies_of_the_public_code_take_tokens_that_are_left_out(kept: dict, dream64: Model) -> None:
+    """With rng="reference" an entropy is sum p ln(p + 1e-10), in which a token of probability 0 counts nothing."""
     sampler = samplers.create("entropy")
     state = sampler.start(
         dream64, PROMPTS[:1], max_new_tokens=8, steps=4, temperature=0.8, rng="reference", seed=0, **kept
@@ -295,11 +295,13 @@ def test_entropies_of_the_public_code_take_words_that_are_left_out(kept: dict, d
         proposal = sampler.step(dream64, state)
         logits = dream64.module(input_ids=state.canvas, use_cache=False).logits[0] / 0.8
     for at, position in enumerate(proposal.positions[0].tolist()):
-        law = sorted(logits[position - 1].softmax(-1).tolist(), reverse=True)  # of the position to the left
+        distribution = sorted(logits[position - 1].softmax(-1).tolist(), reverse=True)  # of the position to the left
         if "top_k" in kept:
-            law = law[:3]
+            distribution = distribution[:3]
         else:  # as many as it takes to reach the share
-            law = law[: next(size for size in range(1, len(law) + 1) if sum(law[:size]) > 0.7)]
-        law = [p / sum(law) for p in law]
-        expected = sum(p * math.log(p + 1e-10) for p in law)
+            distribution = distribution[
+                : next(size for size in range(1, len(distribution) + 1) if sum(distribution[:size]) > 0.7)
+            ]
+        distribution = [p / sum(distribution) for p in distribution]
+        expected = sum(p * math.log(p + 1e-10) for p in distribution)
         assert float(proposal.scores[0, at]) == pytest.approx(expected, abs=1e-9)

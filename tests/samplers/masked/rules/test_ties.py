@@ -265,7 +265,7 @@ def test_prophet_at_its_bars_and_stages(decided: int, bar: float) -> None:
 
 
 def cut_of(policy: AdaptiveBlocks, confidence: list[float], tokens: list[int], answer: int, start: int = 0) -> int:
-    """Length of the block that a row opens behind a prompt of 3 positions."""
+    """Length of the block that a row opens after a prompt of 3 positions."""
     size = len(tokens)
     opening = Opening(
         tokens=torch.tensor([tokens]),
@@ -282,9 +282,9 @@ def test_adaptive_blocks_at_their_threshold() -> None:
     policy = AdaptiveBlocks(length=4, delimiter_threshold=0.5, delimiters=(7,), window=0.5)
     for score, ends in zip(around(0.5), (True, True, False), strict=True):
         assert cut_of(policy, [0.9, score, 0.9, 0.9], [1, 7, 1, 1], 8) == (2 if ends else 4)
-    # the leftmost of equally sure delimiters, and the surest one wherever it stands
+    # the leftmost of equally sure delimiters, and the most confident one wherever it stands
     assert cut_of(policy, [0.5, 0.75, 0.75, 0.5], [7, 7, 7, 7], 8) == 2
-    # half of the answer is read: 4 positions of 9, and none behind them is looked at
+    # half of the answer is read: 4 positions of 9, and none after them is looked at
     assert cut_of(policy, [0.5] * 5, [1, 1, 1, 7, 1], 9) == 4
     policy = dataclasses.replace(policy, length=5)
     assert cut_of(policy, [0.75] * 5, [1, 1, 1, 1, 7], 9) == 5  # the default length, since the delimiter is not read
@@ -324,15 +324,16 @@ def test_equal_scores_go_to_the_lower_position() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_filters_at_their_limits(dtype: torch.dtype) -> None:
-    """The word before which the mass is exactly `top_p` crosses it and stays; so do words as good as the `top_k`-th."""
+    """The token before which the mass is exactly `top_p` crosses it and stays; so do tokens as good as the
+    `top_k`-th."""
 
     def kept(logits: list[float], top_p: float | None, top_k: int | None = None) -> int:
         return int((filter_logits(torch.tensor([logits], dtype=dtype), top_p, top_k) > -INF).sum())
 
     assert [kept([1.0] * 4, share / 4) for share in (0.5, 1, 1.5, 2, 3)] == [1, 2, 2, 3, 4]
     assert [kept([3.0, 2.0, 2.0, 1.0], None, count) for count in (1, 2, 3, 4)] == [1, 3, 3, 4]
-    # words that differ: the limit is the mass before a word, as it comes out in this precision
+    # tokens that differ: the limit is the mass before a token, as it comes out in this precision
     logits = [2.0, 1.5, 0.5, 0.25, -1.0]
-    law = torch.tensor(logits, dtype=dtype).softmax(-1)
-    for rank, before in enumerate((law.cumsum(-1) - law).tolist()):
+    distribution = torch.tensor(logits, dtype=dtype).softmax(-1)
+    for rank, before in enumerate((distribution.cumsum(-1) - distribution).tolist()):
         assert not rank or kept(logits, before) == rank + 1
