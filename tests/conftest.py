@@ -11,6 +11,8 @@ from places import GOLDEN
 from shares import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paradec.models.adapter import Model
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the cores are other workers'
@@ -91,3 +93,13 @@ def dream64() -> Model:
     from replay import loaded
 
     return loaded(GOLDEN / "dream-tiny", "float64")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An offline hub cache in a folder of its own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path

@@ -183,10 +183,10 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
     Raises: as `generate`.
     """
     method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
-    if method.family not in ("masked", "draft_verify", "canvas"):
+    if method.family not in ("masked", "draft_verify", "renoising"):
         raise ValueError(
             f"sampler {method.name!r} is of family {method.family!r}; generate takes 'masked', 'draft_verify' and "
-            "'canvas'"
+            "'renoising'"
         )
     method = sampler_on(model, method)
     warn_of_unused(request, method, said)

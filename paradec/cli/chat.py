@@ -153,7 +153,7 @@ class Talk:
     def keeps_turns(self) -> bool:
         """Whether what was evaluated can be kept for the next turn."""
         cache = self.work.request["cache"]
-        return self.work.method.family == "canvas" if cache is None else cache.uses_store
+        return self.work.method.family == "renoising" if cache is None else cache.uses_store
 
     def run(self, terminal: bool) -> int:
         """Read turns and answer them until there are no more. Returns the exit code.
@@ -257,7 +257,7 @@ class Talk:
             from paradec.api.generate import sampler_on
 
             method = paradec.samplers.create(name)
-            if method.family not in ("masked", "draft_verify", "canvas"):
+            if method.family not in ("masked", "draft_verify", "renoising"):
                 raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes samplers of text")
             method = sampler_on(self.work.model, method)
             method.check_model(self.work.model)

@@ -54,7 +54,7 @@ class Work:
     def cache_name(self) -> str:
         """What a report calls the cache."""
         cache = self.request["cache"]
-        own = {"draft_verify": "causal", "canvas": "canvas"}.get(self.method.family, "none")
+        own = {"draft_verify": "causal", "renoising": "canvas"}.get(self.method.family, "none")
         return own if cache is None else cache.name
 
     def encode(self, prompt: Any) -> Prompts:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import LARGEST_INT, check_choice, check_int, check_number, shown
+from paradec.core.checks import LARGEST_INT, check_choice, check_int, check_number, check_order, shown
 
 LONGEST_BLOCK = LARGEST_INT
 
@@ -187,7 +187,8 @@ class AdaptiveBlocks(BlockPolicy):
         check_number("delimiter_threshold", self.delimiter_threshold, low=0, high=1)
         check_choice("delimiter_match", self.delimiter_match, ("exact", "ends"))
         check_number("window", self.window, low=0, high=1)
-        check_int("min_length", self.min_length, low=1, high=self.length)
+        check_int("min_length", self.min_length, low=1)
+        check_order("min_length", self.min_length, "length", self.length)
         check_int("model_block", self.model_block, low=1, none=True)
         object.__setattr__(self, "delimiters", check_delimiters(self.delimiters))
 

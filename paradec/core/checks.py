@@ -77,6 +77,12 @@ def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGES
         raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
+def check_order(name: str, value: int, other: str, bound: int) -> None:
+    """Raise ValueError unless one setting, a number, is at most another one; the message names both."""
+    if value > bound:
+        raise ValueError(f"{name}={shown(value)} must be at most {other}={shown(bound)}")
+
+
 def check_number(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, none: bool = False, open_low: bool = False
 ) -> None:

@@ -1,7 +1,7 @@
 """Numbers read from logits, under the names that samplers declare; filters of the sampling distribution.
 
 How they are computed is `paradec.kernels.token_stats`' business. Scores are float64 whatever the path: trained models
-are so sure of many positions that float32 probabilities tie at 1.
+are so confident of many positions that float32 probabilities tie at 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELDS = {
     "minus_entropy": "entropy",
     "logit_gap": "gap",
 }
-"""What the quantities are called in `TokenStats`; entropies with the other sign, so that higher is surer."""
+"""What the quantities are called in `TokenStats`; entropies with the other sign, so that higher is more confident."""
 IN_ONE_READ = FIELDS | {"negative_entropy": "entropy"}
 """The same where a second read, or a second logarithm, would cost more than the first."""
 CHUNK = 2**25
@@ -32,7 +32,7 @@ CPU_CHUNK = 2**19
 """The same on the CPU: what stays in its caches is twice as fast."""
 TINY = 1e-12
 HEAD = 2**12
-"""Words that a nucleus is looked for in before all others are."""
+"""Tokens that a nucleus is looked for in before all others are."""
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -42,11 +42,11 @@ def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
-def log_of(law: Tensor) -> Tensor:
-    """ln of laws [..., V], -inf where a probability is 0 or no normal number of its type: a processor's logarithm takes
-    ten times as long over these."""
-    least = torch.finfo(law.dtype).tiny
-    return torch.threshold_(law.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
+def log_of(p: Tensor) -> Tensor:
+    """ln of distributions [..., V], -inf where a probability is 0 or no normal number of its type: a processor's
+    logarithm takes ten times as long over these."""
+    least = torch.finfo(p.dtype).tiny
+    return torch.threshold_(p.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
 
 
 def divided(logits: Tensor, temperature: float) -> Tensor:
@@ -62,16 +62,16 @@ def token_statistics(
     """Statistics of each position's distribution softmax(logits).
 
     Args:
-        logits: [..., V] of any float dtype; -inf excludes a word.
+        logits: [..., V] of any float dtype; -inf excludes a token.
         reads: which of `QUANTITIES` to compute.
         tokens: [...] int64: "confidence" is the probability of these; None takes the best token (lowest id on ties).
 
     Returns:
         The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin"
         p(1st) - p(2nd), "minus_entropy" sum p ln p, "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is
-        surer), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are NaN
-        where a logit is NaN or +inf. Large vocabularies, which are read in float32, have sum p ln p in place of
-        Dream's form: less by 1e-10 a word at most, where its second logarithm would cost more than all else.
+        more confident), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are
+        NaN where a logit is NaN or +inf. Large vocabularies, which are read in float32, have sum p ln p in place of
+        Dream's form: less by 1e-10 a token at most, where its second logarithm would cost more than all else.
     """
     fields = FIELDS
     if "negative_entropy" in reads and path_for(logits) != "float64":
@@ -115,13 +115,13 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Raised:
-    """Logits of which a few words per position are raised, unwritten: a confidence follows from what was read of the
-    logits before, without reading them again. Shapes: `K` words of every position."""
+    """Logits of which a few tokens per position are raised, unwritten: a confidence follows from what was read of the
+    logits before, without reading them again. Shapes: `K` tokens of every position."""
 
     logits: Tensor
     """[..., V]."""
     best: Tensor
-    """[...] int64: the best word before."""
+    """[...] int64: the best token before."""
     prob: Tensor
     """[...] float64: its probability before."""
     ids: Tensor
@@ -135,22 +135,22 @@ class Raised:
         return copy.scatter_add_(-1, self.ids.clamp(min=0), self.by.where(self.ids >= 0, 0).to(copy.dtype))
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """The best word [...] int64 after raising (the lowest id on ties), and its probability [...] float64."""
+        """The best token [...] int64 after raising (the lowest id on ties), and its probability [...] float64."""
         best = self.best.unsqueeze(-1)
-        words = torch.cat((best, self.ids.clamp(min=0)), -1)
-        z = self.logits.gather(-1, words).double()
+        tokens = torch.cat((best, self.ids.clamp(min=0)), -1)
+        z = self.logits.gather(-1, tokens).double()
         z = z - z[..., :1]
         by = torch.cat((self.by.where(self.ids == best, 0).sum(-1, keepdim=True), self.by), -1).double()
-        # the best word is counted once, and words that are not there not at all
+        # the best token is counted once, and tokens that are not there not at all
         counted = torch.cat((torch.ones_like(best, dtype=torch.bool), (self.ids >= 0) & (self.ids != best)), -1)
         higher = (z + by).where(counted, -torch.inf)
         top = higher.amax(-1, keepdim=True)
-        # all shares are of what the best word has now, so that no credit is too high for them
+        # all shares are of what the best token has now, so that no credit is too high for them
         raised, share = (higher - top).exp(), (z - top).exp().where(counted, 0)
         total = (-top.squeeze(-1)).exp() / self.prob + (raised - share).sum(-1)
         most = raised.amax(-1)
-        first = words.where(counted & (raised == most.unsqueeze(-1)), torch.iinfo(torch.int64).max).amin(-1)
-        # where a logit is NaN no word is the first one
+        first = tokens.where(counted & (raised == most.unsqueeze(-1)), torch.iinfo(torch.int64).max).amin(-1)
+        # where a logit is NaN no token is the first one
         return first.where(most.isfinite(), self.best), most / total
 
 
@@ -159,16 +159,16 @@ def written(logits: Tensor | Raised) -> Tensor:
     return logits.written() if isinstance(logits, Raised) else logits
 
 
-def raise_words(logits: Tensor, best: Tensor, prob: Tensor, ids: Tensor, by: Tensor) -> Tensor | Raised:
-    """Logits [..., V] with the words `ids` [..., K] higher by `by` [..., K]; arguments as in `Raised`. They are written
-    where a second read costs next to nothing, and is exact to the last digit: in small vocabularies."""
+def raise_tokens(logits: Tensor, best: Tensor, prob: Tensor, ids: Tensor, by: Tensor) -> Tensor | Raised:
+    """Logits [..., V] with the tokens `ids` [..., K] higher by `by` [..., K]; arguments as in `Raised`. They are
+    written where a second read costs next to nothing, and is exact to the last digit: in small vocabularies."""
     raised = Raised(logits, best, prob, ids, by)
     return raised.written() if path_for(logits) == "float64" else raised
 
 
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     """p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with 1e-12 added to both within
-    the logarithm: words that `previous` excludes count finitely."""
+    the logarithm: tokens that `previous` excludes count finitely."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
     pairs = zip(_chunks(p), _chunks(previous), strict=True)
     kl = [torch.linalg.vecdot(now, ((now + TINY) / (before + TINY)).log_()) for now, before in pairs]
@@ -180,10 +180,11 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
 
     It is float32 at least, for scaled logits can leave the range of float16. scale: s, a number or [N, 1, 1].
 
-    The guided law is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a word (-inf), that law's limit
-    is taken: what both exclude stays excluded; so does what the conditional branch alone excludes, at s > 0; what the
-    unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and above 1 it and its
-    like take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf.
+    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), that
+    distribution's limit is taken: what both exclude stays excluded; so does what the conditional branch alone excludes,
+    at s > 0; what the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and
+    above 1 it and its like take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or
+    +inf.
     """
     conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
     mixed = conditional - unconditional
@@ -206,8 +207,8 @@ def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, top_n_
     """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best, then all but those within
     `top_n_sigma` standard deviations of the best (`near_the_best`). logits: [..., V].
 
-    Dream's order; the word that crosses `top_p` stays in, and so does the best one always. Words as good as the
-    `top_k`-th stay; which of equal words the nucleus ends with is left to `torch.sort`.
+    Dream's order; the token that crosses `top_p` stays in, and so does the best one always. Tokens as good as the
+    `top_k`-th stay; which of equal tokens the nucleus ends with is left to `torch.sort`.
     """
     if top_n_sigma is not None:
         return near_the_best(filter_logits(logits, top_p, top_k), top_n_sigma)
@@ -227,7 +228,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
     """What a token is drawn from: logits [..., V] -> [..., V], float32 at least; one-hot on the best at temperature 0.
     NaN where no logit is finite.
 
-    The order of LlamaGen's public code and its kin: the temperature, then top-k, then top-p of what is left. The word
+    The order of LlamaGen's public code and its kin: the temperature, then top-k, then top-p of what is left. The token
     that crosses `top_p` stays.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -265,11 +266,11 @@ def _near_the_best(logits: Tensor, count: float) -> Tensor:
 
 
 def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
-    """`filter_logits` word by word."""
+    """`filter_logits` token by token."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
-        law = ordered.softmax(-1)
-        out = torch.zeros_like(law, dtype=torch.bool).scatter(-1, order, law.cumsum(-1) - law > top_p)
+        p = ordered.softmax(-1)
+        out = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p > top_p)
         logits = logits.masked_fill(out, -torch.inf)
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -279,7 +280,7 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 
 def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
     """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
-    several equal words. On the CPU."""
+    several equal tokens. On the CPU."""
     if logits.numel() > CPU_CHUNK and len(parts := _chunks(logits)) > 1:
         found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
         least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
@@ -293,12 +294,12 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
         kth = torch.from_numpy(negated)[..., top_k - 1].neg()
         return kth, torch.ones_like(kth, dtype=torch.bool)
     ordered = ascending(logits).flip(-1)
-    law = ordered.softmax(-1)[..., :top_k]
-    # from some word on all are out: sums grow, shares fall, and rounding keeps their order
-    part = law[..., :HEAD]
+    p = ordered.softmax(-1)[..., :top_k]
+    # from some token on all are out: sums grow, shares fall, and rounding keeps their order
+    part = p[..., :HEAD]
     out = part.cumsum(-1) - part > top_p
     if top_k > HEAD and not out[..., -1].all():
-        part = law
+        part = p
         out = part.cumsum(-1) - part > top_p
     kept = part.shape[-1] - out.sum(-1, keepdim=True)
     least, following = ordered.gather(-1, kept - 1), ordered.gather(-1, kept.clamp(max=size - 1))

@@ -85,4 +85,4 @@ __all__ = [
     "RecapScheduler",
     "SaberScheduler",
     "ThresholdScheduler",
-]  # the classes; `from_preset` and `call_arguments` stand beside them
+]  # the classes; `from_preset` and `call_arguments` are beside them

@@ -32,7 +32,7 @@ MODULE = "paradec.schedulers"
 
 
 class Host:
-    """Stands where samplers expect a model: the pipeline evaluated it, and what it answered is `logits` [B, L, V]."""
+    """Takes the place of a model: the pipeline evaluated it, and what it answered is `logits` [B, L, V]."""
 
     tokenizer = None
     kind = "host"
@@ -55,7 +55,7 @@ class Host:
 
 class SamplerScheduler(SchedulerMixin, ConfigMixin):
     """Base of the schedulers. `class X(Base, sampler="localleap")` gives X the sampler's settings as config keys, with
-    their defaults, behind those of the family.
+    their defaults, after those of the family.
 
     Raises, when made: ValueError, for an unknown config key or a setting out of its range.
     """
@@ -71,7 +71,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
     driver: runs.Driver | None = None
     """The function call that the present run belongs to."""
     _host: Host
-    """Stands for the model, where there is a state."""
+    """Takes the place of the model, where there is a state."""
 
     def __init_subclass__(cls, sampler: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -33,7 +33,7 @@ class ImageSchedulerOutput(BaseOutput):
 
 
 class ImageScheduler(SamplerScheduler):
-    """A sampler of the masked family behind `AmusedScheduler`'s calls.
+    """A sampler of the masked family with `AmusedScheduler`'s calls.
 
     Config: the sampler's own settings, `mask_token_id` (needed; the config of the pipeline's scheduler has it) and
     `temperature`, at which tokens are drawn (0 takes the best). The `temperature` of the pipeline's call, which is the
@@ -175,7 +175,7 @@ class ImageScheduler(SamplerScheduler):
 
 
 class MaskGITScheduler(ImageScheduler, sampler="maskgit"):
-    """MaskGIT: the surest tokens with some noise, in numbers that grow from step to step (arXiv 2202.04200).
+    """MaskGIT: the most confident tokens with some noise, in numbers that grow from step to step (arXiv 2202.04200).
 
     AmusedScheduler's `masking_schedule` is `schedule` here.
     """

@@ -28,7 +28,7 @@ CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, 
 class BlockSchedulerOutput(BaseOutput):
     """What a step made of a block; the fields of diffusers' `BlockRefinementSchedulerOutput`.
 
-    Shapes: `B` rows, `L` positions of the block, `V` words.
+    Shapes: `B` rows, `L` positions of the block, `V` tokens of the vocabulary.
     """
 
     prev_sample: Tensor
@@ -46,10 +46,10 @@ class BlockSchedulerOutput(BaseOutput):
 
 
 class BlockScheduler(SamplerScheduler):
-    """A sampler of the masked family behind `BlockRefinementScheduler`'s calls.
+    """A sampler of the masked family with `BlockRefinementScheduler`'s calls.
 
     Config: the sampler's own settings, `block_length` (positions per block) and `num_inference_steps` (the schedule of
-    samplers that have one; the others take the steps that they need, also beyond it, and no mask is left behind).
+    samplers that have one; the others take the steps that they need, also beyond it, and no mask is left).
     Settings are the config's: thresholds given to the pipeline's call have no effect, and a warning says so.
 
     The state is the open block's. It begins anew at `timestep` 0 (LLaDA2Pipeline counts from 0 in every block), and
@@ -241,12 +241,12 @@ class BlockScheduler(SamplerScheduler):
         mask_token_id: int,
         prompt_length: int,
     ) -> Tensor:
-        """Which rows have ended: an end token behind the prompt, and nothing undecided before it. Called by the
+        """Which rows have ended: an end token after the prompt, and nothing undecided before it. Called by the
         pipeline after every step.
 
         Unlike diffusers' scheduler, an end token in the prompt does not keep a row from ending, nor does one that was
-        committed before what stands to its left. Where the sampler takes tokens back, those written in this step count
-        as undecided until a step has left them, or their block is done.
+        committed before the positions to its left. Where the sampler takes tokens back, those written in this step
+        count as undecided until a step has left them, or their block is done.
 
         Args:
             cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, what this step wrote.
@@ -287,7 +287,7 @@ class BlockScheduler(SamplerScheduler):
 
 
 class LowConfidenceScheduler(BlockScheduler, sampler="low_confidence"):
-    """LLaDA: the surest tokens, in equal numbers per step (arXiv 2502.09992)."""
+    """LLaDA: the most confident tokens, in equal numbers per step (arXiv 2502.09992)."""
 
 
 class RandomScheduler(BlockScheduler, sampler="random"):
@@ -295,7 +295,7 @@ class RandomScheduler(BlockScheduler, sampler="random"):
 
 
 class MarginScheduler(BlockScheduler, sampler="margin"):
-    """Plan for the Best: the surest tokens by the margin between the best two words (arXiv 2502.06768)."""
+    """Plan for the Best: the most confident tokens by the margin between the best two tokens (arXiv 2502.06768)."""
 
 
 class ThresholdScheduler(BlockScheduler, sampler="threshold"):
@@ -307,7 +307,7 @@ class FactorScheduler(BlockScheduler, sampler="factor"):
 
 
 class HierarchyScheduler(BlockScheduler, sampler="hierarchy"):
-    """dInfer: the surest token of every run of masks, and all above a confidence (arXiv 2510.08666)."""
+    """dInfer: the most confident token of every run of masks, and all above a confidence (arXiv 2510.08666)."""
 
 
 class EntropyThresholdScheduler(BlockScheduler, sampler="entropy_threshold"):
@@ -331,11 +331,11 @@ class CCDAgreeScheduler(BlockScheduler, sampler="ccd_agree"):
 
 
 class KLASSScheduler(BlockScheduler, sampler="klass"):
-    """KLASS: all sure tokens whose distribution has stopped changing (arXiv 2511.05664)."""
+    """KLASS: all confident tokens whose distribution has stopped changing (arXiv 2511.05664)."""
 
 
 class PersistenceScheduler(BlockScheduler, sampler="persistence"):
-    """CORA-Diff: the surest tokens on schedule, and nearly certain ones that were the best before."""
+    """CORA-Diff: the most confident tokens on schedule, and nearly certain ones that were the best before."""
 
 
 class SaberScheduler(BlockScheduler, sampler="saber"):
@@ -408,16 +408,16 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         vocab = model_output.shape[-1]
         left = (self.num_inference_steps - timestep) / self.num_inference_steps
         pred_logits = divided(model_output, annealed(left, self.config.t_min, self.config.t_max))
-        masks = torch.full_like(sample, vocab)  # a word that the model does not have
+        masks = torch.full_like(sample, vocab)  # a token that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
         self._open(logits, masks, vocab, 0.0, None, None, None, None)  # what is best is asked alone: draws come below
         block, _, _ = self._advance(logits, masks)
         accepted = block != vocab
         device = _device_of(generator, sample)
-        law = pred_logits.softmax(-1, dtype=torch.float32)
-        drawn = torch.multinomial(law.flatten(0, 1).to(device), 1, generator=generator).to(sample.device)
+        p = pred_logits.softmax(-1, dtype=torch.float32)
+        drawn = torch.multinomial(p.flatten(0, 1).to(device), 1, generator=generator).to(sample.device)
         tokens = drawn.view_as(sample)
-        probabilities = law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
+        probabilities = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         noise = torch.randint(vocab, sample.shape, generator=generator, device=device)
         block = torch.where(accepted, tokens, noise.to(sample.device))
         return block, accepted, torch.zeros_like(accepted), tokens, probabilities, pred_logits

@@ -600,6 +600,7 @@ DECODED: set[Sampler] = set()
 """What has been decoded with: most draws are refused, or one of few samplers."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @FUZZ
 @given(data=st.data())

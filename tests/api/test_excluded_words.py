@@ -88,6 +88,7 @@ def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: li
     assert not {*token_ids} & {token for row in found[0] for token in row}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:

@@ -52,6 +52,7 @@ def check_filled(model: Model, out: paradec.Output, rows: list[list[int]], new: 
         assert out.filled[index].tolist() == [False] * start + holes
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_fills_holes(name: str, model: Model) -> None:
     """Rows of unequal lengths, holes at both ends and in the middle; each row as if it were alone (one of them on every
@@ -236,12 +237,14 @@ def check_no_ends_inside(model: Model, **request: Any) -> None:
     assert not torch.isin(out.sequences[:, :-6][filled], ends).any() and torch.isin(out.new_tokens, ends).any()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_keeps_end_tokens_out_of_holes(name: str, llada64: Model, dream64: Model) -> None:
     models = [model for model in (llada64, dream64) if fits(name, model)]
     check_no_ends_inside(models[MASKED.index(name) % len(models)], sampler=name)  # they take turns
 
 
+@pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:cache=")
 @pytest.mark.parametrize("cache", paradec.caches.names())
 def test_every_cache_keeps_end_tokens_out_of_holes(cache: str, llada64: Model) -> None:

@@ -63,6 +63,7 @@ def test_what_follows_an_answer_is_never_the_mask() -> None:
             assert 0 <= fill < size
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), PAIRS)
 def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], name: str, cache: str) -> None:
     """Progress, tokens, forwards and steps are those with a pad id; so is what was undecided at the start."""

@@ -138,6 +138,7 @@ def guided(scale: float, rows: int) -> dict[str, Any]:
 # ---- drafts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "drafter", "shape"), ways())
 def test_temperature_0_is_greedy_decoding(
     name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]], plain: dict[Any, list[list[int]]]
@@ -156,6 +157,7 @@ def test_temperature_0_is_greedy_decoding(
             assert np.sum(state.accepted, 0).tolist() == [new] * len(rows)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "drafter", "shape"), ways())
 def test_drafted_rows_do_not_depend_on_their_neighbours(
     name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]]
@@ -260,6 +262,7 @@ def masked_models() -> dict[tuple[str, str], Model]:
     return {kind: tiny(1, *kind) for kind in KINDS}
 
 
+@pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tuple[str, str], Model]) -> None:

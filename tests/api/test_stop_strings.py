@@ -59,6 +59,7 @@ def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> No
     assert out.finished == [any(stop in TOKENIZER.decode(ids[:expected]) for stop in stops)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_stops(name: str) -> None:
     """Whatever the order of commits: the kept text is decided, holds the stop string, and rows end on their own."""

@@ -73,6 +73,7 @@ def test_a_row_that_ended_early_holds_nothing_back() -> None:
     assert torch.cat(streamer.puts, 1).tolist() == out.sequences.tolist() and {4, 8, 12, 16} <= set(sent)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("kind", ["llada", "dream"])
 def test_everything_comes_once_and_final(name: str, kind: str, request: pytest.FixtureRequest) -> None:

@@ -103,6 +103,7 @@ def answer(name: str, model: Table, filter_file: str, block: int, **request: Any
 # ---- masked samplers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> None:
     drawn = [
@@ -115,6 +116,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
     answer(name, table(9001, torch.float32, 40.0), filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
     """Greedy tokens, where the order in which they are taken is the same: in blocks of one position, and in others
@@ -132,6 +134,7 @@ DRAWN = ("random", "origin", "maskgit", "recap", "lpd")
 """Samplers that draw positions, whatever the temperature."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str) -> None:
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else {}
@@ -179,6 +182,7 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
         paradec.generate(causal, [1, 2], sampler="sjd", temperature=0, top_k=3, seed=1, max_new_tokens=2)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("vocab", "dtype", "scale"),
     [(50, torch.float32, 3e38), (9001, torch.float32, 3e38), (50, torch.float64, 1.7e308)],
@@ -271,6 +275,7 @@ KINDS = ("nan", "inf", "-inf", "allowed")
 SIZES = ((50, torch.float64), (9001, torch.float32))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file: str) -> None:
     for index, (kind, (vocab, dtype)) in enumerate(itertools.product(KINDS, SIZES)):

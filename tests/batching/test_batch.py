@@ -20,6 +20,12 @@ from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(1)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 

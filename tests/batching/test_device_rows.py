@@ -65,6 +65,7 @@ def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) 
         assert (out.row_forwards, out.forwarded_tokens) == (alone.row_forwards, alone.forwarded_tokens)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("sampler", "prediction", "cache"),
     [(name, *pair) for name in SAMPLERS for pair in (("same", "none"), ("shifted", "dual"))]

@@ -107,6 +107,7 @@ def assert_same(model: Model, rows: list[Any], lengths: list[int], tickets: list
                 assert torch.allclose(mine, theirs, rtol=0, atol=1e-9, equal_nan=True), index
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "cache", "kind"),
     [pytest.param(*entry, marks=() if entry in SOME else pytest.mark.full) for entry in EVERY],
@@ -137,6 +138,7 @@ DRAFTING = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("temperature", "guidance"), [(0.0, 1.0), (0.8, 1.5)])
 @pytest.mark.parametrize("name", [*ALONE, *DRAFTING])
 def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:

@@ -129,6 +129,7 @@ def test_vicinity_that_covers_everything_is_no_cache() -> None:
     assert max(differences(tiny(3), cache)) < 1e-12
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
@@ -213,6 +214,7 @@ def fitting(name: str, topology: str, prediction: str) -> Any:
     return dataclasses.replace(cache, refresh_interval=99) if "refresh_interval" in cache.settings() else cache
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("prediction", ["same", "shifted"])

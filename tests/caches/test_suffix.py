@@ -328,7 +328,7 @@ def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
     refused(model, "give block_length")
     for cache in ("dkv_decode", "dkv_prefill", "dkv_pd"):
         refused(model, f"cache='{cache}' counts on all of a row", cache=cache, block_length=4)
-    refused(model, "reads everything behind the block", stop=paradec.Prophet(), block_length=4)
+    refused(model, "reads everything after the block", stop=paradec.Prophet(), block_length=4)
     refused(model, "sampler 'wino' evaluates masks of its own", sampler="wino", block_length=4)
     refused(model, "attention='sparsed' does not work.*suffix", attention="sparsed", block_length=4)
     drawn: Any = {"rng": "reference", "suffix": "gaussian:4", "block_length": 4}

@@ -119,6 +119,7 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
 # ---- masked models --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")])
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
     """Every sampler in the registry, those that write a position several times included."""
@@ -201,6 +202,7 @@ def target(model: Model, row: list[int], answer: list[int], temperature: float, 
     return torch.log(torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.7, 5)])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_is_the_verified_distribution(

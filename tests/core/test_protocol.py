@@ -64,7 +64,7 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
         assert cls.name == name
         assert cls.summary and cls.__doc__
         assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-        families = {"masked", "draft_verify", "canvas", "forecast", "continuous", "cache"}
+        families = {"masked", "draft_verify", "renoising", "forecast", "continuous", "cache"}
         families |= {"scales", "groups", "distilled"}
         assert cls.family in families
         if cls.family != "cache":

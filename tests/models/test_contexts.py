@@ -26,6 +26,7 @@ from paradec.core.protocol import decode
 # ---- modes of torch -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_inference_mode_changes_nothing(kind: str) -> None:
     """Nor do gradients, which are asked for where nobody says otherwise."""
@@ -34,6 +35,7 @@ def test_inference_mode_changes_nothing(kind: str) -> None:
         assert torch.equal(decoded(shared(kind), kind), expected(kind))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("inside", ["start", "step", "commit", "all but the start"])
 @pytest.mark.parametrize(
     "kind", ["llada", "Bert", "Llama causal", "diffusion_gemma", "llamagen-t2i", "anole", "mar", "dit"]
@@ -59,6 +61,7 @@ def test_a_state_is_at_home_in_and_out_of_inference_mode(kind: str, inside: str)
     assert not end(state).requires_grad
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
     model, sampler = shared("llada"), samplers.create(name)
@@ -120,6 +123,7 @@ AUTOCAST: dict[str, str] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast_changes_no_method(name: str) -> None:
     kind = AUTOCAST[name]

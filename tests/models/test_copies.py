@@ -54,6 +54,7 @@ def zero(model: Any) -> None:
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
     """So does a copy of a copy, whatever becomes of those before it."""
@@ -267,6 +268,7 @@ def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Te
         assert (copied.counts == state.counts).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_copies_of_a_masked_state_go_on(name: str) -> None:
     model, sampler = shared("llada"), samplers.create(name)

@@ -40,6 +40,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
     return paradec.generate(model, rows, **asked | request)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("prediction", KINDS)
 @pytest.mark.parametrize("cache", ["none", "block", "prefix", "dual", "delayed", "dkv_prefill", "vicinity"])
 @pytest.mark.parametrize("add", [0.0, 0.5, 1.0])

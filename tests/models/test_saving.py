@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoints import DREAM, IDS, LLADA, hub, logits, random_weights  # noqa: F401 - a fixture
+from checkpoints import DREAM, IDS, LLADA, logits, random_weights
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 from image_models import tiny_llamagen
 from moe_models import small_config, small_weights
@@ -276,7 +276,7 @@ def test_the_packaged_model(tmp_path: Path) -> None:
     assert paradec.generate(other, "Sort: pear fig").text == paradec.generate(model, "Sort: pear fig").text
 
 
-def test_a_repository_of_the_hub(hub: Path) -> None:  # noqa: F811
+def test_a_repository_of_the_hub(hub: Path) -> None:
     """Shards of a cached repository: read, refused where their dtype is wrong, and saved with the code's address."""
     snapshot = hub / "models--some--model" / "snapshots" / ("a" * 40)
     source = write(hub / "source", "llada")

@@ -202,6 +202,7 @@ def test_what_runs_past_the_attention_is_an_error() -> None:
 # ---- threads --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_two_threads_on_one_model(kind: str) -> None:
     model = shared(kind)

@@ -246,6 +246,7 @@ def refused(case: Case, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("loader", SAFETENSORS)
 def test_safetensors(loader: str, tmp_path: Path) -> None:
     case = file, name, load = SAFETENSORS[loader](tmp_path)

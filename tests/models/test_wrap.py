@@ -189,6 +189,7 @@ def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, re
     assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_remote_code_decodes_as_the_loaded_checkpoint(
     wrapped_remote: Model, remote: Any, llada64: Model, name: str
@@ -264,6 +265,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
@@ -305,6 +307,7 @@ def test_roberta_positions_start_after_the_padding_id() -> None:
     assert wrapped("Bert").facts.max_length == 48
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llada", "dream")])
 @pytest.mark.parametrize("sampler", ["threshold", "maskgit_plus"])
 def test_every_kind_decodes(kind: str, sampler: str) -> None:

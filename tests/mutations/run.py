@@ -202,7 +202,7 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int | None, str]:
             import pytest
 
             places = [str(ROOT / test) if test.startswith("tests/") else test for test in tests]
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(ROOT)]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not full", "--rootdir", str(ROOT)]
             status = int(pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), *places]))
             sys.stdout.flush()
         finally:

@@ -38,6 +38,24 @@ from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Decoder, Model
 from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, save_filter
 
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2, "block_causal")
+
+
+@pytest.fixture
+def pipe(model: Model) -> LLaDA2Pipeline:
+    pipeline = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(3))
+
+
 IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.LPDScheduler, schedulers.RecapScheduler]
 DRAWS = {schedulers.RandomScheduler}
 """Choose positions by chance, from numbers that depend on the prompt, which a scheduler does not see."""
@@ -354,6 +372,7 @@ def after(step: int, function: Any) -> Any:
     return callback
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     """A second one is refused, in a callback and in another thread; beside it, one with its own scheduler is right."""

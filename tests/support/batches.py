@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
-from tiny_models import tiny
 from torch import Tensor
 
 from paradec.batching.batch import Batch, Ticket
@@ -15,11 +13,6 @@ from paradec.models.adapter import Model
 
 ROWS = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for draw in map(random.Random, range(6))]
 REQUEST: dict[str, Any] = {"max_new_tokens": 6, "block_length": 3, "temperature": 0.8, "seed": 2}
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return tiny(1)
 
 
 def drained(batch: Batch) -> list[Ticket]:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -153,13 +152,3 @@ def shard(folder: Path, to: Path) -> dict[str, str]:
 def write_index(folder: Path, weight_map: Any) -> None:
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     folder.joinpath("model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An offline hub cache in a folder of its own."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path

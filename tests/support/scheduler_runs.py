@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-from diffusers import (
-    BlockRefinementScheduler,
-    LLaDA2Pipeline,
-)
-from tiny_models import END, MASK, tiny
+from tiny_models import END, MASK
 from torch import Tensor
 
 from paradec import schedulers
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
-from paradec.models.adapter import Model
 
 TEXT = [
     getattr(schedulers, name)
@@ -40,23 +33,6 @@ class BlockCausal(BlockCausalModule):
     ) -> Any:
         self.calls += 1
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return tiny(2, "block_causal")
-
-
-@pytest.fixture
-def pipe(model: Model) -> LLaDA2Pipeline:
-    pipeline = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-@pytest.fixture(scope="module")
-def ids() -> Tensor:
-    return torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(3))
 
 
 def run(pipe: Any, ids: Tensor, **arguments: Any) -> Tensor:

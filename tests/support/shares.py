@@ -9,6 +9,8 @@ Files that take longest begin first: nothing that takes long is begun when the r
 
 from __future__ import annotations
 
+import collections
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,24 @@ LONG = (
 """Files that take longest, about in this order."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    thin(items)
     if hasattr(config, "workerinput"):
         order = {file: turn for turn, file in enumerate(LONG)}
         items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def thin(items: list[pytest.Item]) -> None:
+    """Mark two of three cases of each test that is `thinned` as `further`. Which ones follows from the test's name, so
+    that what many tests are parametrised by, the registered samplers above all, is run by some of them."""
+    seen = collections.Counter[str]()
+    for item in items:
+        if item.get_closest_marker("thinned"):
+            name = item.nodeid.partition("[")[0]
+            if (seen[name] + zlib.crc32(name.encode())) % 3:
+                item.add_marker("further")
+            seen[name] += 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -139,11 +138,6 @@ def write(folder: Path, family: str, weights: dict[str, Tensor] | None = None, *
     for name in REMOTE_FILES:
         (folder / name).write_text("raise SystemExit('remote code was run')")
     return folder
-
-
-@pytest.fixture(params=list(CONFIGS))
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"

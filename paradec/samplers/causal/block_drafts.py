@@ -1,7 +1,7 @@
 """Drafts of a whole window in one forward of the drafter (DFlash, `paradec.models.dflash`).
 
 Its forward reads what the model's layers made of the final tokens since the last one, which go into its key/value
-store, and the last final token with masks behind it, which do not. Each mask's logits are the distribution q of the
+store, and the last final token with masks after it, which do not. Each mask's logits are the distribution q of the
 token at its own position; given the text so far, the drafts are drawn independently of each other. A chain of them is
 verified as any other: every draft carries its own q.
 """

@@ -1,7 +1,7 @@
 """The loop of the methods that draft a window of tokens one after the other and verify all of them in one forward.
 
 A step evaluates the last final token and the drafts after it over the key/value store. The drafts are accepted up to
-the first rejection, that one is resampled (`paradec.samplers.causal.verification`), and the store's slots behind what
+the first rejection, that one is resampled (`paradec.samplers.causal.verification`), and the store's slots after what
 is final are given back. A method is one decision, `accept`; where the next drafts come from is the subclass's
 (`paradec.samplers.causal.window`, `paradec.samplers.causal.drafting`).
 """
@@ -193,7 +193,7 @@ class ChainSampler(CausalSampler):
         raise NotImplementedError
 
     def _roll_back(self, state: CausalState, rows: np.ndarray) -> None:
-        """Give back the store's slots behind what is final, and finish the rows that have reached their end."""
+        """Give back the store's slots after what is final, and finish the rows that have reached their end."""
         if state.store is not None:
             for branch in range(state.branches):
                 # the last final token has not been evaluated

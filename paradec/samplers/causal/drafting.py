@@ -153,7 +153,7 @@ class DraftingSampler(ChainSampler):
                     f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
                     "a drafter must have the same"
                 )
-            _check_words(model, self.drafter)
+            _check_vocabulary(model, self.drafter)
             self._bound(model)
             for each in (model, self.drafter) if self.tree is not None else ():
                 if not (each.supports_store and each.supports_visibility):
@@ -217,7 +217,7 @@ class DraftingSampler(ChainSampler):
     def _draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows. features: [branches * R, F, D], hidden states for a drafter that reads them: of the tokens
         before those that became final, from the first that it has not read."""
-        going = np.flatnonzero(_room(state, rows) > 0)
+        going = np.flatnonzero(_drafts_left(state, rows) > 0)
         if not len(going) or state.width == 1:
             return
         if features is not None:
@@ -295,7 +295,7 @@ class DraftingSampler(ChainSampler):
         begin, last = self._unread(state, rows)
         made = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
         committed = torch.as_tensor(state.committed[rows, None], device=device)
-        for depth in range(min(tree.depth, _room(state, rows).max())):
+        for depth in range(min(tree.depth, _drafts_left(state, rows).max())):
             nodes = np.flatnonzero(depths == depth)
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
             query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
@@ -326,11 +326,11 @@ class DraftingSampler(ChainSampler):
         # what the drafter reads: the root, then `top` nodes of each level; their places are among all that it named
         parents, tokens, place, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
         made = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
-        room = _room(state, rows)
-        limit = torch.as_tensor(room, device=device).unsqueeze(1)  # what a row names does not depend on its neighbours
+        left = _drafts_left(state, rows)
+        limit = torch.as_tensor(left, device=device).unsqueeze(1)  # what a row names does not depend on its neighbours
         wanted = np.arange(1)
         named: list[tuple[Tensor, Tensor, Tensor]] = []
-        for level in range(min(tree.depth, room.max())):
+        for level in range(min(tree.depth, left.max())):
             known = tokens.shape[1] - 1
             layout = TreeLayout(parents, level, top)
             query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
@@ -497,18 +497,18 @@ def _wrapped(module: nn.Module) -> Any:
         raise ValueError(f"drafter={type(module).__name__} cannot be taken as it is: {error}") from None
 
 
-def _check_words(model: Any, drafter: Any) -> None:
-    """Raise ValueError where the tokenizers of the two have other words for some of `PROBED` ids."""
+def _check_vocabulary(model: Any, drafter: Any) -> None:
+    """Raise ValueError where the tokenizers of the two have other tokens for some of `PROBED` ids."""
     own, small = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
     if own is None or small is None or own is small:
         return
     size = model.facts.vocab_size
     for probe in range(0, size, max(1, size // PROBED)):
-        words = own.convert_ids_to_tokens(probe), small.convert_ids_to_tokens(probe)
-        if words[0] != words[1]:
+        tokens = own.convert_ids_to_tokens(probe), small.convert_ids_to_tokens(probe)
+        if tokens[0] != tokens[1]:
             raise ValueError(
                 f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "
-                f"{words[1]!r}, not {words[0]!r}; a drafter must have the same"
+                f"{tokens[1]!r}, not {tokens[0]!r}; a drafter must have the same"
             )
 
 
@@ -528,7 +528,7 @@ def _checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
     return q
 
 
-def _room(state: CausalState, rows: np.ndarray) -> np.ndarray:
+def _drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
     """[R] int64: how many drafts one after the other can become final; a step makes one token more than
     it accepts."""
     return state.end[rows] - state.committed[rows] - 1

@@ -22,11 +22,11 @@ EMBEDDED = 10_000
 
 def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rank of tokens [..., 1] in the order of p [..., V] (the lower id first on ties), [..., 1]; the ranks from
-    `half` before to half - 1 behind, [..., 2 * half]; and the tokens there, at the ends of the order again and
+    `half` before to half - 1 after, [..., 2 * half]; and the tokens there, at the ends of the order again and
     again."""
     ids = torch.arange(p.shape[-1], device=p.device)
     if p.dtype == torch.float32:
-        # the bits of numbers from 0 on grow with them: with the id behind them, one number to sort by
+        # the bits of numbers from 0 on grow with them: with the id in the bits below, one number to sort by
         keys = p.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
         order = ascending(keys)
         rank = torch.searchsorted(order, keys.gather(-1, tokens))

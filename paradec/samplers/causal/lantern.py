@@ -61,7 +61,7 @@ class Lantern(DraftingSampler, JacobiSampler):
     Without a drafter it drafts for itself, as SJD does. The public code has a trained drafter (`paradec.load_drafter`),
     which draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes
     are verified by `NodeRule`, the rule that its traces replay with. That rule leaves another residual than p - q
-    behind a rejected node, and is not exact at delta=0 either where tokens have no probability.
+    after a rejected node, and is not exact at delta=0 either where tokens have no probability.
 
     Args:
         k: neighbours looked at.

@@ -1,10 +1,10 @@
-"""Prompt lookup: what followed the same words earlier in the row's own text is drafted again; no model drafts.
+"""Prompt lookup: what followed the same tokens earlier in the row's own text is drafted again; no model drafts.
 
 Saxena, "Prompt Lookup Decoding" (2023); transformers has it as `prompt_lookup_num_tokens`. It pays where answers repeat
 their prompts: summaries, edits, code, questions about a document.
 
 The last n tokens of the text so far are looked for in it, from `max_matching_ngram_size` down to 1 of them. The first
-place from the left that something follows is taken, and so are the tokens behind it as drafts, up to
+place from the left that something follows is taken, and so are the tokens after it as drafts, up to
 `prompt_lookup_num_tokens` of them. A draft x was not drawn, so its q is one-hot: it is accepted with probability p(x),
 and a rejected one is resampled from p without it, which keeps the model's distribution.
 """
@@ -57,7 +57,7 @@ class PromptLookup:
 
     @classmethod
     def of(cls, given: Any) -> Any:
-        """What a sampler's setting `drafter` stands for: its name or its data make a `PromptLookup`, anything else is
+        """What a sampler's setting `drafter` means: its name or its data make a `PromptLookup`, anything else is
         given back.
 
         Raises:
@@ -81,7 +81,7 @@ class PromptLookup:
         index = torch.as_tensor(rows, device=state.canvas.device)
         tokens = state.canvas[index]
         length = torch.as_tensor(state.committed[rows, None], device=tokens.device)
-        # prompts may hold ids that no logit stands for
+        # prompts may hold ids that have no logit
         usable = state.guess[tokens.clamp(max=len(state.guess) - 1)] > 0
         usable &= tokens < len(state.guess)
         size, most = self.max_matching_ngram_size, state.width - 1
@@ -94,7 +94,7 @@ class PromptLookup:
 def look_up(
     tokens: Tensor, length: Tensor, usable: Tensor, ends: Tensor, size: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """What followed the last tokens of rows where they stood before.
+    """What followed the last tokens of rows where they occurred before.
 
     Args:
         tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
@@ -105,7 +105,7 @@ def look_up(
         [R, most] int64 drafts, 0 where there are none, and how many each row has, [R] int64.
     """
     column = torch.arange(tokens.shape[1], device=tokens.device)
-    # [R, L] bool: whether the n tokens left of a column are the row's last n; something must stand in the column
+    # [R, L] bool: whether the n tokens left of a column are the row's last n; the column must hold a token
     same = (column < length).expand_as(tokens)
     start = torch.full_like(length, -1)
     for n in range(1, size + 1):

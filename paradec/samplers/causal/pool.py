@@ -1,7 +1,7 @@
-"""A pool of n-grams beside a Jacobi window: what the model has said behind rejected tokens is tried elsewhere.
+"""A pool of n-grams beside a Jacobi window: what the model has said after rejected tokens is tried elsewhere.
 
 The idea is Jacobi Forcing's rejection recycling (hao-ai-lab, 2026), and Lookahead decoding's before it (Fu et al.,
-arXiv 2402.02057). A draft x at a slot, and what the model says behind it, are an n-gram even where x is rejected, or
+arXiv 2402.02057). A draft x at a slot, and what the model says after it, are an n-gram even where x is rejected, or
 waits. When the last final token is x, the n-grams of the pool that begin with it are further drafts for the next
 positions: branches beside the window's chain, verified in the same forward.
 
@@ -72,7 +72,7 @@ class PooledChain(ChainSampler):
         return layout(state.width, self.pool, length) if self.pool and length else None
 
     def _nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
-        """[R, N] int64: the running rows' drafts, -1 where a node has none and behind the row's end."""
+        """[R, N] int64: the running rows' drafts, -1 where a node has none and after the row's end."""
         rows, memory = state.rows, state.memory.read(state.rows)
         index = torch.as_tensor(rows, device=state.context.device)
         last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
@@ -83,7 +83,7 @@ class PooledChain(ChainSampler):
         return drafts.masked_fill(tree.depths.to(index.device) >= left, -1)
 
     def query(self, state: CausalState) -> list[Query]:
-        """As `ChainSampler.query`; with a pool, the n-grams that begin with the last final token stand beside the
+        """As `ChainSampler.query`; with a pool, the n-grams that begin with the last final token are beside the
         window, and the store takes final tokens alone."""
         if (tree := self._tree(state)) is None:
             return super().query(state)
@@ -113,7 +113,7 @@ class PooledChain(ChainSampler):
             "p": taken,
             "uniform": torch.zeros((*drawn.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
             "top_logit": logits.amax(-1),
-            # each draft of the branch is what was drawn before it; behind its end nothing is verified
+            # each draft of the branch is what was drawn before it; after its end nothing is verified
             "drafts": torch.where(slot < depth, drawn, -1),
             "said": said(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram),
         }
@@ -153,7 +153,7 @@ def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tens
         pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R].
 
     Returns:
-        [R, count, length] int64: what stands behind it, -1 where there are fewer.
+        [R, count, length] int64: the tokens after it, -1 where there are fewer.
     """
     size = pool.shape[1]
     held = pool[:, :, 0] == token.unsqueeze(1)
@@ -165,7 +165,7 @@ def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tens
 
 
 def said(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
-    """N-grams of a step: each draft, and the tokens that the model drew for the slots behind it.
+    """N-grams of a step: each draft, and the tokens that the model drew for the slots after it.
 
     Args:
         drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something.
@@ -193,7 +193,7 @@ def longest(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, T
     """The deepest node all of whose path the model has drawn.
 
     Args:
-        drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn behind each node.
+        drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn after each node.
 
     Returns:
         How deep it is, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path to it,

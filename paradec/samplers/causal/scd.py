@@ -1,6 +1,6 @@
 """Speculative coupled decoding (SCD, first called MC-SJD): drafts that change as rarely as their distributions do.
 
-arXiv 2510.24211. In SJD the slots behind a rejected draft are drawn anew, which changes them even where their
+arXiv 2510.24211. In SJD the slots after a rejected draft are drawn anew, which changes them even where their
 distribution has not moved. Drawing old and new token jointly, each from its own distribution, keeps them equal more
 often.
 """
@@ -32,7 +32,7 @@ class SCD(SJD):
     name = "scd"
     paper = "SCD / MC-SJD"
     arxiv = "2510.24211"
-    summary = "SJD whose drafts behind a rejected one are coupled with the old ones instead of drawn anew; lossless"
+    summary = "SJD whose drafts after a rejected one are coupled with the old ones instead of drawn anew; lossless"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The state of a request over a causal model: what is final, what is drafted behind it, and the model calls that
+"""The state of a request over a causal model: what is final, what is drafted after it, and the model calls that
 evaluate spans of rows over the key/value store."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CausalState(State):
     """[E] int64: ids that end a row."""
     grid: Grid | None = None
     layout: Tensor | None = None
-    """[N] int64: what the grid prescribes at each offset behind the prompt, -1 where the model chooses."""
+    """[N] int64: what the grid prescribes at each offset after the prompt, -1 where the model chooses."""
     store: KeyValueStore | None = None
     embeddings: Tensor | None = field(init=False, default=None)
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
@@ -226,7 +226,7 @@ class CausalState(State):
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
     def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """[R, W] int64: what the grid prescribes at positions, -1 where the model chooses and behind the end."""
+        """[R, W] int64: what the grid prescribes at positions, -1 where the model chooses and after the end."""
         layout = self.layout
         assert layout is not None  # asked where there is a grid alone
         offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)

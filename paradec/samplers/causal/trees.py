@@ -305,7 +305,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """How the nodes of the rows' trees hang together. Parents come before their children, siblings in the order in
+    """How the nodes of the rows' trees are connected. Parents come before their children, siblings in the order in
     which they are verified. `R` rows, or 1 where all have the same tree.
 
     Args:
@@ -396,7 +396,7 @@ class Walk:
     """What a tree's verification found, for `R` rows. D is the depth of the tree."""
 
     nodes: Tensor
-    """[R, D + 1] int64: the node reached at each depth, root first; -1 behind the last."""
+    """[R, D + 1] int64: the node reached at each depth, root first; -1 after the last."""
     tokens: Tensor
     """[R, D + 1] int64: the tokens that become final: `accepted` children, then one more."""
     accepted: Tensor

@@ -124,7 +124,7 @@ def verify(
         drafted: [R, W] bool, False where a slot holds no draft (its last one never does).
         chance: [R, W]: probability that a draft is accepted, given that those before it are: the method's `accept`.
         uniform: [R, W, 2] in (0, 1): u, and the number that a rejected draft is resampled with.
-        refresh: of the slots behind the first rejection: "resample" takes `fresh`, drawn from this step's p; "maximal"
+        refresh: of the slots after the first rejection: "resample" takes `fresh`, drawn from this step's p; "maximal"
             is `coupled`; "keep" leaves draft and q alone. "gumbel" is "resample": `fresh` shares its noise with the
             drafts.
         resample: False takes the fresh token where a draft is rejected (methods that accept a draft only where it

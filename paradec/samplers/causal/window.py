@@ -45,7 +45,7 @@ class JacobiSampler(ChainSampler):
             the model thought likeliest there ("sample_horizontal", "sample_vertical"). A neighbour that is new itself
             is replaced by the nearest known one in that direction; where there is none the guess is random. Tokens that
             the grid prescribes are put in as they are.
-        refresh: what becomes of the drafts behind the first rejection: `paradec.samplers.causal.verification.verify`.
+        refresh: what becomes of the drafts after the first rejection: `paradec.samplers.causal.verification.verify`.
         guess_distribution: q of random guesses: "uniform", what they were drawn from, or "one_hot" on the guess, as in
             the public code. Both are exact; uniform ones are accepted more often.
     """
@@ -200,7 +200,7 @@ class Jacobi(PooledChain, JacobiSampler):
     commented out, so that its fixed point is another. A row ends its block as soon as an end token is among the tokens
     that are known to be right.
 
-    With `pool`, up to so many n-grams that earlier steps have said stand beside the sliding window as further drafts
+    With `pool`, up to so many n-grams that earlier steps have said are beside the sliding window as further drafts
     (`paradec.samplers.causal.pool`): the same tokens in fewer forwards, each of `pool * (ngram - 1)` slots more.
 
     Args:
@@ -312,6 +312,6 @@ class Jacobi(PooledChain, JacobiSampler):
         length = torch.as_tensor(state.committed[rows, None], device=device)
         at = (noise * length).long().minimum(length - 1)
         text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, at)
-        # prompts may hold ids that no logit stands for
+        # prompts may hold ids that have no logit
         fits = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
         return torch.where(fits, text, guess)

@@ -1,4 +1,4 @@
-"""ZipAR: the rows of an image are decoded side by side, each some tokens behind the one above it.
+"""ZipAR: the rows of an image are decoded side by side, each starts some tokens later than the one above it.
 
 He et al., "ZipAR: Accelerating Auto-regressive Image Generation through Spatial Locality", arXiv 2412.04062.
 """
@@ -88,7 +88,7 @@ class ZipAR(CausalSampler):
     name = "zipar"
     paper = "ZipAR"
     arxiv = "2412.04062"
-    summary = "the rows of an image side by side, each a window behind the one above; not lossless"
+    summary = "the rows of an image side by side, each starts a window after the one above; not lossless"
     lossless = False
     state_type: ClassVar[type[CausalState]] = ZipARState
     lock_step = True

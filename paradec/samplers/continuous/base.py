@@ -37,7 +37,7 @@ class ContinuousState(State):
     keys: Tensor
     """[B, 2] int64 random keys."""
     left: np.ndarray
-    """[commits + 1] int64 on the host: undecided positions of each row before every commit, and 0 behind the last."""
+    """[commits + 1] int64 on the host: undecided positions of each row before every commit, and 0 after the last."""
     guidance_scale: float
     index: int = 0
     """Which commit is next."""

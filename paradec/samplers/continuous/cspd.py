@@ -69,7 +69,7 @@ def verified(
     for the next round. With T = 1, Sigma = 1 and x ~ q the result is distributed as p.
 
     Args:
-        x: [n, channels]. draft, target: laws, each [n, channels].
+        x: [n, channels]. draft, target: distributions, each [n, channels].
         uniform: [n], of acceptance.
         redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers of these tokens.
         inner_temperature: T.
@@ -156,7 +156,7 @@ class CSpDState(ContinuousState):
     """What changes while images are decoded: a commit is a step of the target, or several drafted steps."""
 
     schedule: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
-    """[T + 1] int64 on the host: undecided positions of each row before every step, and 0 behind the last."""
+    """[T + 1] int64 on the host: undecided positions of each row before every step, and 0 after the last."""
     calls: tuple[range, ...] = ()
     """Per commit, the steps that it decides."""
     targets: int = 0
@@ -193,11 +193,11 @@ class CSpD(ContinuousSampler):
     position, so that their tokens are close.
 
     Lossy, for two reasons. The model judges all tokens of a call from the context before them; and the heads' last step
-    adds no noise, so that the laws which are compared stand for points, which `inner_temperature` makes comparable: at
-    its default most drafts of a close model are accepted, and the result is close to that model's law. The model alone,
-    given the positions of a verification as one step, makes as many calls and needs no draft model: `nfe` of the output
-    are the model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model alone under
-    the same noise.
+    adds no noise, so that the distributions that are compared are points, which `inner_temperature` makes comparable:
+    at its default most drafts of a close model are accepted, and the result is close to that model's distribution. The
+    model alone, given the positions of a verification as one step, makes as many calls and needs no draft model: `nfe`
+    of the output are the model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model
+    alone under the same noise.
 
     Of T steps the first 1 + floor(ratio T) are the model's own. Step s is the last one before a verification where
     `num_draft` divides it, and where it is the last of all.
@@ -206,7 +206,7 @@ class CSpD(ContinuousSampler):
     is not drawn again, where the code goes on to draw for all tokens of all rows until each was taken once; a token
     that no round took is the value that the model's own chain ended with, where the code writes zeros; and so a row
     does not depend on its neighbours, while it does in the code, whose rounds go on until the last row is through.
-    Redrawn tokens have the noise of the last step in both, without which their law would have no density.
+    Redrawn tokens have the noise of the last step in both, without which their distribution would have no density.
 
     Args:
         draft: the smaller `paradec.models.images.mar.MARModel`, with the same positions, channels, classes and latents;
@@ -218,8 +218,8 @@ class CSpD(ContinuousSampler):
         max_rounds: how often rejected tokens are drawn again, at most.
         head_steps: steps of both diffusion heads: 1 to 1000; or section counts, (10, 1) or "10,1": so many steps,
             evenly spaced, in each of as many equal parts of the training steps.
-        temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the laws are points: no
-            draft is accepted, and all tokens are the values that the model's own chains end with.
+        temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the distributions are
+            points: no draft is accepted, and all tokens are the values that the model's own chains end with.
         guidance_schedule: "linear" grows from 1 towards the request's scale with what is decided; of m undecided
             positions of S it is 1 + (scale - 1) (S - m) / S, and m is 1 at the last step, as in the code. "constant"
             does not. A verification takes the scale of its last step.
@@ -380,16 +380,18 @@ class CSpD(ContinuousSampler):
     def _drafted(self, state: CSpDState, at: Tensor) -> tuple[TokenDistribution, Cost]:
         """What the draft model draws at positions `at` [B, W], step by step, and what that cost."""
         tokens, queries = state.tokens, []
-        laws = [torch.zeros_like(tokens) for _ in range(3)]
+        distributions = [torch.zeros_like(tokens) for _ in range(3)]
         for step in state.calls[state.index]:
             query = self._evaluation(state, tokens, range(step, step + 1))
-            law = self.draft(query).distribution
-            index = query.wanted.unsqueeze(-1).expand_as(law.mean)
-            parts = (law.mean, law.std, law.half_log_variance)
-            laws = [whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(laws, parts, strict=True)]
-            tokens = tokens.scatter(1, index, law.mean.to(tokens.dtype))
+            distribution = self.draft(query).distribution
+            index = query.wanted.unsqueeze(-1).expand_as(distribution.mean)
+            parts = (distribution.mean, distribution.std, distribution.half_log_variance)
+            distributions = [
+                whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(distributions, parts, strict=True)
+            ]
+            tokens = tokens.scatter(1, index, distribution.mean.to(tokens.dtype))
             queries.append(query)
-        return TokenDistribution(*(_at(whole, at) for whole in laws)), Cost(queries, state.batch)
+        return TokenDistribution(*(_at(whole, at) for whole in distributions)), Cost(queries, state.batch)
 
     def _verified(self, state: CSpDState, draft: TokenDistribution, target: TokenDistribution, at: Tensor) -> Verdict:
         draws, channels = state.draws, state.tokens.shape[-1]
@@ -418,8 +420,8 @@ class CSpD(ContinuousSampler):
             FloatingPointError: one of the models returned NaN or infinite numbers. Nothing is written then.
         """
         state.check_current(proposal)
-        for who, law in (("model", proposal.target), ("draft model", proposal.draft)):
-            if law is not None and not torch.isfinite(law.mean).all():
+        for who, found in (("model", proposal.target), ("draft model", proposal.draft)):
+            if found is not None and not torch.isfinite(found.mean).all():
                 raise FloatingPointError(
                     f"the {who} returned NaN or infinite tokens at steps "
                     f"{state.calls[state.index].start} to {state.calls[state.index][-1]}"
@@ -467,6 +469,8 @@ def _at(tokens: Tensor, at: Tensor) -> Tensor:
     return tokens.gather(1, at.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
-def _flat(law: TokenDistribution) -> TokenDistribution:
-    """A law of [B, W, channels] as one of [B * W, channels]."""
-    return TokenDistribution(law.mean.flatten(0, 1), law.std.flatten(0, 1), law.half_log_variance.flatten(0, 1))
+def _flat(distribution: TokenDistribution) -> TokenDistribution:
+    """A distribution of [B, W, channels] as one of [B * W, channels]."""
+    return TokenDistribution(
+        distribution.mean.flatten(0, 1), distribution.std.flatten(0, 1), distribution.half_log_variance.flatten(0, 1)
+    )

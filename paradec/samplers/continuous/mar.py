@@ -161,9 +161,9 @@ class MAR(ContinuousSampler):
     def _noise(self, state: MARState, at: Tensor, local: bool) -> Tensor:
         """[B, W, steps + 1, channels] standard normal numbers for the head at positions `at` [B, W]."""
         steps = max(int(self.head_steps * self.fast_ratio), 1) if local else self.head_steps
-        words = (steps + 1) * state.tokens.shape[-1]
+        numbers = (steps + 1) * state.tokens.shape[-1]
         step = torch.full((state.batch,), state.index, device=at.device)
-        uniform = rng.uniform(state.keys, step, at, words, rng.TOKEN_STREAM)
+        uniform = rng.uniform(state.keys, step, at, numbers, rng.TOKEN_STREAM)
         return normal(uniform).unflatten(-1, (steps + 1, -1))
 
     def propose(self, state: MARState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]) -> MARProposal:

@@ -52,7 +52,7 @@ class DistilledState(State):
     noise: Tensor
     """[B, N, C]: what the picture is made from, the same at every call."""
     tokens: Tensor
-    """[B, N, C]: data up to `final`, behind it what the last call gave."""
+    """[B, N, C]: data up to `final`, after it what the last call gave."""
     ids: Tensor
     """[B, N] int64: the nearest codes of `tokens`, where a teacher reads them; -1 elsewhere."""
     split: int
@@ -109,7 +109,7 @@ class DistilledProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class Distilled(Sampler):
-    """Per stage t of `t_list`, one call of the student: tokens behind the first K(t) become the initial noise again,
+    """Per stage t of `t_list`, one call of the student: tokens after the first K(t) become the initial noise again,
     and the student says for all at once which code and which vector they are. The first K(split) become codes, the
     others stay vectors; they are decoded as they are. K(t) is t tokens of a student of LlamaGen, t scales of one of
     VAR.
@@ -206,7 +206,7 @@ class Distilled(Sampler):
             model: a student, of `paradec.models.images.distilled`.
             prompt: the class labels, one per picture.
             request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning: `steps` is
-                1 or 2 (the default); what shapes the teacher's law is refused without one.
+                1 or 2 (the default); what shapes the teacher's distribution is refused without one.
             noise: [B, N, C] standard normal numbers to make the pictures from; None draws them.
 
         Raises:
@@ -325,8 +325,8 @@ class Distilled(Sampler):
         request, (_, at) = state.request, state.plan[state.index]
         first, stop = state.teaching.span(at)
         logits = state.teaching.guided(answer, at)
-        law = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
-        ids = draw(law, state.uniform(torch.arange(first, stop, device=logits.device)))
+        p = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
+        ids = draw(p, state.uniform(torch.arange(first, stop, device=logits.device)))
         return DistilledProposal(
             rows=np.arange(state.batch),
             values=state.codes[ids],
@@ -347,7 +347,7 @@ class Distilled(Sampler):
         state.check_current(proposal)
         kind, at = state.plan[state.index]
         assert proposal.logits is not None
-        # a teacher's filters and -inf of its own are no error; a law without a finite logit is
+        # a teacher's filters and -inf of its own are no error; a distribution without a finite logit is
         seen = proposal.logits if kind == "student" else proposal.logits.amax(-1)
         if not (torch.isfinite(seen).all() and torch.isfinite(proposal.values).all()):
             raise FloatingPointError(f"the {kind} returned NaN or infinite numbers at step {state.index}")
@@ -378,10 +378,10 @@ class Distilled(Sampler):
 
 def normal(keys: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Standard normal numbers [B, N, C] float64 of the rows' keys [B, 2]."""
-    rows, count, words = shape
+    rows, count, channels = shape
     at = torch.arange(count, device=keys.device).expand(rows, count)
     zero = torch.zeros(rows, dtype=torch.int64, device=keys.device)
-    uniform = rng.uniform(keys, zero, at, words, NOISE_STREAM).clamp(max=BELOW_ONE)
+    uniform = rng.uniform(keys, zero, at, channels, NOISE_STREAM).clamp(max=BELOW_ONE)
     return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
 
 

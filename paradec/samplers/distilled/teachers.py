@@ -1,4 +1,4 @@
-"""The teachers of Distilled Decoding: they draw tokens of a picture over those that stand before them."""
+"""The teachers of Distilled Decoding: they draw tokens of a picture given those before them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Teaching(Protocol):
     """A teacher in one request, and what it has read of the picture. `B` rows."""
 
     def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> Any:
-        """The call for cell or scale `at`; ids [B, N] int64 and codes [V, C] say what stands before it."""
+        """The call for cell or scale `at`; ids [B, N] int64 and codes [V, C] say which tokens are before it."""
         ...
 
     def answer(self, query: Any) -> Tensor:

@@ -123,9 +123,9 @@ def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -
 def bubbling_union(
     steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], count: int = 3
 ) -> dict[str, list[int]]:
-    """Let the modules with the largest caching errors be evaluated also when a feed-forward behind them is.
+    """Let the modules with the largest caching errors be evaluated also when a feed-forward after them is.
 
-    A feed-forward's update takes in the errors of what stands before it; so these update with it.
+    A feed-forward's update takes in the errors of the modules before it; so these update with it.
 
     Args:
         steps: each module's own schedule, in the order of evaluation.
@@ -141,6 +141,6 @@ def bubbling_union(
     if count < 2:
         return united
     for name in sorted(names, key=lambda name: -errors[name])[:count]:
-        behind = [other for other in names[names.index(name) :] if other in feed_forward]
-        united[name] = sorted(set(steps[name]).union(*(steps[other] for other in behind)))
+        later = [other for other in names[names.index(name) :] if other in feed_forward]
+        united[name] = sorted(set(steps[name]).union(*(steps[other] for other in later)))
     return united

@@ -2,7 +2,7 @@
 
 A method of this family is one decision, `evaluates`: evaluate or forecast this time; and, beside it, what it remembers
 of the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
-The solver is a diffusers scheduler. All rows stand at the same solver step.
+The solver is a diffusers scheduler. All rows are at the same solver step.
 
 The decision reads a `RunProgress` and nothing else of the state, so that it is asked for in the same way, once per
 solver step, where a pipeline owns the loop (`paradec.integrations.diffusers.hooks`).

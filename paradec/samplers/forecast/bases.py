@@ -103,10 +103,10 @@ class Basis:
 
 @dataclass(frozen=True)
 class Taylor(Basis):
-    """Taylor expansion from backward differences: sum_i D_i k^i / i!, k steps behind the evaluation (TaylorSeer).
+    """Taylor expansion from backward differences: sum_i D_i k^i / i!, k steps after the evaluation (TaylorSeer).
 
     As in the public code, one gap (between the last two evaluations) divides the differences of every order, also
-    where earlier evaluations stood further apart, and D_i is the derivative at a point behind the evaluation: exact for
+    where earlier evaluations were further apart, and D_i is the derivative at a point before the evaluation: exact for
     linear features, not for quadratic ones (`Newton` is). Each evaluation adds an order, up to `order`.
     """
 
@@ -148,7 +148,7 @@ class Reuse(Basis):
 
 @dataclass(frozen=True)
 class Newton(Basis):
-    """The polynomial through the last `order + 1` evaluations, wherever they stood: exact up to degree `order`."""
+    """The polynomial through the last `order + 1` evaluations, wherever they were: exact up to degree `order`."""
 
     name = "newton"
 
@@ -198,7 +198,7 @@ class FoCa(Basis):
 
 @dataclass(frozen=True)
 class DMD(Basis):
-    """Dynamic mode decomposition of the last `window` evaluations, where at least 4 stand evenly; else `Hermite`.
+    """Dynamic mode decomposition of the last `window` evaluations, where at least 4 are evenly spaced; else `Hermite`.
 
     As in HiCache's public code (hicache-pp); modes below 1e-4 of the largest are dropped, in float64. The features of
     a row are taken together, so that this costs a small SVD per row and feature: meant for whole outputs.
@@ -247,7 +247,7 @@ def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
 
 
 def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
-    """The state `ahead` spacings behind the last of evenly spaced snapshots [features, n] float64, oldest first."""
+    """The state `ahead` spacings after the last of evenly spaced snapshots [features, n] float64, oldest first."""
     x, y = snapshots[:, :-1], snapshots[:, 1:]
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     rank = max(int((s > 1e-4 * s[0]).sum()), 1)

@@ -26,7 +26,7 @@ class DiCache(Probe):
     The probe's relative L1 change is taken from step to step, skipped ones included. Where the sum stays below
     `threshold`, the other blocks are skipped, and all of them, the probe's too, are replaced by a residual on the line
     through the last two that were evaluated: r_before + g (r_latest - r_before), where g is |p - p_before| over
-    |p_latest - p_before|, p what the probe adds, within [1, 1.5]. Else the call goes on behind the probe.
+    |p_latest - p_before|, p what the probe adds, within [1, 1.5]. Else the call goes on after the probe.
 
     That line is TaylorSeer's of order 1, at a time that is measured instead of counted: the basis is "taylor", and with
     another one the same time is used. Text streams go along the same line, and where the blocks change the shapes of
@@ -90,7 +90,7 @@ class DiCache(Probe):
         )
         if full:
             state.error = 0.0
-            # the first evaluation stands for the one before it, so that memory is known from then on
+            # the first evaluation is also used as the one before it, so that memory is known from then on
             kept["before"], kept["latest"] = kept.get("latest", residual), residual
         else:
             state.product = self._gain(residual, kept["latest"], kept["before"])

@@ -17,7 +17,7 @@ from paradec.samplers.forecast.refresh import relative_change
 
 @dataclass(frozen=True)
 class FirstBlock(Probe):
-    """Evaluate the blocks behind the first one when its residual has changed: FBCache.
+    """Evaluate the blocks after the first one when its residual has changed: FBCache.
 
     The relative L1 change is taken since the latest evaluation, over the whole call (all its rows together), in the
     model's own type. The names and the default are diffusers'; pipelines of few steps (8 or less) hardly ever skip.
@@ -48,7 +48,7 @@ class FirstBlock(Probe):
 
 @dataclass(frozen=True)
 class DBCache(Probe):
-    """FBCache with more blocks before and behind what is skipped, and bounds on skipping: cache-dit's DBCache.
+    """FBCache with more blocks before and after what is skipped, and bounds on skipping: cache-dit's DBCache.
 
     All blocks are one stack, as cache-dit has it for FLUX; of some other models it lets each list of blocks decide for
     itself.

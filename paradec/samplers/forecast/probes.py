@@ -64,15 +64,15 @@ class Probe:
 
     @property
     def tail(self) -> int:
-        """Blocks that are evaluated at every step, behind what is forecast."""
+        """Blocks that are evaluated at every step, after what is forecast."""
         return 0
 
     def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
-        """Whether the blocks behind the probe are evaluated in this call. Keeps in `state` what later calls need.
+        """Whether the blocks after the probe are evaluated in this call. Keeps in `state` what later calls need.
 
         Args:
             first: [B, ...] hidden states before the first block.
-            probe: [B, ...] hidden states behind the probe; None without one.
+            probe: [B, ...] hidden states after the probe; None without one.
             forced: the answer is yes, whatever is measured: nothing is kept yet, say.
         """
         raise NotImplementedError

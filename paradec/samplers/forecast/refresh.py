@@ -1,4 +1,4 @@
-"""Where a run stands, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
+"""How far a run is, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
 
 Fixed schedules are `TaylorSeer`'s own; `rules` has all rules by name. Independent of how features are forecast
 (`bases`): every rule goes with every basis.
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, check_order, shown
 
 
 @dataclass
 class RunProgress:
-    """Where a run stands: what the rules read. Steps are counted from 0."""
+    """How far a run is: what the rules read. Steps are counted from 0."""
 
     total: int | None = None
     """Solver steps of the run, where they are known."""
@@ -68,7 +68,8 @@ class Verification:
         check_number("base_threshold", self.base_threshold, low=0, open_low=True)
         check_number("decay_rate", self.decay_rate, low=0, high=1, open_low=True)
         check_int("min_forecasts", self.min_forecasts, low=1)
-        check_int("max_forecasts", self.max_forecasts, low=self.min_forecasts)
+        check_int("max_forecasts", self.max_forecasts)
+        check_order("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
 
     def is_full(self, course: RunProgress, first_enhance: int) -> bool:
         """Whether the next step is evaluated."""

@@ -65,7 +65,7 @@ class TaylorSeer(ForecastSampler):
             is skipped as a whole; least memory). None is "module" there, or what `refresh` needs; paradec's own loop
             knows the output only.
         modules: patterns (`re.fullmatch` on names within the transformer) of what is forecast, instead of `target`.
-        skip: patterns of modules that are left out at forecast steps, since a forecast behind them replaces what they
+        skip: patterns of modules that are left out at forecast steps, since a forecast after them replaces what they
             feed; goes with `modules`.
         derivative_dtype: what differences are kept in, "bfloat16", say; None keeps the features' own type.
         max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". A lower order, or a target
@@ -261,7 +261,7 @@ class TaylorSeer(ForecastSampler):
 
 
 def _history(state: ForecastState) -> History | None:
-    """The history that lies in a state's memory."""
+    """The history that is in a state's memory."""
     if not state.notes:
         return None
     tensors = state.memory["history"].unbind(1)[: state.notes["count"]]

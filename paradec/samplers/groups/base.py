@@ -57,7 +57,7 @@ class GroupState(State):
     dtype: torch.dtype
     """Of the model's parameters."""
     blank: int
-    """What stands at undecided cells: the id that asks the model for a token."""
+    """The token at undecided cells: the id that asks the model for a token."""
     branches: int
     store: KeyValueStore
     """Its slots are ranks."""
@@ -91,7 +91,7 @@ class GroupState(State):
         return int(left[0] - left[self.index]) * self.batch, int(left[0]) * self.batch
 
     def end(self, group: int) -> int:
-        """The rank behind a group's last cell; behind the prompt for group -1."""
+        """The rank after a group's last cell; after the prompt for group -1."""
         return self.prompt + (0 if group < 0 else int(self.groups.ends[group]))
 
     def positions(self, group: int) -> Tensor:
@@ -125,7 +125,7 @@ class GroupWriter(Sampler):
     family: ClassVar[str] = "groups"
     request_defaults = {"temperature": 1.0}
 
-    def law(self, state: Any, logits: Tensor) -> Tensor:
+    def distribution(self, state: Any, logits: Tensor) -> Tensor:
         """What tokens are drawn from: logits [B, n, V], guided -> [B, n, V]. After the temperature the `top_k` best are
         kept, then the nucleus of these."""
         request = state.request
@@ -267,26 +267,26 @@ class GroupSampler(GroupWriter):
         (logits,), (query,) = outputs, queries
         if state.branches == 2:
             logits = guided(logits, self.guidance(state))
-        law = self.law(state, logits)
+        p = self.distribution(state, logits)
         positions = state.positions(state.index)
-        tokens = self.draw(state, law, positions)
+        tokens = self.draw(state, p, positions)
         return Proposal(
             rows=query.rows,
             values=tokens,
             cost=Cost([query], state.batch),
             positions=positions,
-            scores=probability(law, tokens).double(),
+            scores=probability(p, tokens).double(),
             available=torch.ones_like(tokens, dtype=torch.bool),
             quantities={"top_logit": logits.amax(-1)},
             made_at=state.commits,
             kind=query.kind,
         )
 
-    def draw(self, state: GroupState, law: Tensor, positions: Tensor) -> Tensor:
+    def draw(self, state: GroupState, p: Tensor, positions: Tensor) -> Tensor:
         """Tokens [B, n] of positions [B, n]: the lowest id whose cumulated probability is above a uniform number."""
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
-        return draw(law, uniform.squeeze(-1))
+        return draw(p, uniform.squeeze(-1))
 
 
 def _rows(name: str, given: Any) -> list[list[int]]:

@@ -86,7 +86,7 @@ class NARState(State):
             self.store.release()
 
     def positions(self, cells: Tensor) -> Tensor:
-        """[B, W] int64: where cells [W] stand in the rows."""
+        """[B, W] int64: where cells [W] are in the rows."""
         return torch.as_tensor(self.prompt_length[:, None], device=cells.device) + cells
 
     def uniform(self, cells: Tensor) -> Tensor:
@@ -203,12 +203,12 @@ class NAR(GroupWriter):
             valid = None if real.all() else torch.as_tensor(real, device=device)
             slots = torch.as_tensor(np.where(real, column, -1), device=device)
             wanted = torch.as_tensor(lengths[:, None] - 1, device=device)
-            forwarded, reach = state.prompt_length, int(lengths.max())
+            forwarded, visible = state.prompt_length, int(lengths.max())
         else:
             cells = diagonal(state.grid, state.index - 1)
             positions = slots = state.positions(torch.as_tensor(cells, device=device)).repeat(branches, 1)
             forwarded = np.full(state.batch, len(cells))
-            reach = int(state.prompt_length.max() + cells.max()) + 1
+            visible = int(state.prompt_length.max() + cells.max()) + 1
         return [
             Query(
                 rows=np.arange(state.batch),
@@ -219,7 +219,7 @@ class NAR(GroupWriter):
                 store_rows=rows,
                 store_index=index,
                 slots=slots,
-                visible_length=reach,
+                visible_length=visible,
                 step=state.commits,
                 branches=branches,
                 forwarded=forwarded,
@@ -233,7 +233,7 @@ class NAR(GroupWriter):
         cells = torch.as_tensor(diagonal(state.grid, state.index), device=heads.device)
         averaged = neighbours(heads, state.grid, state.index)  # [R, W, V]
         logits = guided(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
-        p = self.law(state, logits)
+        p = self.distribution(state, logits)
         tokens = draw(p, state.uniform(cells))
         return Proposal(
             rows=query.rows,

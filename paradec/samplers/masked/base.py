@@ -99,7 +99,7 @@ class MaskedSampler(Sampler):
         processes_logits: whether the method has a logits stage of its own, `process_logits`.
         has_extra_quantities: whether it finds out more about a proposal, by `extra_quantities`.
         revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
-            token as decided when a step has left it as it stands, or its block has closed.
+            token as decided when a step has left it as it is, or its block has closed.
     """
 
     family: ClassVar[str] = "masked"
@@ -168,7 +168,7 @@ class MaskedSampler(Sampler):
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen. Changes nothing
-        in place. A stage that raises a few words only may leave them unwritten (`statistics.raise_words`).
+        in place. A stage that raises a few tokens only may leave them unwritten (`statistics.raise_tokens`).
 
         The second value is what it found, each [R, ...]: `select` sees it as `view.updates`, and the commit writes what
         bears the name of a declared memory there.
@@ -186,14 +186,14 @@ class MaskedSampler(Sampler):
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         """[R] int64: the bound on a block's steps for methods that `revises`, at least `masks_at_open`. What would
-        leave more undecided than there are steps left is not taken back, and a block does not linger beyond it."""
+        leave more undecided than there are steps left is not taken back, and a block stays open no longer."""
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
         """Where rows are cut off after this step: [R] int64 positions, `UNCUT` where they are not; None cuts none.
 
-        What lies behind becomes padding and is evaluated no more; the row is decided up to there. A cut lies within the
-        window and behind everything given. Requests with `eos_early_stop=False` do not ask.
+        What comes after it becomes padding and is evaluated no more; the row is decided up to there. A cut lies within
+        the window and after everything given. Requests with `eos_early_stop=False` do not ask.
         """
         return None
 
@@ -251,8 +251,8 @@ class MaskedSampler(Sampler):
         return own or others or state.guards_holes or (state.reads_blocks and bool(state.opening.any()))
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
-        """A candidate token and its scores for every window position; where a query leaves decided ones out, what
-        stands there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
+        """A candidate token and its scores for every window position; where a query leaves decided ones out, the
+        token there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
         window = state.window
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         current = window.read(state.canvas)
@@ -271,7 +271,7 @@ class MaskedSampler(Sampler):
             read = self._read(state, staged, query, generator)
             parts.append((*(read if query.columns is None else _spread(*read, query, current)), found))
             if state.logprobs is not None:
-                own = logits[:, : window.positions.shape[1]]  # behind them a shadow's may follow
+                own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
         tokens, quantities, updates = parts[0]
         order = None
@@ -309,7 +309,7 @@ class MaskedSampler(Sampler):
         return proposal
 
     def _proposable(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
-        """The logits [R, W, V] before the method's own stage: guided, without the words that are not proposed."""
+        """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
         logits = self._guided(state, logits, query)
         if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
             self._keep_ends_out(state, logits, holes)
@@ -330,15 +330,15 @@ class MaskedSampler(Sampler):
             seen = [tensor.index_select(0, index) for tensor in seen]
         available, positions, current = seen
         memory = state.memory.read(query.rows, available.shape[1])
-        fused, found = self.process_logits(logits, Stage(available, positions, memory, current))
-        return fused, watched | dict(found)
+        processed, found = self.process_logits(logits, Stage(available, positions, memory, current))
+        return processed, watched | dict(found)
 
     def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
         return state.request.guidance_scale
 
     def _guided(self, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
-        """The logits stage up to `process_logits`: guidance, and the words that are never proposed."""
+        """The logits stage up to `process_logits`: guidance, and the tokens that are never proposed."""
         request = state.request
         if request.guidance_scale != 1.0:
             logits = guided(logits, self.guidance(state, query.rows))
@@ -509,7 +509,7 @@ class MaskedSampler(Sampler):
         """Draw `count` positions of each row without replacement, with the probabilities softmax(scores)."""
         if generator is not None:
             return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
-        # Gumbel-top-k draws the same law, also of positions whose probability is too small for a number
+        # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
         return top_by_rank(scores + rng.gumbel(self._position_noise(state, None)), count)
 
 
@@ -532,8 +532,8 @@ def _check_declared(cls: type[MaskedSampler]) -> None:
 def _spread(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: Query, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others what
-    stands there (`current` [R, W]), and 0."""
+    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others the
+    token there (`current` [R, W]), and 0."""
     columns = query.columns
     assert columns is not None
     if len(columns) < len(current):

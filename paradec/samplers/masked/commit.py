@@ -106,10 +106,10 @@ def count(state: MaskedState, rows: np.ndarray, cost: Cost, tokens: np.ndarray, 
 def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: dict[str, np.ndarray]) -> None:
     """Close full blocks and the rows that have ended. decided: what `to_host` gave of the step."""
     rows, tokens = proposal.rows, decided["tokens"]
-    held, standing = None, tokens
+    held, shown = None, tokens
     if sampler.revises:
-        held, standing = revising.standing(sampler, state, rows, decided)
-    ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
+        held, shown = revising.shown_to_stop_rules(sampler, state, rows, decided)
+    ends = first_end(state.stop_rules, state, shown) if state.stop_rules else None
     moved = proposal.block_end is not None
     if state.pipelined and proposal.early is None:
         moved |= slide(state, tokens, ends)

@@ -41,7 +41,7 @@ def check_pipelined(sampler: Any, policy: Any, steps: int | None = None) -> None
 
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
-    """[R, W] int64: the blocks that positions stand in, counted from the one that begins at `block_start` [R, 1]."""
+    """[R, W] int64: the blocks that positions are in, counted from the one that begins at `block_start` [R, 1]."""
     first = 0 if policy.align == "absolute" else prompt_length
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
@@ -163,7 +163,7 @@ def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
 
 
 def _ended(state: Any, tokens: np.ndarray) -> np.ndarray:
-    """[R] bool: rows whose window [R, W] holds an end of the text. What stands behind it will not be read."""
+    """[R] bool: rows whose window [R, W] holds an end of the text. What comes after it will not be read."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)
     if rule is None:

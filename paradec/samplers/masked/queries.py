@@ -72,7 +72,7 @@ def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
 
 
 def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
-    """The query as it stands while the blocks do: everything but its tokens."""
+    """The query as long as the blocks are the same: everything but its tokens."""
     # whole rows stay what they are while blocks move
     keep = state.while_rows_stay if part.kind == "full" else state.while_blocks_stay
     fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
@@ -102,11 +102,11 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
         query.slots = per_branch(state, slots)
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-        reach = int(state.ends_now(rows).max())
+        visible = int(state.ends_now(rows).max())
         if state.facts.topology == "block_causal":
             last = part.positions.max(1)
-            reach = min(reach, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
-        query.visible_length = reach + -reach % state.stored_cache.shape_multiple
+            visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
+        query.visible_length = visible + -visible % state.stored_cache.shape_multiple
     whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, row_index, whole
 
@@ -116,7 +116,7 @@ def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]
-    if state.facts.shift:  # logits stand to the left; position 0 has no left neighbour and uses its own
+    if state.facts.shift:  # logits are one position to the left; position 0 has no left neighbour and uses its own
         source = np.maximum(source - state.facts.shift, 0)
     if part.kind == "full":
         if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:

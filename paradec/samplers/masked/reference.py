@@ -99,13 +99,13 @@ def read(
     sampler: Any, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens and quantities [R, W] from logits [R, W, V] that still hold the mask's: it is no candidate, but
-    its share counts in every probability, as in the public code. Trained models give it as much as any wrong word,
-    which decides between positions that are nearly sure."""
+    its share counts in every probability, as in the public code. Trained models give it as much as any wrong token,
+    which decides between positions that are nearly certain."""
     request = state.request
-    words = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
-    tokens = best = words.argmax(-1)
+    proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
+    tokens = best = proposable.argmax(-1)
     if request.temperature > 0:
-        drawn_from = filter_logits(divided(words, request.temperature), request.top_p, request.top_k)
+        drawn_from = filter_logits(divided(proposable, request.temperature), request.top_p, request.top_k)
         tokens = sampler._draw(state, drawn_from, query, generator)
     if sampler.score_from == "sampled":
         logits = logits if request.temperature == 0 else divided(logits, request.temperature)

@@ -44,10 +44,10 @@ def least(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
     return state.remaining[rows] - left
 
 
-def standing(
+def shown_to_stop_rules(
     sampler: Any, state: MaskedState, rows: np.ndarray, decided: dict[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Which rows [R] linger in their block, and the window [R, W] as stop rules see it: what may be taken back ends
+    """Which rows [R] hold their block, and the window [R, W] as stop rules see it: what may be taken back ends
     nothing before a step has left it as it is."""
     held = decided.get("hold_block")
     closes = state.remaining[rows] <= 0

@@ -303,9 +303,9 @@ def _check_suffix(
         return
     why = suffix.refusal(sampler, model, cache, gaps)
     if why is None and isinstance(blocks, WholeCanvas):
-        why = "one block holds the whole answer, and nothing is behind it; give block_length"
+        why = "one block holds the whole answer, and nothing comes after it; give block_length"
     if why is None and check_stop(request.stop, sampler)[1]:
-        why = f"stop={shown(request.stop)} reads everything behind the block; leave it out"
+        why = f"stop={shown(request.stop)} reads everything after the block; leave it out"
     if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
         why = f"rng='reference' draws it for one row, and here are {rows}; use rng='counter'"
     if why is not None:

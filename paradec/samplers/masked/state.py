@@ -40,7 +40,7 @@ class MaskedState(CanvasState, State):
     blocks: BlockPolicy
     pads: bool
     canvas: Tensor
-    """[B, L] int64 ids; the mask id stands at undecided positions and nowhere else."""
+    """[B, L] int64 ids; the mask id is at undecided positions and nowhere else."""
     given: Tensor
     """[B, L] bool: what the user gave (masked in the unconditional branch of guidance)."""
     prompt_length: np.ndarray
@@ -115,7 +115,7 @@ class MaskedState(CanvasState, State):
         self.reuses = False
         """Whether there are any."""
         self.settled: np.ndarray | None = None
-        """[B] int64: on block-causal models, what lies left was evaluated after its blocks were full; None unless it is
+        """[B] int64: on block-causal models, all left of it was evaluated after its blocks were full; None unless it is
         to be kept."""
         holes = bool((self.answer_start > self.prompt_length).any())
         self.guards_holes = self.request.holes_eos_inf and holes and len(self.facts.eos_token_ids) > 0
@@ -128,7 +128,7 @@ class MaskedState(CanvasState, State):
         if self.request.steps is not None:
             counts = block_counts(self.request.steps, self.blocks, self.prompt_length, self.length)
             self.steps_per_block = -(-self.request.steps // counts)
-        # undecided positions before each position, as they stood at the start
+        # undecided positions before each position, counted at the start
         self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
         self.total = self._masks_before[:, -1]
@@ -491,8 +491,8 @@ class MaskedState(CanvasState, State):
         self._moved()
 
     def let_run(self, rows: np.ndarray) -> None:
-        """Let `rows` [N] alone take part in the next steps, and the others stand still. For hosts that have not the
-        logits of all rows: none of them may be done, and who stands still is theirs to remember."""
+        """Let `rows` [N] alone take part in the next steps, and the others wait. For hosts that have not the
+        logits of all rows: none of them may be done, and it is theirs to remember who waits."""
         running = np.zeros(self.batch, bool)
         running[rows] = True
         if (running != self.running).any():
@@ -504,7 +504,7 @@ class MaskedState(CanvasState, State):
         undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
         undecided &= np.arange(undecided.shape[1]) < self.end[rows, None]
         final = np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
-        if self.revises:  # what stands in an open block may be taken back
+        if self.revises:  # tokens of an open block may be taken back
             final = np.where(self.running[rows], np.minimum(final, self.block_start[rows]), final)
         found: np.ndarray = final
         return found
@@ -520,7 +520,7 @@ class MaskedState(CanvasState, State):
         self._make_window()
 
     def _put_suppressed(self, slots: np.ndarray, other: Self) -> None:
-        """The words that are never proposed; one list for all rows as long as they have the same."""
+        """The tokens that are never proposed; one list for all rows as long as they have the same."""
         own, new = self.suppressed, other.suppressed
         if own is None and new is None or own is not None and new is not None and own.ndim == 1 == new.ndim:
             if own is None or new is not None and torch.equal(own, new):
@@ -555,7 +555,7 @@ class MaskedState(CanvasState, State):
 
 
 def _of_each(suppressed: Tensor | None, batch: int, mask: int, device: torch.device) -> Tensor:
-    """[B, S]: the words that each row never proposes, the mask at least."""
+    """[B, S]: the tokens that each row never proposes, the mask at least."""
     if suppressed is None:
         return torch.full((batch, 1), mask, dtype=torch.int64, device=device)
     return suppressed.expand(batch, -1).clone() if suppressed.ndim == 1 else suppressed.clone()

@@ -40,7 +40,7 @@ class StopRule(Protocol):
 
 
 class EarlyRule(Protocol):
-    """A reason to stop and take the model's word for all that is left: what is undecided becomes final at once.
+    """A reason to stop and take the model's predictions for all that is left: what is undecided becomes final at once.
 
     A rule of this kind is an immutable value, and several requests may share it. With one in a request the window
     reaches to the end of every row, so that all of it has logits; a row ends only at a step that evaluates everything
@@ -202,7 +202,7 @@ def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[Ea
                 "stop_strings"
             )
     if early and (sampler.multi_step or sampler.mask_probes):
-        what = "drafts of later steps" if sampler.multi_step else "a shadow of the block"
+        what = "drafts of later steps" if sampler.multi_step else "mask probes of the block"
         raise ValueError(
             f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {what} beside the "
             "window, which the rule widens to the end of the row"

@@ -25,7 +25,7 @@ class MaskedProposal(Proposal):
     """A proposal of this family. Shapes: `R` running rows, `W` window positions each."""
 
     current: Tensor
-    """[R, W] int64: what stands at the positions now."""
+    """[R, W] int64: the tokens at the positions now."""
     block_end: Tensor | None = None
     """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
     early: Tensor | None = None
@@ -61,7 +61,7 @@ class View:
     updates: Mapping[str, Tensor]
     """What the method's `process_logits` found in this step, each [R, ...]."""
     current: Tensor
-    """[R, W] int64: what stands at the positions now."""
+    """[R, W] int64: the tokens at the positions now."""
     editable: Tensor
     """[R, W] bool: decided in this block by the method itself, and evaluated this step; False unless the method
     `revises`."""
@@ -103,7 +103,7 @@ class Stage:
     memory: Mapping[str, Tensor]
     """The method's own tensors, each [R, ...]; "window" dimensions are W wide."""
     current: Tensor | None = None
-    """[R, W] int64: what stands at the positions now. In a decoding it is always there."""
+    """[R, W] int64: the tokens at the positions now. They are always there in a decoding."""
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""The canvas family: a block starts as random tokens, and every step decides all of it anew.
+"""The renoising family: a block starts as random tokens, and every step decides all of it anew.
 
-A step reads each open canvas, keeps the positions that a rule is sure of, and replaces all others by noise; what an
-earlier step kept counts for nothing. When its best tokens stand still, or at its last step, a canvas closes as a whole,
-with its best tokens. Then it is encoded, and the next one opens. Rows are independent: a row that has closed a canvas
-goes on with the next one while others are still at theirs.
+A step reads each open canvas, keeps the positions that a rule is confident of, and replaces all others by noise; what
+an earlier step kept counts for nothing. When its best tokens no longer change, or at its last step, a canvas closes as
+a whole, with its best tokens. Then it is encoded, and the next one opens. Rows are independent: a row that has closed a
+canvas goes on with the next one while others are still at theirs.
 
 The step is transformers' (`DiffusionGemmaGenerationMixin.generate`). The rule is a masked sampler's `select`, which
 says here what is kept.
@@ -39,7 +39,7 @@ PIECE = 2**22
 
 @dataclass(kw_only=True)
 class CanvasProposal(Proposal):
-    """A proposal of this family. Shapes: `R` rows whose canvas was denoised, `C` positions, `V` words.
+    """A proposal of this family. Shapes: `R` rows whose canvas was denoised, `C` positions, `V` tokens.
 
     `values` are the best tokens, which is what closing now would write; positions that the user gave hold what he gave,
     and are not `available`.
@@ -79,7 +79,7 @@ class CanvasSampler(Sampler):
     early_stop: bool = True
     encode_wait: int = 2
 
-    family: ClassVar[str] = "canvas"
+    family: ClassVar[str] = "renoising"
     models: ClassVar[tuple[str, ...]] = ("canvas",)
     uses_steps: ClassVar[bool] = True
 
@@ -131,7 +131,7 @@ class CanvasSampler(Sampler):
         late, rows = state.waiting()
         queries = [_encoding(state, late)] if len(late) else []
         # what this step encodes is there when its canvases are denoised
-        reach = np.where(np.isin(np.arange(state.batch), late), state.block_start, state.encoded)
+        visible = np.where(np.isin(np.arange(state.batch), late), state.block_start, state.encoded)
         positions = state.positions(rows)
         first = not state.canvas_step[rows].any()
         kept = state.memory.read(rows)
@@ -142,7 +142,7 @@ class CanvasSampler(Sampler):
             store_rows=state.index(rows),
             store_index=rows,
             begin=int(state.block_start[rows].min()),
-            visible_length=int(reach[rows].max()),
+            visible_length=int(visible[rows].max()),
             step=state.commits,
             forwarded=np.full(len(rows), state.width),
             index=np.arange(len(rows)),
@@ -164,11 +164,11 @@ class CanvasSampler(Sampler):
         reads = tuple(dict.fromkeys((*state.rule.reads, "confidence", "minus_entropy")))
         found, said = [], []
         shape = logits.shape[:2]
-        for piece in self._laws(state, rows, logits, max(1, PIECE // logits.shape[-1])):
+        for piece in self._drawn_from_in_pieces(state, rows, logits, max(1, PIECE // logits.shape[-1])):
             found.append(token_statistics(piece, reads))
             if state.logprobs is not None:
-                law, best = piece.unsqueeze(0), found[-1][0].unsqueeze(0)
-                said.append(StepLogProbs.of_logits(law, best, state.logprobs.count))
+                own, best = piece.unsqueeze(0), found[-1][0].unsqueeze(0)
+                said.append(StepLogProbs.of_logits(own, best, state.logprobs.count))
         tokens = torch.cat([part[0] for part in found]).view(shape)
         quantities = {name: torch.cat([part[1][name] for part in found]).view(shape) for name in reads}
         given = state.read(state.given, rows, positions)
@@ -188,16 +188,18 @@ class CanvasSampler(Sampler):
             encoded=queries[0].rows if len(queries) > 1 else rows[:0],
         )
 
-    def _law(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
+    def _drawn_from(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
         """The logits [..., V] that tokens are drawn from: over temperatures [...], and filtered."""
         request = state.request
         return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k, request.top_n_sigma)
 
-    def _laws(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
+    def _drawn_from_in_pieces(
+        self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int
+    ) -> Iterator[Tensor]:
         """The same of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
         temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2]).flatten()
         for part, own in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
-            yield self._law(state, part, own)
+            yield self._drawn_from(state, part, own)
 
     def _keep_ends_out(self, state: DenoisingState, rows: np.ndarray, positions: Tensor, logits: Tensor) -> None:
         """Exclude end tokens in holes that something given follows, in place."""
@@ -245,18 +247,18 @@ class CanvasSampler(Sampler):
         settled = np.zeros(len(rows), bool)
         if state.settled is not None:
             settled = state.settled.satisfied(unchanged, entropy)
-        stands = state.converged[rows]  # lock step: it settled earlier, and waits as it is
+        waits = state.converged[rows]  # lock step: it settled earlier
         over = state.canvas_step[rows] + 1 >= state.steps
-        closes = settled | stands
+        closes = settled | waits
         closes = over | (closes.all() if state.lock_step else closes)
-        stays = ~closes & ~stands
+        stays = ~closes & ~waits
         soft = self._soft(state, proposal, stays)  # nothing has changed until here
 
         if generator is not None and state.generator is not None:
             state.generator.set_state(generator.get_state())
-        moves = torch.as_tensor(~stands, device=free.device).unsqueeze(1)
+        moves = torch.as_tensor(~waits, device=free.device).unsqueeze(1)
         values = torch.where(moves, proposal.values, before)
-        tokens = np.where(stands[:, None], before.cpu().numpy(), tokens) if stands.any() else tokens
+        tokens = np.where(waits[:, None], before.cpu().numpy(), tokens) if waits.any() else tokens
         state.canvas[state.index(rows).unsqueeze(1), proposal.positions] = values
         state.memory.write("noisy", rows, torch.where(moves, shown, state.noisy(rows)))
         state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=free.device))
@@ -266,7 +268,7 @@ class CanvasSampler(Sampler):
         if state.logprobs is not None and proposal.logprobs is not None:
             state.logprobs.write(rows, proposal.positions, final, proposal.logprobs, state.row_step[rows])
         self._count(state, proposal)
-        state.converged[rows] = settled | stands
+        state.converged[rows] = settled | waits
         state.close(rows[closes], tokens[closes])
         scores = proposal.quantities["confidence"]
         return Commit(rows, values, proposal.positions, final, scores, proposal.kind, proposal.logprobs)
@@ -303,16 +305,16 @@ class CanvasSampler(Sampler):
         """[R, C] int64: draws where tokens are `kept`, anything elsewhere. A generator draws as transformers does."""
         rows, drawn = proposal.rows, proposal.values.clone()
         if generator is not None:
-            (law,) = self._laws(state, rows, proposal.logits, kept.numel())
-            law = law.softmax(-1, dtype=torch.float32).to(generator.device)
-            return torch.multinomial(law, 1, generator=generator).view(drawn.shape).to(drawn.device)
+            (own,) = self._drawn_from_in_pieces(state, rows, proposal.logits, kept.numel())
+            p = own.softmax(-1, dtype=torch.float32).to(generator.device)
+            return torch.multinomial(p, 1, generator=generator).view(drawn.shape).to(drawn.device)
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
         uniform = rng.uniform(keys, steps, proposal.positions, 1, rng.TOKEN_STREAM).squeeze(-1)
         temperature = state.temperature(rows).unsqueeze(1).expand(kept.shape)
         row, column = kept.nonzero(as_tuple=True)
         count = max(1, PIECE // proposal.logits.shape[-1])
         for at in zip(row.split(count), column.split(count), strict=True):
-            drawn[at] = draw(self._law(state, proposal.logits[at], temperature[at]), uniform[at])
+            drawn[at] = draw(self._drawn_from(state, proposal.logits[at], temperature[at]), uniform[at])
         return drawn
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
@@ -322,7 +324,7 @@ class CanvasSampler(Sampler):
         rows, at = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
         logits = proposal.logits if stays.all() else proposal.logits[at]
         # a row at a time: the product reads all embeddings
-        parts = [proposal.soften(law) for law in self._laws(state, rows, logits, logits.shape[1])]
+        parts = [proposal.soften(own) for own in self._drawn_from_in_pieces(state, rows, logits, logits.shape[1])]
         soft = torch.stack(parts).to(state.canvas.device)
         if state.pinned:  # else the model's own guess leaks into what was given
             soft = soft.masked_fill(~proposal.available[at.to(soft.device)].unsqueeze(-1), 0)

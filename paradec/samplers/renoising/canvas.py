@@ -19,8 +19,8 @@ class Canvas(CanvasSampler):
 
     Args:
         rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
-            what it selects is drawn from that. A schedule (`low_confidence`) keeps the surest ceil(C k / N) positions
-            at the k-th of N steps, and renews the least sure.
+            what it selects is drawn from that. A schedule (`low_confidence`) keeps the most confident ceil(C k / N)
+            positions at the k-th of N steps, and renews the others.
 
     Rules that remember, draft, revise or cut blocks are refused, each with its reason. A model with canvases takes a
     masked sampler in this way wherever one is named.
@@ -32,7 +32,7 @@ class Canvas(CanvasSampler):
     rule: Any = "threshold"
 
     name = "canvas"
-    summary = "on canvases of noise: keep what the rule selects, renew the rest, close when all stands still"
+    summary = "on canvases of noise: keep what the rule selects, renew the rest, close when nothing changes any more"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,7 +34,7 @@ class DiffusionGemma(CanvasSampler):
     name = "diffusion_gemma"
     paper = "EB-Sampler"
     arxiv = "2505.24857"
-    summary = "on canvases of noise: keep what the sum of entropies allows, renew the rest, close when all stands still"
+    summary = "on canvases of noise: keep what the sum of entropies allows, renew the rest, close when nothing changes"
 
     def __post_init__(self) -> None:
         super().__post_init__()

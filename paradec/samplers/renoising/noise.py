@@ -11,7 +11,7 @@ FIRST_STREAM, NOISE_STREAM = 4, 5
 """Draws of the tokens that a canvas opens with, and of those that replace what a step does not keep.
 (`paradec.core.rng` and `paradec.samplers.causal.base` have the other streams.)"""
 BLOCK = 512
-"""Words whose probabilities are summed before the word among them is looked for."""
+"""Tokens whose probabilities are summed before the token among them is looked for."""
 
 
 def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
@@ -21,18 +21,18 @@ def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """[N] int64: a word of each law softmax(logits [N, V]), by its distribution function at uniform [N] in (0, 1).
+    """[N] int64: a token of each distribution softmax(logits [N, V]), by its cumulative sums at uniform [N] in (0, 1).
 
-    One number a draw instead of one for every word. Probabilities are float32 at least, as transformers has them; their
-    sums are float64.
+    One number a draw instead of one for every token. Probabilities are float32 at least, as transformers has them;
+    their sums are float64.
     """
-    law = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    law = torch.nn.functional.pad(law, (0, -law.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    blocks = law.sum(-1, dtype=torch.float64).cumsum(-1)
+    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    p = torch.nn.functional.pad(p, (0, -p.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks = p.sum(-1, dtype=torch.float64).cumsum(-1)
     at = uniform.unsqueeze(-1) * blocks[:, -1:]
     block = _index(blocks, at)
     before = torch.where(block > 0, blocks.gather(-1, (block - 1).clamp(min=0)), 0)
-    within = law.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    within = p.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
     return (block * BLOCK + _index(within, at - before)).squeeze(-1)
 
 

@@ -34,14 +34,14 @@ def refusal(rule: MaskedSampler) -> str | None:
     if "text" not in rule.models:
         return "it is made for pictures"
     if rule.multi_step or rule.mask_probes:
-        return "it evaluates drafts or a shadow of masks, which a canvas has none of"
+        return "it evaluates drafts or mask probes, which a canvas has none of"
     if rule.has_extra_quantities and not rule.revises:
         return "it was trained on masks"
     if rule.revises or rule.needs_decided_logits:
         return "it takes back what it decided, and in a canvas nothing is decided before it closes"
     memory = rule.memory()
     if any("vocab" in spec.dims for spec in memory.values()):
-        return "it remembers a number for every word of every position: 256 MiB for a row of DiffusionGemma"
+        return "it remembers a number for every token of every position: 256 MiB for a row of DiffusionGemma"
     if memory or rule.processes_logits:
         return "it remembers what earlier steps decided, and on a canvas every step decides all anew"
     if any(getattr(type(rule), name) is not getattr(MaskedSampler, name) for name in STAGES):

@@ -14,7 +14,7 @@ from paradec.core.checks import check_int, check_number
 
 @dataclass(frozen=True)
 class Settled:
-    """A canvas closes once its best tokens have stood unchanged for so many steps, and its mean entropy is below a
+    """A canvas closes once its best tokens have been unchanged for so many steps, and its mean entropy is below a
     bound.
 
     Args:

@@ -26,7 +26,7 @@ from paradec.samplers.renoising.state import DenoisingState
 REFUSED: Mapping[str, str] = {
     "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
     "attention": "its lists of keys are made for one block of masks",
-    "suffix": "a canvas is evaluated whole, and nothing lies behind it",
+    "suffix": "a canvas is evaluated whole, and nothing comes after it",
     "blocks": "a canvas has the length that the model was trained with",
     "block_length": "a canvas has the length that the model was trained with",
     "temperature": "it falls with the steps: t_max and t_min are settings of the sampler",
@@ -39,7 +39,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check what takes the model, then lay out the rows: each prompt from position 0, canvases behind it, or over the
+    """Check what takes the model, then lay out the rows: each prompt from position 0, canvases after it, or over the
     holes in it.
 
     Raises:

@@ -68,7 +68,7 @@ class DenoisingState(State):
     """[E] int64 ids that end an answer."""
     stop_rules: Sequence[StopRule] = ()
     images: list[Tensor | None] = field(default_factory=list)
-    """What stands at the image tokens of each row's prompt, [N, D]."""
+    """The embeddings at the image tokens of each row's prompt, [N, D]."""
     store: Any = None
 
     attention_state: ClassVar[None] = None
@@ -92,7 +92,7 @@ class DenoisingState(State):
         """[B] int64: steps taken by the row, in all canvases."""
         self.running = np.ones(batch, bool)
         self.converged = np.zeros(batch, bool)
-        """[B] bool: rows whose canvas has settled, and stands until those of all others have (lock step)."""
+        """[B] bool: rows whose canvas has settled, and waits until those of all others have (lock step)."""
         self.decided = np.zeros(batch, np.int64)
         self.end = self.asked.copy()
         """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
@@ -277,7 +277,7 @@ class DenoisingState(State):
             self._fill_after_end(rows)
 
     def _fill_after_end(self, rows: np.ndarray) -> None:
-        """Padding behind the last token of rows that a rule has ended."""
+        """Padding after the last token of rows that a rule has ended."""
         rows = rows[self.stopped[rows]]
         if len(rows):
             column = torch.arange(self.canvas.shape[1], device=self.canvas.device)

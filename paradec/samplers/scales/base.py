@@ -2,7 +2,7 @@
 
 Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905.
 Rows are in step by construction and independent of each other. What a subclass decides is which model makes a scale,
-how its logits become a law, and how codes come of it.
+how its logits become a distribution, and how codes come of it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class ScaleSampler(Sampler):
         guidance_schedule: "linear", the paper's, or "constant".
         top_ks: one for each scale, 0 is all; None takes the request's `top_k` at all scales.
         temperatures: one for each scale, which multiply the request's; None is 1.
-        smooth: codes are blended by the law with fresh noise, the sharper the finer the scale, in place of the drawn
-            tokens' (the public code's `more_smooth`: for looks, never for measures). Tokens are drawn all the same.
+        smooth: codes are blended by the distribution with fresh noise, the sharper the finer the scale, in place of the
+            drawn tokens' (the public code's `more_smooth`: for looks, never for measures). Tokens are drawn all the
+            same.
     """
 
     guidance_schedule: str = "linear"
@@ -233,8 +234,8 @@ class ScaleSampler(Sampler):
         filtered = self.filtered(state, guided)
         logits = self.cooled(state, filtered)  # None at temperature 0
         tokens = argmax(filtered) if logits is None else self.draw(state, logits)
-        law = (guided if logits is None else logits).softmax(-1)
-        scores = law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
+        p = (guided if logits is None else logits).softmax(-1)
+        scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         codes = answer.codes[tokens] if not self.smooth else self.blended(state, filtered, answer.codes)
         features, following = answer.place(state.features, codes, state.index)
         return ScaleProposal(
@@ -278,7 +279,7 @@ class ScaleSampler(Sampler):
         return state.request.temperature * (1.0 if self.temperatures is None else self.temperatures[state.index])
 
     def draw(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Tokens [B, n] of the laws softmax(logits) [B, n, V], by the inverse of their distribution function."""
+        """Tokens [B, n] of the distributions softmax(logits) [B, n, V], by the inverse of their cumulative sums."""
         count = logits.shape[1]
         at = state.begin(state.index) + torch.arange(count, device=logits.device).expand(len(logits), -1)
         step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)

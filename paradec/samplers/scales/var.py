@@ -14,7 +14,7 @@ from paradec.samplers.scales.base import ScaleSampler
 @dataclass(frozen=True)
 class VAR(ScaleSampler):
     """Per step, evaluate the next scale over the keys and values of those before, and draw each of its tokens from the
-    guided, filtered law on its own.
+    guided, filtered distribution on its own.
 
     Settings are those of `ScaleSampler`. The authors' figures: guidance_scale=2.5, top_k=900, top_p=0.96; their demo:
     5, 900 and 0.95. Without guidance the unconditional half is not evaluated (the public code evaluates it always).

@@ -66,6 +66,7 @@ def compare(
     return hosted
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", HOSTED)
 def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
     draw, sampler = random.Random(name), samplers.create(name)
@@ -291,7 +292,7 @@ def test_memory_goes_from_row_to_row() -> None:
         ("adablock", {}, "cuts the blocks itself"),
         ("halton", {}, "reads the answer as a picture"),
         ("mar", {}, "family 'continuous'"),
-        ("diffusion_gemma", {}, "family 'canvas'"),
+        ("diffusion_gemma", {}, "family 'renoising'"),
         ("sjd", {}, "family 'draft_verify'"),
         ("union", {"rules": ("threshold", "adablock")}, "cuts the blocks itself"),
     ],

@@ -58,6 +58,7 @@ def model() -> Model:
     return tiny(2, "block_causal")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("name", RULES)
 def test_steps_of_generate(name: str, fdfo: bool, model: Model) -> None:

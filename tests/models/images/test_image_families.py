@@ -31,6 +31,7 @@ def small_grid(name: str) -> tuple[ImageModel, Grid, Any, dict[str, Any]]:
     return model, grid, laid, request
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize("name", MODELS)
 def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:

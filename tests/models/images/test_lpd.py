@@ -334,7 +334,7 @@ def test_the_nucleus_is_of_the_best() -> None:
     state = sampler.start(model, [[33]], top_k=2, top_p=0.55)
     logits = torch.tensor([0.3, 0.2, 0.18, 0.17, 0.15]).log().view(1, 1, 5)
     # the nucleus of all holds three and more; of the two best the first has 0.6
-    assert sampler.law(state, logits).flatten().tolist() == [1, 0, 0, 0, 0]
+    assert sampler.distribution(state, logits).flatten().tolist() == [1, 0, 0, 0, 0]
 
 
 def test_guidance_grows_with_the_rank() -> None:

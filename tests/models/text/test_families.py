@@ -35,6 +35,12 @@ from paradec import caches, samplers
 from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 
+
+@pytest.fixture(params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 antibody_model = load_script("benchmarks/antibody_model.py")
 NEW = 11
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -344,6 +350,7 @@ def capture(model: Model, sampler: Any, state: Any) -> tuple[list[Query], list[T
     return queries, kept, sampler.propose(state, outputs, queries)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", sorted(EXACT))
 @pytest.mark.parametrize("name", ["low_confidence", "threshold"])
 def test_every_step_equals_a_one_shot_forward(
@@ -417,6 +424,7 @@ def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> No
             assert (len(prompt) + new + -(len(prompt) + new) % BLOCK) == len(short.trace.canvas[0])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: str) -> None:
     """Exact caches give the same; rows in a padded batch = rows alone; blocks are finished from left to right."""

@@ -242,6 +242,7 @@ def test_rows_alone_and_caches(name: str, sampler: str) -> None:
             assert other.forwarded_tokens < out.forwarded_tokens, cache
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_types(name: str, dtype: str) -> None:
     model = golden_moe(name, dtype)

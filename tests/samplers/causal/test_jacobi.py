@@ -164,6 +164,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "request_name"), EXACT)
 def test_answers_have_the_model_s_distribution(name: str, request_name: str) -> None:
     """Ragged batches against full enumeration; `benchmarks/exactness.py` has the whole grid and more answers."""
@@ -177,6 +178,7 @@ LONG = TableModel.random(3, seed=4, sharpness=2.0)
 LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.endswith("vertical")]))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("refresh", "init"), LONGER)
 def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
     """Seven tokens in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""

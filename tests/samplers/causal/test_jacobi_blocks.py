@@ -178,6 +178,7 @@ def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, .
 MODEL = tiny(2, topology="causal", prediction="shifted", ends=())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("group", "iterations"), [(1, None), (2, 2), (5, 5), (5, 9), (7, None), (40, None)])
 @pytest.mark.parametrize("early_exit", ["prefix", "published"])
 def test_as_many_iterations_as_tokens_give_greedy_decoding(group: int, iterations: int | None, early_exit: str) -> None:

@@ -65,6 +65,7 @@ def greedy(module: LlamaForCausalLM, prompt: list[int], new: int) -> list[int]:
 # ---- temperature 0 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_greedy_equals_token_by_token(name: str) -> None:
     model, sampler = wrapped(), made(name)

@@ -176,6 +176,7 @@ def test_the_distributions_have_the_closed_forms() -> None:
     assert shuffled == pytest.approx((math.factorial(N) - 1) / N**N, rel=1e-14)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: str) -> None:
     steps = 1 if samplers.create(name).uses_steps else None
@@ -190,6 +191,7 @@ def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: 
         assert_probability(int(right(task, answers_of(out, task)).sum()), COPIES, expected, len(TASKS))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> None:
     """Blocks of one position, default settings: every answer is right, and drawn from the joint distribution itself."""
@@ -206,6 +208,7 @@ def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> Non
                 assert_probability(count, COPIES, 1 / len(answers), comparisons)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
     """One block: a row whose steps committed one token each has a right answer, whatever the order; a copy is right

@@ -200,6 +200,7 @@ def test_every_step_and_every_row(
         assert alone.forwarded_tokens == sum(step.forwarded[0] for step in alone.trace.steps)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_seeds_and_copies(name: str, llada64: Model) -> None:
     """A seed gives the same result again, also among other rows; other seeds give others, and so do a prompt's copies
@@ -219,6 +220,7 @@ AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
 """May commit more than the schedule grants."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [n for n in MASKED if samplers.get(n).uses_steps is True])
 @pytest.mark.parametrize("steps", [2, 4, 6])
 def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:

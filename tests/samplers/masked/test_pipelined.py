@@ -51,6 +51,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 # ---- which blocks are open ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("forced", ["first", "active"])
 @pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
 @pytest.mark.parametrize("sampler", ["threshold", "credit", "factor", "klass", "persistence", "klass+persistence"])

@@ -37,6 +37,7 @@ def decoded(model: Model, prompt: list[int], cache: Any, steps: int, block: int)
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize("name", [*paradec.caches.names()])
 def test_courses_are_what_decoding_evaluates(name: str, kind: tuple[str, str]) -> None:

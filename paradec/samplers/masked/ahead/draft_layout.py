@@ -1,4 +1,5 @@
-"""Drafts of later steps in one call: how they lie in it, as rows of their own or one after the other in a row."""
+"""Drafts of later steps in one call: how they are arranged in it, as rows of their own or one after the other in a
+row."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class DraftQuery(Query):
 
     drafts: list[Ahead] = field(default_factory=list)
     tree: bool = False
-    """Whether a row's drafts stand in one row of the call, not in rows of their own."""
+    """Whether a row's drafts are in one row of the call, not in rows of their own."""
 
 
 def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np.ndarray, tree: bool) -> list[Query]:
@@ -64,7 +65,7 @@ def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np
 
     Args:
         base: whose `query_part` makes the calls. copies: [R] int64, how many of the drafts each row has.
-        tree: whether a row's drafts stand in one row of the call.
+        tree: whether a row's drafts are in one row of the call.
     """
     queries: list[Query] = []
     for part in state.cache.plan(state):
@@ -88,7 +89,7 @@ def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np
 def logits_by_draft(
     state: MaskedState, base: Any, outputs: list[Tensor], queries: list[Query], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """All logits [N, W, V], where those of each draft stand in them [K, R] int64, and drafts per row [R] int64.
+    """All logits [N, W, V], where those of each draft are in them [K, R] int64, and drafts per row [R] int64.
 
     A row's drafts that were not evaluated point to its last one that was.
     """
@@ -167,7 +168,7 @@ def _decided_at(state: MaskedState, query: Query, drafts: list[Ahead], step: np.
 
 
 def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
-    """A call in which the drafts of a row stand one after the other in its row, each seeing itself alone."""
+    """A call in which the drafts of a row are one after the other in its row, each seeing itself alone."""
     assert query.wanted is not None
     (count, width), device = query.positions.shape, state.canvas.device
     most = int(copies.max())

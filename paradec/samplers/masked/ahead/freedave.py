@@ -2,7 +2,7 @@
 
 "Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py. The public code keeps what a
 forward found until the next one has verified it; here its first step is committed at once, so that the next forward
-evaluates the row as it stands, and drafts beyond it. Tokens and forwards are the same, but none is spent on rows that
+evaluates the row as it is, and drafts beyond it. Tokens and forwards are the same, but none is spent on rows that
 have no mask left, and with one draft a step it is the base itself, forward for forward.
 """
 
@@ -46,7 +46,7 @@ class DraftProposal(MaskedProposal):
 def accept(
     drafts: np.ndarray, written: np.ndarray, copies: np.ndarray, mask: int, subset: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many drafts stand beyond the first one, which is the row itself.
+    """How many drafts are accepted beyond the first one, which is the row itself.
 
     Args:
         drafts: [K, R, W] int64 windows, each an extension of the one before.
@@ -97,9 +97,9 @@ class FreeDave(MaskedSampler):
         draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
             "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
             code's default); only for models whose attention takes such a mask. The result is the same.
-        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft stands if it holds nothing
-            that an accepted one's step would not commit, though it may hold less. Fewer forwards, and other tokens than
-            the base's. Preset "freedave++" is that with the threshold of the paper's code, 0.95.
+        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if it holds
+            nothing that an accepted one's step would not commit, though it may hold less. Fewer forwards, and other
+            tokens than the base's. Preset "freedave++" is that with the threshold of the paper's code, 0.95.
 
     It pays where a call costs hardly more with K times the positions: few rows, short windows. `row_forwards` and
     forwarded tokens count every draft. Refused with it: caches whose steps depend on how many there were, blocks and

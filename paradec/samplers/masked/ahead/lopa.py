@@ -1,4 +1,4 @@
-"""LoPA: beside the row as it stands, copies with one token more are evaluated, and the one that promises most goes on.
+"""LoPA: beside the row as it is, copies with one token more are evaluated, and the one that promises most goes on.
 
 "LoPA", arXiv 2512.16229, and the public code's scale_dream_d2f.py.
 """
@@ -42,16 +42,17 @@ class BranchProposal(MaskedProposal):
 
 @dataclass(frozen=True)
 class LoPA(MaskedSampler):
-    """Takes the steps of another sampler, `base`, in the order of positions that makes the rest surest. This searches
-    for an order: tokens may be others than the base's.
+    """Takes the steps of another sampler, `base`, in the order of positions that makes the rest most confident. This
+    searches for an order: tokens may be others than the base's.
 
-    A step evaluates the row as it stands and, as rows of their own over the same keys and values, `branches` copies of
-    it with one token more: at the first, second, ... surest position that the last step left undecided in the open
-    blocks, the token that it had there. A branch's promise is alpha * (how sure its token was; 1 for the row itself) +
-    (1 - alpha) * (mean confidence of the least sure share `tail` of what it leaves undecided; 1 if that is nothing).
-    The branch that promises most is the row from now on, and the base's decision is taken from its logits. Ties go to
-    the branch with the surest token, and to the row itself last, as in the public code. A block's first step has
-    nothing to look ahead with; with a cache, neither has the first step after the first open block was filled.
+    A step evaluates the row as it is and, as rows of their own over the same keys and values, `branches` copies of
+    it with one token more: at the first, second, ... most confident position that the last step left undecided in the
+    open blocks, the token that it had there. A branch's promise is alpha * (the confidence of its token; 1 for the row
+    itself) + (1 - alpha) * (mean confidence of the least confident share `tail` of what it leaves undecided; 1 if that
+    is nothing). The branch that promises most is the row from now on, and the base's decision is taken from its logits.
+    Ties go to the branch with the most confident token, and to the row itself last, as in the public code. A block's
+    first step has nothing to look ahead with; with a cache, neither has the first step after the first open block was
+    filled.
 
     Args:
         base: whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule, which is

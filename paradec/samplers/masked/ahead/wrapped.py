@@ -73,7 +73,7 @@ def own_part(base: MaskedSampler) -> str | None:
 
 
 def base_sampler(base: Any) -> MaskedSampler:
-    """The sampler that a setting stands for."""
+    """The sampler that a setting means."""
     made = base
     try:
         if isinstance(base, str):

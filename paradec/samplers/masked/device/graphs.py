@@ -56,7 +56,7 @@ class StepLayout:
         """The layout of a request whose blocks are `table` (see `block_table`)."""
         exact, widest = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
         columns = exact
-        if getattr(state.cache, "max_memory", None) is None:  # a bound that may leave no room for padding
+        if getattr(state.cache, "max_memory", None) is None:  # a bound that may leave no space for padding
             columns = -(-exact // COLUMNS) * COLUMNS
             if state.facts.max_length is not None:
                 columns = max(exact, min(columns, state.facts.max_length))
@@ -103,7 +103,7 @@ def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
     """The blocks that a request's rows will open, as `MaskedState.open_blocks` opens them one by one.
 
     Returns:
-        [B, K, 3] int64: start, end, and undecided positions of each; zeros behind a row's last. [B] int64: how many.
+        [B, K, 3] int64: start, end, and undecided positions of each; zeros after a row's last. [B] int64: how many.
     """
     masks_before = np.zeros((state.batch, state.canvas.shape[1] + 1), np.int64)
     masks_before[:, 1:] = state.undecided.cpu().numpy().cumsum(1)
@@ -132,7 +132,7 @@ def captured(engine: Any, step: Callable[[], None]) -> Callable[[], None]:
     device = engine.device
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     if engine.pool is None:
-        # graphs of one engine never run side by side and leave nothing behind for each other: they share memory, which
+        # graphs of one engine never run side by side and leave nothing for each other: they share memory, which
         # takes one stream; another than that of the warm-up, so that cuBLAS puts its workspace there as well
         engine.pool, engine.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     side.wait_stream(current)

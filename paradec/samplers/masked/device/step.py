@@ -154,10 +154,10 @@ def give_back(model: Any, engine: DeviceEngine, module: Any) -> None:
 
 def _evict(model: Any, device: torch.device) -> None:
     """Drop the engines that were used longest ago, as far as there are too many."""
-    room = float("inf")
+    most = float("inf")
     if device.type == "cuda":
-        room = KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
-    while len(model.engines) > KEPT or sum(engine.nbytes for engine in model.engines.values()) > room:
+        most = KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    while len(model.engines) > KEPT or sum(engine.nbytes for engine in model.engines.values()) > most:
         del model.engines[next(iter(model.engines))]
 
 
@@ -176,7 +176,7 @@ def clear_graphs(model: Any) -> int:
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """Where the weights stand, and what else a captured forward has fixed."""
+    """Where the weights are, and what else a captured forward has fixed."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paradec.core.blocks import LONGEST_BLOCK, AdaptiveBlocks
-from paradec.core.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number, check_order
 from paradec.samplers.masked.base import MaskedSampler, View
 
 
@@ -50,7 +50,8 @@ class AdaBlock(MaskedSampler):
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)
         check_int("init_block_length", self.init_block_length, low=1, high=LONGEST_BLOCK)
-        check_int("min_block_length", self.min_block_length, low=1, high=self.init_block_length)
+        check_int("min_block_length", self.min_block_length, low=1)
+        check_order("min_block_length", self.min_block_length, "init_block_length", self.init_block_length)
         object.__setattr__(self, "delimiters", self.blocks().delimiters)
 
     def blocks(self, block_length: int | None = None) -> AdaptiveBlocks:

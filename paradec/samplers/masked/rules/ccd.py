@@ -48,7 +48,7 @@ class CCD(LowConfidence):
     Confidence is the probability of the best token. Positions that a cache leaves out of a step are in no buffer of it;
     what earlier steps put aside ages all the same.
 
-    Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the defaults and 126,464 words.
+    Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the defaults and 126,464 tokens.
     """
 
     history: int = 3

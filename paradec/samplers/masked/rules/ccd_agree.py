@@ -22,7 +22,7 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 @dataclass(frozen=True)
 class CCDAgree(LowConfidence):
     """Per row, order the masked positions by entropy. Let T be the first b of them (b is what the linear schedule
-    grants; one, without `steps`), V the first n, and B the buffer that the step before left behind.
+    grants; one, without `steps`), V the first n, and B the buffer that the step before left.
 
     Where T meets B, Q holds the positions of V and B whose best token is that of the step before; if they are b at
     least, Q is committed. In all other cases T is. Then the n lowest entropies among what is left masked are the new B.
@@ -77,7 +77,7 @@ class CCDAgree(LowConfidence):
         scores = view.scores
         b = torch.as_tensor(view.quota, device=scores.device)
         first, buffer = view.top(scores, b), view.memory["buffer"]
-        agreed = view.top(scores, self.reach(view)) & buffer & (view.quantities["best_token"] == view.memory["best"])
+        agreed = view.top(scores, self.at_most(view)) & buffer & (view.quantities["best_token"] == view.memory["best"])
         enough = (first & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
         if not self.adaptive:
             agreed = view.top(scores.masked_fill(~agreed, -torch.inf), b)
@@ -86,7 +86,7 @@ class CCDAgree(LowConfidence):
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {
             "best": torch.where(view.candidates, view.quantities["best_token"], view.memory["best"]),
-            "buffer": view.top(view.scores.masked_fill(selected, -torch.inf), self.reach(view)),
+            "buffer": view.top(view.scores.masked_fill(selected, -torch.inf), self.at_most(view)),
             "step": view.memory["step"] + 1,
             "masks": self.masks(view),
         }
@@ -95,7 +95,7 @@ class CCDAgree(LowConfidence):
         """[R] int64: masked positions of the block at its first step."""
         return torch.where(view.memory["step"] == 0, view.candidates.sum(1), view.memory["masks"])
 
-    def reach(self, view: View) -> Tensor:
+    def at_most(self, view: View) -> Tensor:
         """[R] int64: n."""
         b = torch.as_tensor(view.quota, device=view.scores.device)
         n = (view.memory["step"] - max(self.warmup, 1) + 3).clamp(min=1).minimum((b * (1 + self.expand_ratio)).long())

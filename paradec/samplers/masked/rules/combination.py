@@ -1,4 +1,4 @@
-"""Combinations of samplers, as values: which rules are joined and how, and which logits stages stand before them.
+"""Combinations of samplers, as values: which rules are joined and how, and which logits stages come before them.
 
 `parse` reads them from text: "credit+localleap", "threshold&klass(history=1)", "credit>>factor(factor=1.5)".
 """
@@ -81,7 +81,7 @@ class Combination(MaskedSampler):
         )
 
     def _member(self, name: str, given: Any) -> MaskedSampler:
-        """The sampler that an entry of `rules` or `stages` stands for, if it can be joined with others."""
+        """The sampler that an entry of `rules` or `stages` means, if it can be joined with others."""
         if isinstance(given, str):
             given = Registry.by_kind["sampler"].create(given)
         elif isinstance(given, Mapping):
@@ -127,13 +127,13 @@ class Combination(MaskedSampler):
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
-        fused: Tensor | Raised = logits
+        processed: Tensor | Raised = logits
         updates = {}
         for index, member in enumerate(self.members):
             if member.processes_logits:
                 own = dataclasses.replace(stage, memory=_own(stage.memory, index))
-                fused, updates[index] = member.process_logits(written(fused), own)
-        return fused, _joined(updates)
+                processed, updates[index] = member.process_logits(written(processed), own)
+        return processed, _joined(updates)
 
     def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         return _joined(
@@ -252,7 +252,7 @@ def parse(text: str) -> MaskedSampler:
     """Read a sampler, or a combination, from text.
 
     `a+b` is the union of a and b, `a&b` their intersection, and `s>>a` puts the logits stage of s before a, without its
-    rule. Settings (and `preset`) stand in parentheses: "credit(threshold=0.95)+localleap(radius=2)". As in Python, "+"
+    rule. Settings (and `preset`) are in parentheses: "credit(threshold=0.95)+localleap(radius=2)". As in Python, "+"
     binds tightest and "&" loosest, and parentheses group.
 
     Raises:
@@ -297,7 +297,7 @@ def _rules(sampler: MaskedSampler, kind: type[Combination]) -> tuple[MaskedSampl
 
 
 def _literal(node: ast.expr) -> Any:
-    """A number, text, None, True, False, or a list of these; a bare word is a text, as on the command line."""
+    """A number, text, None, True, False, or a list of these; a bare name is a text, as on the command line."""
     try:
         return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
     except ValueError:

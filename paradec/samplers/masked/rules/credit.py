@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.statistics import Raised, best_with_probability, raise_words
+from paradec.samplers.statistics import Raised, best_with_probability, raise_tokens
 
 MOST_SLOTS = 1024
 
@@ -33,10 +33,10 @@ class Credit(MaskedSampler):
     Args:
         threshold: tau, in [0, 1].
         decay: beta, in [0, 1].
-        exponent: gamma, at least 0: small values let unsure favourites collect nearly as much as sure ones.
+        exponent: gamma, at least 0: small values let favourites of low confidence collect nearly as much as others.
         fusion: lambda (dInfer: alpha), at least 0; 0 is `threshold`.
         storage: "dense" keeps C whole, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
-            126,464 words). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8), the same result
+            126,464 tokens). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8), the same result
             as long as no position has had more different best tokens within the block.
         slots: tokens per position under "slots", 1 to 1024; one more takes the place of the one with the least credit.
 
@@ -101,7 +101,7 @@ class Credit(MaskedSampler):
         value = torch.where(known, decayed.gather(-1, at), 0) + gain
         credit = torch.where(seen, decayed.scatter(-1, at, value), credit)
         tokens = torch.where(seen, tokens.scatter(-1, at, best.int()), tokens)
-        raised = raise_words(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
+        raised = raise_tokens(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
         return raised, {"credit": credit, "tokens": tokens}
 
     def select(self, view: View) -> Tensor:

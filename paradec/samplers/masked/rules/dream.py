@@ -20,7 +20,7 @@ from paradec.samplers.statistics import tempered
 
 @dataclass(frozen=True)
 class DreamSampler(MaskedSampler):
-    """Commit a share 1 - s/t of the masked positions per step, the surest first.
+    """Commit a share 1 - s/t of the masked positions per step, the most confident first.
 
     Args:
         alg_temp: above 0 (at least 1e-6), positions are drawn without replacement with probabilities

@@ -1,4 +1,4 @@
-"""Token editing: beside filling masks, exchange tokens of the open block for ones that the model is now surer of.
+"""Token editing: beside filling masks, exchange tokens of the open block for ones of higher confidence.
 
 Bie et al., "LLaDA2.1", arXiv 2602.08676 (mask-to-token and token-to-token thresholds), as diffusers' LLaDA2Pipeline and
 dllm's LLaDA2.1 sampler run it.
@@ -32,14 +32,14 @@ class Editing(MaskedSampler):
             model's best.)
         max_post_steps: most steps of a block without masks.
         least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
-        end: when an end token ends a row: "step", once a step has left all before it as it stands, or "block", once its
+        end: when an end token ends a row: "step", once a step has left all before it as it is, or "block", once its
             block is closed, as in the model's own code. Later steps of the block may exchange it otherwise.
 
     n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "llada2.1" is the model's own code's,
     for blocks of 32, "dllm" the same with ends as here, and "sglang" has that engine's thresholds.
     diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
     filled. For models that were trained to edit; what others predict
-    where a token stands was never trained.
+    at the position of a token was never trained.
     """
 
     threshold: float = 0.7

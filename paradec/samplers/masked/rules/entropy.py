@@ -12,11 +12,11 @@ class Entropy(DreamSampler):
     """Score a position by the negative entropy of the distribution that its token is drawn from.
 
     The public code adds 1e-10 within the logarithm; so does this in small vocabularies, and not in those that are read
-    in float32, where the plain entropy differs by 1e-10 a word at most.
+    in float32, where the plain entropy differs by 1e-10 a token at most.
     """
 
     name = "entropy"
-    summary = "the surest tokens by entropy, on Dream's time grid"
+    summary = "the most confident tokens by entropy, on Dream's time grid"
     device_step = True
     reads = ("confidence", "negative_entropy")
     score = "negative_entropy"

@@ -1,4 +1,4 @@
-"""Factor rule: commit n tokens at once while n + 1 times the doubt of the least sure stays below a factor.
+"""Factor rule: commit n tokens at once while n + 1 times the doubt of the least confident stays below a factor.
 
 Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.3 and theorem 1: greedy parallel decoding of n tokens with
 confidences above 1 - e equals sequential decoding if (n + 1) e <= 1.

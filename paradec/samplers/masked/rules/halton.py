@@ -1,4 +1,4 @@
-"""Halton-MaskGIT: positions in the order of a low-discrepancy sequence, so that what is decided together stands apart.
+"""Halton-MaskGIT: positions in the order of a low-discrepancy sequence, so that what is decided together is far apart.
 
 Besnier et al., "Halton Scheduler for Masked Generative Image Transformer", arXiv 2503.17076, and its public code.
 """

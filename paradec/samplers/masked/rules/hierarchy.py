@@ -1,4 +1,4 @@
-"""Hierarchical decoding: one token from every gap, so that what becomes final together stands apart.
+"""Hierarchical decoding: one token from every gap, so that what becomes final together is far apart.
 
 Ma et al., "dInfer", arXiv 2510.08666 (hierarchical decoding), and its HierarchyDecoder.
 """
@@ -16,11 +16,11 @@ from paradec.samplers.masked.base import LAST, MaskedSampler, View
 
 @dataclass(frozen=True)
 class Hierarchy(MaskedSampler):
-    """Per row, commit the best position of each contiguous run of masked positions if it is sure enough, every position
-    that is surer than `threshold`, and the row's best one always.
+    """Per row, commit the best position of each contiguous run of masked positions if it is confident enough, every
+    position that is more confident than `threshold`, and the row's best one always.
 
     Args:
-        threshold: confidence above which a position is committed wherever it stands, in [0, 1]; None leaves the
+        threshold: confidence above which a position is committed wherever it is, in [0, 1]; None leaves the
             runs' best ones only.
         low_threshold: confidence that a run's best position must exceed, in [0, 1]; None asks for none.
 
@@ -34,7 +34,7 @@ class Hierarchy(MaskedSampler):
     name = "hierarchy"
     paper = "dInfer"
     arxiv = "2510.08666"
-    summary = "the surest token of every run of masks, and every token above the threshold"
+    summary = "the most confident token of every run of masks, and every token above the threshold"
     device_step = True
     sweep = ({"low_threshold": 0.6}, {"threshold": 0.7, "low_threshold": 0.3})
 

@@ -1,4 +1,4 @@
-"""KLASS: a position becomes final when its distribution has stopped moving and is sure.
+"""KLASS: a position becomes final when its distribution has stopped moving and is confident.
 
 "KLASS: KL-Guided Fast Inference in Masked Diffusion Models", arXiv 2511.05664, and its public code.
 """
@@ -42,7 +42,7 @@ class KLASS(LowConfidence):
     forwards: a step with one ready position commits that one only, as in the public code.
 
     Keeps the last distribution in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions
-    and 126,464 words; the public code keeps the whole canvas in float64).
+    and 126,464 tokens; the public code keeps the whole canvas in float64).
     """
 
     confidence_threshold: float = 0.9
@@ -53,7 +53,7 @@ class KLASS(LowConfidence):
     paper = "KLASS"
     arxiv = "2511.05664"
     least_by_steps = True
-    summary = "every sure token whose distribution has stopped changing, else the most confident ones"
+    summary = "every confident token whose distribution has stopped changing, else the most confident ones"
     sweep = (
         {"confidence_threshold": 0.6, "kl_threshold": 0.015},
         {"confidence_threshold": 0.5, "kl_threshold": 0.1, "history": 1},

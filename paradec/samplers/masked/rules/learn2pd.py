@@ -41,11 +41,11 @@ class Learn2PD(MaskedSampler):
             model, or what `register_filter` named for another one.
         filter_threshold: probability of being final above which a position is accepted, in [0, 1].
         eot: what ends the canvas early ("EoTP"). "committed", the paper's rule: once an end token is final, everything
-            behind it is dropped; the row goes on until what stands before it is decided. "greedy", the public code's:
+            after it is dropped; the row goes on until all before it is decided. "greedy", the public code's:
             without such a token, a mere prediction of one will do, of several masked positions the most confident one;
-            it is not made final by this, and may turn out as another word. "none" drops nothing before
+            it is not made final by this, and may turn out as another token. "none" drops nothing before
             `eos_early_stop` ends the row. Requests with `eos_early_stop=False` drop nothing either.
-        eot_confidence: the least confidence of an end token that drops what is behind it, in [0, 1].
+        eot_confidence: the least confidence of an end token that drops what is after it, in [0, 1].
         allow_mismatch: use a filter that was trained for another model, block length or cache.
 
     The public code's "greedy" also looks for end tokens in later blocks, where the step evaluates them; here it sees
@@ -109,8 +109,8 @@ class Learn2PD(MaskedSampler):
         filter_ = state.while_rows_stay(("filter", self.filter), lambda: self.filter_of(state))
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
-            behind = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
-            is_end = is_end & (proposal.positions >= behind)
+            first = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
+            is_end = is_end & (proposal.positions >= first)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
 
     def filter_of(self, state: CanvasState) -> Filter:

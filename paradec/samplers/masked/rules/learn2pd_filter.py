@@ -113,7 +113,7 @@ class FilterFacts:
         """What differs from a request, in words. `block_length` None: its blocks have no one length."""
         found = []
         if (self.model, self.vocab_size) != (model, vocab_size):
-            ours, theirs = f"{self.model!r} ({self.vocab_size} words)", f"{model!r} ({vocab_size} words)"
+            ours, theirs = f"{self.model!r} ({self.vocab_size} tokens)", f"{model!r} ({vocab_size} tokens)"
             found.append(f"model {ours}, here {theirs}")
         if self.kind == "block" and self.block_length != block_length:
             found.append(f"block_length {self.block_length}, here {block_length or 'blocks of no one length'}")
@@ -139,8 +139,8 @@ def block_features(state: CanvasState, proposal: Any) -> tuple[dict[str, Tensor]
     """What filters read of a proposal, each [R, W] float64 and in [0, 1], and which columns belong to the block [R, W].
 
     "confidence" is p(candidate) at every position of the block, decided ones included; "entropy" is divided by that of
-    a uniform choice of all words; "margin" is p(1st) - p(2nd); "mask_ratio" is the undecided share of the block, and
-    "position" where in it the position stands. Features whose quantity was not read are left out.
+    a uniform choice of all tokens; "margin" is p(1st) - p(2nd); "mask_ratio" is the undecided share of the block, and
+    "position" where in it the position is. Features whose quantity was not read are left out.
     """
     window, start = state.window, proposal.positions[:, :1]
     end = state.block_ends if proposal.block_end is None else proposal.block_end.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""LocalLeap: near a position that the model is sure of, less certainty is enough.
+"""LocalLeap: near a position that the model is confident of, less confidence is enough.
 
 "LocalLeap", arXiv 2510.07081, and its generate.py for LLaDA.
 """

@@ -1,4 +1,4 @@
-"""MaskGIT: few tokens at first, many at last, the surest of them with a little luck.
+"""MaskGIT: few tokens at first, many at last, the most confident of them with a little luck.
 
 Chang et al., "MaskGIT: Masked Generative Image Transformer", arXiv 2202.04200, and its public code; the settings of
 "MaskGIT-r" are AutoNAT's, as ReCAP's public code (arXiv 2505.19089) has them.
@@ -58,7 +58,7 @@ class MaskGIT(MaskedSampler):
     name = "maskgit"
     paper = "MaskGIT"
     arxiv = "2202.04200"
-    summary = "the surest with some noise, in numbers that grow from step to step"
+    summary = "the most confident with some noise, in numbers that grow from step to step"
     uses_steps = True
     draws = True
     reference_draws = "masked"

@@ -12,7 +12,7 @@ class MaskGitPlus(DreamSampler):
     """Score a position by the probability of the chosen token that its token is drawn from."""
 
     name = "maskgit_plus"
-    summary = "the surest tokens by probability, on Dream's time grid"
+    summary = "the most confident tokens by probability, on Dream's time grid"
     device_step = True
     reads = ("confidence",)
     score = "confidence"

@@ -72,7 +72,7 @@ def pictures(
     """The images of the running rows, by their size: which rows of the window, as indices [N]; height and width in
     cells; the position [N] of the first cell.
 
-    An image is what stands last in a row: `height` x `width` cells, or, where these are None, the squarest image that
+    An image is the last part of a row: `height` x `width` cells, or, where these are None, the squarest image that
     holds the row's answer, whose last cells may lie beyond the end.
     """
     rows = state.window.rows

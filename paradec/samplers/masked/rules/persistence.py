@@ -48,7 +48,7 @@ class Persistence(LowConfidence):
     paper = "CORA-Diff"
     arxiv = ""
     least_by_steps = True
-    summary = "the most confident tokens on schedule, and sure ones that were the best before"
+    summary = "the most confident tokens on schedule, and confident ones that were the best before"
     reads = ("confidence", "best_token")
     sweep = ({"threshold": 0.9}, {"threshold": 0.7})
 

@@ -1,4 +1,4 @@
-"""Prophet: stop as soon as the model is sure of its answer, and take its word for the rest.
+"""Prophet: stop as soon as the model is confident of its answer, and take its predictions for the rest.
 
 Li et al., "Diffusion Language Models Know the Answer Before Decoding", arXiv 2508.19982.
 """
@@ -33,9 +33,9 @@ class Prophet:
             that first position, which returns such a sequence, or None as long as it cannot say. None takes all that is
             undecided.
 
-    The paper's span is a few tokens behind a known prefix of the answer ("The answer is"), which take a user's
+    The paper's span is a few tokens after a known prefix of the answer ("The answer is"), which take a user's
     knowledge of the task; the default knows nothing, and where long answers are padded with end tokens those weigh in.
-    Positions of the span that were decided in an earlier block count as sure, since their logits are not read. The
+    Positions of the span that were decided in an earlier block count as certain, since their logits are not read. The
     paper measures progress in steps of a fixed schedule; shares of positions are the same there and serve all samplers.
     """
 

@@ -26,7 +26,7 @@ class Random(LowConfidence):
 
     Args:
         order: when the order is drawn: anew at every "step" (LLaDA's generate.py) or once per "block" (the code of
-            dKV-Cache-Greedy, which must know what comes next). The law is the same.
+            dKV-Cache-Greedy, which must know what comes next). The distribution is the same.
     """
 
     order: str = "step"

@@ -77,7 +77,7 @@ class Recap(MaskGIT):
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def place(self, step: np.ndarray) -> np.ndarray:
-        """[R] int64: how many steps of its group stand before each step; 0 for those that evaluate everything."""
+        """[R] int64: how many steps of its group come before each step; 0 for those that evaluate everything."""
         return np.where(step < self.full_groups, 0, (step - self.full_groups) % (self.local_steps + 1))
 
     def group(self, step: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Confidence threshold: everything that is sure enough becomes final at once.
+"""Confidence threshold: everything that is confident enough becomes final at once.
 
 Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.3 (confidence-aware parallel decoding).
 """

@@ -12,7 +12,7 @@ class TopKMargin(DreamSampler):
     """Score a position by the difference of the two largest probabilities that its token is drawn from."""
 
     name = "topk_margin"
-    summary = "the surest tokens by top-2 margin, on Dream's time grid"
+    summary = "the most confident tokens by top-2 margin, on Dream's time grid"
     device_step = True
     reads = ("confidence", "margin")
     score = "margin"

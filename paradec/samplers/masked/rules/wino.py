@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec.caches.base import Part
-from paradec.core.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.contract import CanvasState
 from paradec.core.protocol import MemorySpec, Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
@@ -29,9 +29,9 @@ class Wino(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > threshold (tau_1), and the best one always;
     then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
 
-    The shadow of a position is a mask with its position id, beside the row, that sees everything but what stands there:
-    the token is judged by a prediction that cannot copy it. Shadows stand for the whole block, see each other, and are
-    seen by nothing else, so that candidates are what they are without them.
+    The shadow of a position is a mask with its position id, beside the row, that sees everything but the token there:
+    the token is judged by a prediction that cannot copy it. There is a shadow of every position of the block; shadows
+    see each other, and are seen by nothing else, so that candidates are what they are without them.
 
     Args:
         threshold: tau_1, in [0, 1].
@@ -66,12 +66,13 @@ class Wino(MaskedSampler):
         check_number("threshold_back", self.threshold_back, low=0, high=1)
         check_number("cap_share", self.cap_share, low=0, high=1)
         check_int("cap_high", self.cap_high, low=1)
-        check_int("cap_low", self.cap_low, low=1, high=self.cap_high)
+        check_int("cap_low", self.cap_low, low=1)
+        check_order("cap_low", self.cap_low, "cap_high", self.cap_high)
 
     # ---- the shadow -----------------------------------------------------------------------------------------------
 
     def query_part(self, state: MaskedState, part: Part) -> Query:
-        """The call of one part, with the shadow of its window behind its columns."""
+        """The call of one part, with the shadow of its window after its columns."""
         query = super().query_part(state, part)
         if not self.mask_probes:
             return query
@@ -81,7 +82,7 @@ class Wino(MaskedSampler):
         return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), **shadow)
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The window's own logits, and the probability that the shadow gives to what stands there."""
+        """The window's own logits, and the probability that the shadow gives to the token there."""
         assert stage.current is not None
         logits, shadow = logits.split(stage.positions.shape[1], 1)
         found = token_statistics(shadow, ("confidence",), stage.current)[1]
@@ -115,7 +116,7 @@ class Wino(MaskedSampler):
 
 
 def shadowed(state: MaskedState, query: Query) -> dict[str, Any]:
-    """The fields of a query that change when the window stands behind its columns once more, as masks.
+    """The fields of a query that change when the window comes after its columns once more, as masks.
 
     Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
     see each other and all columns but the one of their own position; columns do not see shadows.

@@ -108,6 +108,7 @@ def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, requ
     assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers do differ
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: str) -> None:
     """Lossless with its defaults and a plan of steps, or refused by name."""
@@ -137,6 +138,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("topology", "prediction", "cache"), CASES)
 @pytest.mark.parametrize(("base", "temperature"), [("low_confidence", 0.0), ("random", 0.3)])
 def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base: Any, temperature: float) -> None:

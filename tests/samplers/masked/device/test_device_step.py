@@ -215,6 +215,7 @@ def decoded_by_hand(
     return found | {"row": row}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize(
     ("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4), ("maskgit_plus", 12)]
@@ -566,6 +567,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
 
 
+@pytest.mark.thinned
 @pytest.mark.usefixtures("capturing")
 @pytest.mark.parametrize(
     ("sampler", "cache", "request_"),

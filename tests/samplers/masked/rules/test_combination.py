@@ -38,6 +38,7 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
     return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("text", "alone"),
     [

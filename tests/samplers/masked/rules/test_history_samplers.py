@@ -289,6 +289,7 @@ CASES: list[tuple[type[Loop], dict, int | None]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("loop", "settings", "steps"), CASES)
 def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | None) -> None:
     sampler, sizes = samplers.create(loop.name, **settings), set()

@@ -99,6 +99,7 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 REFUSED = [name for name in MASKED if samplers.get(name).multi_step or samplers.get(name).mask_probes]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("sampler", "cache"), [(n, ("none", "dual")[i % 2]) for i, n in enumerate(MASKED) if n not in REFUSED]
 )
