@@ -428,10 +428,10 @@ def test_windows_of_drafts(kind: str) -> None:
         sampler = sampler or GSD(group_half_width=half, p_threshold=near, d_threshold=far)
         probs, tokens = torch.tensor(p).unsqueeze(0), torch.tensor(drafts).unsqueeze(0)
         support = torch.full((size,), 1 / size, dtype=torch.float64)
-        drafted = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
+        proposed = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
         drafted = (torch.arange(width) < width - 1).unsqueeze(0)
         drawn = draw(probs, torch.tensor(fresh).unsqueeze(0))
-        window = DraftWindow(probs, drafted, drawn, torch.tensor(embed))
+        window = DraftWindow(probs, proposed, drawn, torch.tensor(embed))
         numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
         found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
         assert found.tokens[0].tolist() == expected and int(found.accepted) == first

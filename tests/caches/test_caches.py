@@ -424,7 +424,7 @@ def test_table_follows_from_declarations() -> None:
     @dataclass(frozen=True)
     class Drafting(type(samplers.create("threshold"))):
         name = "drafting"
-        drafts = True
+        multi_step = True
 
     @dataclass(frozen=True)
     class Rereading(type(samplers.create("threshold"))):

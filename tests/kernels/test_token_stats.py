@@ -573,7 +573,7 @@ from triton.compiler import ASTSource
 from paradec.kernels.token_stats import triton as module
 
 triton = module.triton
-WORDS = {"width", "row_stride", "column_stride", "words", "span", "count", "splits", "many"}
+WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "many"}
 FLOATS, CONSTANTS = {"scale", "temperature"}, {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4}
 POINTERS = {"logits": "*bf16", "keys": "*i64", "steps": "*i64", "positions": "*i64", "tokens": "*i64", "ids": "*i64"}
 for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):

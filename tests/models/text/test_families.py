@@ -585,7 +585,7 @@ def test_antiberty_folders_that_are_wrong(tmp_path: Path) -> None:
     refused("cannot be read")
     config.write_text(good_config)
     (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nA\n")
-    refused("vocab.txt in .* has 6 words; config.json says 25")
+    refused("vocab.txt in .* has 6 tokens; config.json says 25")
     weights.unlink()
     refused("has no AntiBERTy_md_smooth/pytorch_model.bin")
 

@@ -171,7 +171,7 @@ def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
             ids = torch.tensor(call["input_ids"])
             positions = (call["start"] + torch.arange(ids.shape[1])).expand_as(ids)
             slots = positions if call["stored"] else None
-            where = {"store_rows": torch.arange(rows), "slots": slots, "reach": length}
+            where = {"store_rows": torch.arange(rows), "slots": slots, "visible_length": length}
             found = model(Query(rows=np.arange(rows), tokens=ids, positions=positions, kind="window", **where), store)
             assert (found - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 

@@ -144,13 +144,13 @@ def test_bootstrap_covers_the_mean() -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_every_masked_sampler_has_a_frontier(name: str) -> None:
+def test_every_masked_sampler_has_a_sweep(name: str) -> None:
     cls = samplers.get(name)
     assert len(cls.sweep) >= 2, f"sampler {name!r} needs a class attribute `sweep` with two entries or more"
     made = [configuration for configuration in evaluation.configurations(name) if configuration.sampler == name]
     assert [dict(configuration.changes) for configuration in made] == [{}, *map(dict, cls.sweep)]
     asked = [(configuration.make(), tuple(configuration.request(64).items())) for configuration in made]
-    assert len(set(asked)) == len(asked), f"sampler {name!r} has a frontier entry that changes nothing"
+    assert len(set(asked)) == len(asked), f"sampler {name!r} has a sweep entry that changes nothing"
     for method, request in asked:
         assert method.uses_steps or "steps" not in dict(request)
         assert Request(**dict(request))
@@ -405,7 +405,7 @@ def test_a_wrong_argument_is_named(arguments: dict[str, Any], named: str) -> Non
         evaluation.compare(None, **arguments)
 
 
-def test_a_wrong_frontier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sweep_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Threshold, "sweep", ({"treshold": 0.5},))
     with pytest.raises(TypeError, match="treshold"):
         evaluation.configurations("threshold")

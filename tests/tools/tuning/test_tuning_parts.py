@@ -237,7 +237,7 @@ def test_every_start_is_what_optuna_gives_back() -> None:
     space = build_space(model, encode(model, [[1, 2]]), {}, None, ["none", "dual"], [None, 4])
     assert [start.name for start in space.starts][0] == "threshold" and len(space.starts) > 50
     # all that `paradec compare` measures, but for schedules at one token per step
-    schedules = {name for name in MASKED if any("steps" in changes for changes in samplers.get(name).frontier)}
+    schedules = {name for name in MASKED if any("steps" in changes for changes in samplers.get(name).sweep)}
     left_out = {name for name in space.left_out if " with " not in name}
     by_hand = [
         Candidate(entry.sampler, entry.changes).name

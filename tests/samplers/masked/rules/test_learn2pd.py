@@ -210,7 +210,7 @@ def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str
     for model, request, match in (
         (llada64, {"block_length": 3}, "trained for block_length 4, here 3"),
         (llada64, {"cache": "prefix"}, "trained for cache 'none' or 'dual', here 'prefix'"),
-        (dream64, {}, r"trained for model 'llada-tiny' \(64 words\), here 'dream-tiny' \(72 words\)"),
+        (dream64, {}, r"trained for model 'llada-tiny' \(64 tokens\), here 'dream-tiny' \(72 tokens\)"),
     ):
         with pytest.raises(ValueError, match=match + r"\. Train one with .*allow_mismatch=True"):
             run(model, **request)
