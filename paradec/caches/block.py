@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from paradec.caches.base import RangeCache, outward
+from paradec.caches.parts import outward
+from paradec.caches.stored import RangeCache
 from paradec.core.contract import CanvasState
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import ChangeLog, SubsetCache
+from paradec.caches.stored import ChangeLog, SubsetCache
 from paradec.core import rows as of_rows
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.base import RangeCache, outward
+from paradec.caches.parts import outward
+from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_choice, check_int
 from paradec.core.contract import CanvasState
 

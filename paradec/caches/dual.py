@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.base import outward
+from paradec.caches.parts import outward
 from paradec.caches.prefix import PrefixCache
 from paradec.core.contract import CanvasState
 

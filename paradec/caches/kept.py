@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.caches.base import Cache, StoredCache
+from paradec.caches.base import Cache
+from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.checks import check_bool, shown
 from paradec.core.contract import CanvasState

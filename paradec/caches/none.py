@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.base import Cache, Part, whole_rows
+from paradec.caches.base import Cache, Part, level_rows
+from paradec.caches.parts import whole_rows
 from paradec.core.contract import CanvasState
 
 
@@ -24,5 +25,10 @@ class NoCache(Cache):
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         keep = state.while_rows_stay if state.present is None else state.while_blocks_stay
-        parts: list[Part] = keep("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
+        parts: list[Part] = keep("plan", lambda: _whole(state))
         return parts
+
+
+def _whole(state: CanvasState) -> list[Part]:
+    rows = np.arange(len(state.window.rows))
+    return level_rows(state, rows) or whole_rows(state, rows)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.base import Part, StoredCache, subsets, whole_rows
+from paradec.caches.base import Part
+from paradec.caches.parts import subsets, whole_rows
+from paradec.caches.stored import StoredCache
 from paradec.core.checks import check_bool
 from paradec.core.contract import CanvasState
 

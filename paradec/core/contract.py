@@ -189,6 +189,8 @@ class CanvasState:
     """[B]: the position of each row's first mask; all before it was given."""
     answer_start: Numbers
     """[B]: the position after the last one that was given."""
+    masks_before: Numbers
+    """[B, L + 1]: undecided positions before each position, as they were at the start."""
     total: Numbers
     """[B]: positions that decoding is to make final."""
     columns: Numbers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import samplers
-from paradec.caches.base import RangeCache
+from paradec.caches.stored import RangeCache
 from paradec.core.blocks import WholeCanvas
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model

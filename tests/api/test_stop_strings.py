@@ -17,7 +17,8 @@ from transformers import StopStringCriteria
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.samplers.masked.stopping import EndOfText, StopStrings
+from paradec.samplers.masked.stop_strings import StopStrings
+from paradec.samplers.masked.stopping import EndOfText
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:

@@ -17,10 +17,11 @@ from tiny_models import MASK, tiny
 
 import paradec
 from paradec import caches, samplers
-from paradec.caches.base import ChangeLog, buckets
 from paradec.caches.cost import advice
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
+from paradec.caches.parts import buckets
+from paradec.caches.stored import ChangeLog
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
 from paradec.core.protocol import Query
 from paradec.models.adapter import Model

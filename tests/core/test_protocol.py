@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradec import FixedBlocks, caches, samplers
-from paradec.caches.base import buckets
+from paradec.caches.parts import buckets
 from paradec.core.blocks import WholeCanvas
 from paradec.core.protocol import Memory, MemorySpec, Sampler
 from paradec.core.registry import Registry

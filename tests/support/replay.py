@@ -28,8 +28,8 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.caches.base import spans
 from paradec.caches.dual import DualCache
+from paradec.caches.parts import spans
 from paradec.caches.prefix import PrefixCache
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model

@@ -257,7 +257,7 @@ class Hosted:
     def answer(self, key: Hashable) -> list[int]:
         """The ids of the answer that are final: all of them once the row is done, its end token included."""
         state, slot = self._place(key)
-        final = min(int(state.final(np.array([slot]))[0]), int(state.asked[slot]))
+        final = int(state.final(np.array([slot]))[0])
         ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
         return ids
 

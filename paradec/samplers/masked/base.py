@@ -27,8 +27,8 @@ from paradec.core.registry import unknown
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import GumbelDraws, read_stats
 from paradec.request import Request, request_for
+from paradec.samplers.masked import adaptive, early, noting, pipeline, reference, revising
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import noting, pipeline, reference, revising
 from paradec.samplers.masked.queries import owners, part_query, positions_of, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -281,7 +281,7 @@ class MaskedSampler(Sampler):
             tokens = torch.cat([part[0] for part in parts])[order]
             quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in quantities}
             updates = {name: torch.cat([part[2][name] for part in parts])[order] for name in updates}
-        block_end = state.read_blocks(tokens, quantities["confidence"], available) if state.reads_blocks else None
+        block_end = adaptive.read(state, tokens, quantities["confidence"], available) if state.reads_blocks else None
         if block_end is not None:
             available = available & (window.positions < block_end.unsqueeze(1))
         proposal = MaskedProposal(
@@ -431,7 +431,7 @@ class MaskedSampler(Sampler):
         if self.revises:
             decision = revising.revised(self, state, view, picked)
         if proposal.early is not None:
-            stages.fill_early(state, proposal, decision)
+            early.fill(state, proposal, decision)
         cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None
         written = torch.where(decision.selected, decision.values, proposal.current)
         decided = stages.to_host(
@@ -454,7 +454,7 @@ class MaskedSampler(Sampler):
         if state.memory.specs:
             stages.remember(self, state, proposal, view, picked)
         if proposal.block_end is not None:
-            state.settle_blocks(rows, decided["block_end"])
+            adaptive.settle(state, rows, decided["block_end"])
         if state.cache.hears:
             state.cache.heard(state, decided["confidence"], decided["available"])
         stages.count(state, rows, proposal.cost, decided["tokens"], committed)

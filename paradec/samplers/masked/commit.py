@@ -11,23 +11,11 @@ from torch import Tensor
 
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Cost, NotFinite
-from paradec.samplers.masked import revising
+from paradec.samplers.masked import early, revising, trimming
 from paradec.samplers.masked.pipeline import slide
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
 from paradec.samplers.masked.views import Decision, MaskedProposal, View
-
-
-def fill_early(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
-    """Take the candidates of all that is undecided in rows that a stop rule ends early."""
-    assert proposal.early is not None
-    early = proposal.early.unsqueeze(1)
-    undecided = state.window.undecided(proposal.current, state.mask_id)
-    decision.values = torch.where(early, proposal.values, decision.values)
-    decision.selected = torch.where(early, undecided, decision.selected)
-    decision.filled = torch.where(early, undecided.to(decision.filled.dtype), decision.filled)
-    if decision.hold_block is not None:
-        decision.hold_block = decision.hold_block & ~proposal.early
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
@@ -114,8 +102,8 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
     if state.pipelined and proposal.early is None:
         moved |= slide(state, tokens, ends)
     if "cut" in decided and (decided["cut"] < state.length[rows]).any():
-        state.trim(decided["cut"], tokens)
+        trimming.trim(state, decided["cut"], tokens)
         moved = True
     if proposal.early is not None:
-        state.close_full_rows(tokens)
+        early.close_full_rows(state, tokens)
     state.close(rows, ends, held, moved)

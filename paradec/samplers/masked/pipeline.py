@@ -15,12 +15,11 @@ from torch import Tensor
 from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.samplers.masked.stopping import NEVER, EndOfText
+from paradec.samplers.masked.suffix_window import cut as cut_suffix
 
 
-def check_pipelined(sampler: Any, policy: Any, steps: int | None = None) -> None:
+def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
     """Raise ValueError where a sampler, or a request with these `steps`, cannot work in several blocks at once."""
-    if not isinstance(policy, PipelinedBlocks):
-        return
     why = None
     if sampler.revises:
         why = "it takes back what it decided in one open block"
@@ -87,7 +86,7 @@ def _numbers(state: Any) -> tuple[Tensor, Tensor]:
     totals = np.zeros((len(rows), int(numbers.max()) + 1), np.int64)
     row, column = inside.nonzero()
     at = positions[row, column]
-    began = state._masks_before[rows[row]]
+    began = state.masks_before[rows[row]]
     masks = np.take_along_axis(began, at[:, None] + 1, 1) - np.take_along_axis(began, at[:, None], 1)
     np.add.at(totals, (row, numbers[row, column]), masks[:, 0])
     device = state.canvas.device
@@ -140,7 +139,7 @@ def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
     gone = np.where(stays, 0, begins - start)
     # the last block: its start, and what of it was to be decided and is left
     last = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
-    total = state._masks_before[rows, end] - state._masks_before[rows, last]
+    total = state.masks_before[rows, end] - state.masks_before[rows, last]
     left = (undecided & (positions >= last[:, None])).sum(1)
     adds = ~stays & (total - left >= policy.add * total) & (end < state.length[rows]) & ~_ended(state, tokens)
     moved = (gone > 0) | adds
@@ -153,12 +152,13 @@ def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
     while len(adding):  # what was given whole is passed over
         before = state.block_end[adding]
         state.block_end[adding] = policy.open(before, state.prompt_length[adding], state.length[adding])
-        masks = state._masks_before[adding, state.block_end[adding]] - state._masks_before[adding, before]
+        masks = state.masks_before[adding, state.block_end[adding]] - state.masks_before[adding, before]
         state.remaining[adding] += masks
         adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
-    began = state._masks_before[rows, state.block_end[rows]] - state._masks_before[rows, state.block_start[rows]]
+    began = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
     state.masks_at_open[rows] = np.where(moved, began, state.masks_at_open[rows])
-    state.cut_suffix(rows[adds])
+    if state.present is not None:
+        cut_suffix(state, rows[adds])
     return True
 
 

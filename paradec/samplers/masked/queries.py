@@ -11,6 +11,7 @@ from torch import Tensor
 from paradec.caches.base import Part
 from paradec.core.protocol import Query
 from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.suffix_window import ends_now
 
 SPARED = 2**15
 """Logits that a call has to be spared before it is asked for undecided positions alone: what choosing these costs."""
@@ -102,7 +103,7 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
         query.slots = per_branch(state, slots)
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-        visible = int(state.ends_now(rows).max())
+        visible = int((state.length[rows] if state.present is None else ends_now(state, rows)).max())
         if state.facts.topology == "block_causal":
             last = part.positions.max(1)
             visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))

@@ -10,8 +10,9 @@ import torch
 
 from paradec import attention as attentions
 from paradec import caches
-from paradec.caches.base import Cache, StoredCache
+from paradec.caches.base import Cache
 from paradec.caches.kept import plan_reuse
+from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import REFUSED, verdict
 from paradec.core import rng
@@ -32,8 +33,10 @@ from paradec.core.protocol import Memory
 from paradec.core.trace import Trace
 from paradec.request import Request, randomness, stop_texts
 from paradec.samplers.masked.pipeline import check_pipelined
+from paradec.samplers.masked.prefix_reuse import take_over
 from paradec.samplers.masked.state import MaskedState, block_counts
-from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
+from paradec.samplers.masked.stop_strings import StopStrings
+from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
@@ -50,7 +53,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     holes = any(mask in row for row in rows)
     new = _new_tokens(model, rows, request.max_new_tokens, holes)
     policy = block_policy(sampler, model, request.blocks, request.block_length, holes)
-    check_pipelined(sampler, policy, request.steps)
+    if isinstance(policy, PipelinedBlocks):
+        check_pipelined(sampler, policy, request.steps)
     # where decoding starts, and where text begins that nothing given follows
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
     answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != mask), 0) for r in rows], np.int64)
@@ -66,9 +70,14 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if texts and model.tokenizer is None:
         raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {facts.name} has none")
     branches = 1 if request.guidance_scale == 1.0 else 2
-    reuse = plan_reuse(request.prefix, request.share_prefix, request.keep_prefix, model, cache, branches, rows, starts)
+    reuse = None
+    if request.prefix is not None or request.share_prefix is not False or request.keep_prefix is not False:
+        reuse = plan_reuse(
+            request.prefix, request.share_prefix, request.keep_prefix, model, cache, branches, rows, starts
+        )
     attention = attention_of(request, sampler, model)
-    _check_suffix(request, sampler, model, cache, policy, len(rows), gaps=bool((answers > starts).any()))
+    if request.suffix is not None:
+        _check_suffix(request, sampler, model, cache, policy, len(rows), gaps=bool((answers > starts).any()))
 
     ends = lengths + new
     if facts.topology == "block_causal" and new:
@@ -135,7 +144,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if request.keep_prefix:
         state.settled = np.zeros(state.batch, np.int64)
     if reuse is not None:
-        state.take_over(reuse, model)
+        take_over(state, reuse, model)
     return state
 
 
@@ -272,9 +281,10 @@ def cache_of(request: Request, sampler: Any, model: Any, blocks: BlockPolicy) ->
     """
     given = "none" if request.cache is None else request.cache
     cache: Cache = caches.create(given) if isinstance(given, str) else given
-    found = verdict(sampler, cache, model.facts, stores=model.supports_store)
-    if found.status == REFUSED:
-        raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {found.why}")
+    if cache.uses_store:
+        found = verdict(sampler, cache, model.facts, stores=model.supports_store)
+        if found.status == REFUSED:
+            raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {found.why}")
     if cache.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
             f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.caches.base import Cache, StoredCache, outward
+from paradec.caches.base import Cache
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
-from paradec.caches.suffix import Suffix
-from paradec.core import rows as of_rows
-from paradec.core.blocks import BlockPolicy, Opening, PipelinedBlocks
+from paradec.caches.kept import KeptPrefix, keep_prefix
+from paradec.caches.parts import outward
+from paradec.caches.stored import StoredCache
+from paradec.core.blocks import BlockPolicy, PipelinedBlocks
 from paradec.core.checks import shown
-from paradec.core.contract import CanvasState, Window
+from paradec.core.contract import Window
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import CallCost, State
-from paradec.core.trace import TraceStep
 from paradec.request import Request
-from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules
+from paradec.samplers.masked.refilling import RefilledRows
+from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
+from paradec.samplers.masked.suffix_window import cut as cut_suffix
 
 
 @dataclass
-class MaskedState(CanvasState, State):
+class MaskedState(RefilledRows):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
     Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
@@ -80,8 +79,8 @@ class MaskedState(CanvasState, State):
         *("masks_at_open", "opening", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
     )
     """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
-    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "present", "_masks_before", "decided_at")
-    """Those with a column for every position as well (`_masks_before` for one more); None stays None."""
+    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "present", "masks_before", "decided_at")
+    """Those with a column for every position as well (`masks_before` for one more); None stays None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,9 +128,9 @@ class MaskedState(CanvasState, State):
             counts = block_counts(self.request.steps, self.blocks, self.prompt_length, self.length)
             self.steps_per_block = -(-self.request.steps // counts)
         # undecided positions before each position, counted at the start
-        self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
-        self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
-        self.total = self._masks_before[:, -1]
+        self.masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
+        self.masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
+        self.total = self.masks_before[:, -1]
         self.present = None if self.request.suffix is None else np.zeros(self.canvas.shape, bool)
         self.open_blocks(np.arange(self.batch))
 
@@ -173,69 +172,16 @@ class MaskedState(CanvasState, State):
                 break
             start = self.block_start[rows]
             self.block_end[rows] = self.blocks.open(start, self.prompt_length[rows], self.length[rows])
-            masks = self._masks_before[rows, self.block_end[rows]] - self._masks_before[rows, start]
+            masks = self.masks_before[rows, self.block_end[rows]] - self.masks_before[rows, start]
             self.masks_at_open[rows] = self.remaining[rows] = masks
             self.block_step[rows] = 0
             self.opening[rows] = self.reads_blocks
             self.memory.reset(rows, "block")
             rows = rows[masks == 0]
         self.running &= self.block_start < self.length
-        self.cut_suffix(opened[self.running[opened]])
+        if self.present is not None:
+            cut_suffix(self, opened[self.running[opened]])
         self._make_window()
-
-    def cut_suffix(self, rows: np.ndarray) -> None:
-        """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
-        suffix = Suffix.of(self.request.suffix)
-        if suffix is None or self.present is None or not len(rows):
-            return
-        masks = np.diff(self._masks_before[rows], axis=1) > 0
-        start, end, column = self.block_start[rows], self.block_end[rows], self.columns[0]
-        keys = self.keys[torch.as_tensor(rows, device=self.keys.device)]
-        kept = suffix.kept(masks, start, end, keys, self.generator, self.facts.prediction)
-        there = (~masks | (column < end[:, None]) | kept) & (column < self.length[rows, None])
-        self.present[rows] = there
-        if self.store is not None:
-            for branch in range(self.branches):
-                self.store.hide(rows + branch * self.batch, ~there)
-
-    def ends_now(self, rows: np.ndarray) -> np.ndarray:
-        """[N] int64: the position after the last one of `rows` [N] that exists for now."""
-        if self.present is None:
-            return self.length[rows]
-        last: np.ndarray = self.present.shape[1] - self.present[rows, ::-1].argmax(1)
-        return np.minimum(last, self.length[rows])
-
-    def read_blocks(self, tokens: Tensor, confidence: Tensor, available: Tensor) -> Tensor | None:
-        """Where each running row's block ends, [R] int64, if the candidates [R, W] decide it for any; else None."""
-        rows = self.window.rows
-        index = self.opening[rows].nonzero()[0]
-        if not len(index):
-            return None
-        opened, device = rows[index], tokens.device
-        start, end = torch.as_tensor(np.stack((self.block_start[rows], self.block_end[rows])), device=device)
-        at = torch.as_tensor(index, device=device)
-        opening = Opening(
-            tokens=tokens[at],
-            confidence=confidence[at],
-            available=available[at],
-            start=self.block_start[opened],
-            prompt_length=self.prompt_length[opened],
-            length=self.length[opened],
-        )
-        # the block reaches what can be committed, where given text comes first
-        size = self.blocks.cut(opening).maximum(opening.available.int().argmax(1) + 1)
-        return end.index_copy(0, at, start[at] + size)
-
-    def settle_blocks(self, rows: np.ndarray, end: np.ndarray) -> None:
-        """Let the blocks of `rows` [R] end at `end` [R], as `read_blocks` has it."""
-        read = self.opening[rows]
-        rows, end = rows[read], end[read]
-        if (end > self.block_end[rows]).any():
-            raise RuntimeError(f"blocks={self.blocks} cut a block that is longer than what it read")
-        self.block_end[rows] = end
-        masks = self._masks_before[rows, end] - self._masks_before[rows, self.block_start[rows]]
-        self.masks_at_open[rows] = self.remaining[rows] = masks
-        self.opening[rows] = False
 
     def write(self, tokens: Tensor) -> None:
         """Let the window [R, W] hold `tokens`, and note when a position took another one than it had."""
@@ -257,37 +203,6 @@ class MaskedState(CanvasState, State):
             committed[rows] = of_running
         self.decided += committed
         self.remaining -= committed
-
-    def trim(self, cut: np.ndarray, tokens: np.ndarray) -> None:
-        """Cut the running rows off at `cut` [R]; the window [R, W] holds `tokens`, and is to be made again."""
-        window = self.window
-        shorter = cut < self.length[window.rows]
-        rows, cut = window.rows[shorter], cut[shorter]
-        self.length[rows], self.level = cut, False
-        self.end[rows] = np.minimum(self.end[rows], cut)
-        self.block_end[rows] = np.minimum(self.block_end[rows], cut)
-        left = tokens[shorter] == self.facts.mask_id
-        left &= window.host_positions[shorter] < self.block_end[rows, None]
-        if window.host_valid is not None:
-            left &= window.host_valid[shorter]
-        self.remaining[rows] = left.sum(1)
-        self.forget_made()
-        if self.store is not None:
-            for branch in range(self.branches):
-                self.store.forget(rows + branch * self.batch, cut)
-        column = torch.arange(self.canvas.shape[1], device=self.canvas.device)
-        tail = column >= torch.as_tensor(self.length, device=column.device).unsqueeze(1)
-        self.canvas.masked_fill_(tail, self.facts.fill_token_id)
-
-    def close_full_rows(self, tokens: np.ndarray) -> None:
-        """Make the open block the last one of rows with nothing undecided. tokens: [R, W], of a window that reaches the
-        end of every row."""
-        window = self.window
-        masks = tokens == self.facts.mask_id
-        if window.host_valid is not None:
-            masks &= window.host_valid
-        rows = window.rows[~masks.any(1)]
-        self.block_end[rows], self.remaining[rows] = self.length[rows], 0
 
     def close(
         self, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, moved: bool = False
@@ -399,166 +314,17 @@ class MaskedState(CanvasState, State):
                 if kept is not None:
                     kept.release()
 
-    # ---- rows that come and go ------------------------------------------------------------------------------------
-
-    def fixed(self) -> str | None:
-        if self.generator is not None:
-            return "rng='reference' draws all rows from one stream"
-        if self.attention_state is not None:
-            return "sparse attention keeps a pattern of all rows"
-        if self.reuses or self.settled is not None:
-            return "a prefix that is taken over or kept is laid out for all rows"
-        if self.trace is not None:
-            return "a trace is of the rows that it began with"
-        if not of_rows.exchangeable(self.cache_state, self.batch):
-            kept = type(self.cache_state).__name__
-            return f"cache {self.cache.name!r} keeps a {kept}, which has no `taken` and `put` for its rows"
-        for rule in self.stop_rules:
-            if not isinstance(rule, of_rows.Rows):
-                return f"stop={shown(rule)} has no `taken` and `put` for its rows"
-        return None
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        other = copy.copy(self)
-        other.batch, other.columns = len(rows), self.columns[np.zeros(len(rows), np.int64)]
-        for name in (*self.OF_ROWS, *self.OF_POSITIONS):
-            setattr(other, name, of_rows.kept(getattr(self, name), rows, None))
-        if self.suppressed is not None and self.suppressed.ndim == 2:
-            other.suppressed = of_rows.taken(self.suppressed, rows)
-        if columns is not None:
-            other.columns = np.tile(np.arange(columns), (len(rows), 1))
-            other.canvas = of_rows.fitted(other.canvas, columns, self.facts.fill_token_id)
-            other.given = of_rows.fitted(other.given, columns, False)
-            if other.decided_at is not None:
-                other.decided_at = of_rows.fitted(other.decided_at, columns, -1)
-            other.present = None if other.present is None else of_rows.fitted(other.present, columns, False)
-            # what lies beyond a row has no masks
-            last = np.repeat(other._masks_before[:, -1:], max(columns + 1 - other._masks_before.shape[1], 0), 1)
-            other._masks_before = np.concatenate((other._masks_before[:, : columns + 1], last), 1)
-        other.total = other._masks_before[:, -1]
-        other._counts, other._calls = of_rows.taken(self.counts, rows, 1), []
-        other._steps = of_rows.taken(self._steps, rows, 1)
-        other.block_step, other.row_step = other._steps
-        other.memory = self.memory.taken(rows, columns)
-        if self.store is not None:
-            every = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
-            other.store = self.store.taken(every, columns)
-        other.cache_state = of_rows.kept(self.cache_state, rows, columns)
-        other.stop_rules = tuple(rule.taken(rows, columns) for rule in self.stop_rules)  # type: ignore[attr-defined]
-        other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
-        other._moved()
-        return other
-
-    def put(self, slots: np.ndarray, other: Self) -> None:
-        self.counts, other.counts  # noqa: B018 - what was counted is summed now
-        width = other.canvas.shape[1]
-        for name in self.OF_ROWS:
-            of_rows.exchange(getattr(self, name), slots, getattr(other, name))
-        index = torch.as_tensor(slots, device=self.canvas.device)
-        for own, new, fill in (
-            (self.canvas, other.canvas, self.facts.fill_token_id),
-            (self.given, other.given, False),
-            (self.decided_at, other.decided_at, -1),
-        ):
-            if own is None or new is None:
-                continue
-            own.index_fill_(0, index, fill)
-            own.narrow(1, 0, width).index_copy_(0, index, new)
-        if self.present is not None and other.present is not None:
-            self.present[slots] = of_rows.fitted(other.present, self.present.shape[1], False)
-        self._masks_before[slots] = other._masks_before[:, -1:]
-        self._masks_before[slots, : width + 1] = other._masks_before
-        self._counts[:, slots], self._steps[:, slots] = other._counts, other._steps
-        self._put_suppressed(slots, other)
-        self.memory.grow("window", max(self.memory.size("window"), other.memory.size("window")))
-        self.memory.put(slots, other.memory)
-        if self.store is not None:
-            every = np.concatenate([slots + branch * self.batch for branch in range(self.branches)])
-            self.store.put(every, other.store)
-        of_rows.exchange(self.cache_state, slots, other.cache_state)
-        self.stop_rules = exchanged_rules(self, slots, other)
-        if self.logprobs is not None and other.logprobs is not None:
-            self.logprobs.put(slots, other.logprobs)
-        self.guards_holes |= other.guards_holes
-        self.commits += 1  # what was proposed before is of other rows
-        self._moved()
-
-    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
-        self.finish(rows)
-        if wipe and self.store is not None:
-            self.store.wipe(np.concatenate([rows + branch * self.batch for branch in range(self.branches)]))
-        self.commits += 1
-        self._moved()
-
-    def let_run(self, rows: np.ndarray) -> None:
-        """Let `rows` [N] alone take part in the next steps, and the others wait. For hosts that have not the
-        logits of all rows: none of them may be done, and it is theirs to remember who waits."""
-        running = np.zeros(self.batch, bool)
-        running[rows] = True
-        if (running != self.running).any():
-            self.running = running
-            self.commits += 1
-            self._moved()
-
-    def final(self, rows: np.ndarray) -> np.ndarray:
-        undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
-        undecided &= np.arange(undecided.shape[1]) < self.end[rows, None]
-        final = np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
-        if self.revises:  # tokens of an open block may be taken back
-            final = np.where(self.running[rows], np.minimum(final, self.block_start[rows]), final)
-        found: np.ndarray = final
-        return found
-
-    def extent(self, rows: np.ndarray) -> int:
-        return int(np.maximum(self.length[rows], self.asked[rows]).max())
-
-    def _moved(self) -> None:
-        """Make again what was made for the rows that there were."""
-        self.total = self._masks_before[:, -1]
-        self.level = bool((self.length == self.canvas.shape[1]).all())
-        self.forget_made()
-        self._make_window()
-
-    def _put_suppressed(self, slots: np.ndarray, other: Self) -> None:
-        """The tokens that are never proposed; one list for all rows as long as they have the same."""
-        own, new = self.suppressed, other.suppressed
-        if own is None and new is None or own is not None and new is not None and own.ndim == 1 == new.ndim:
-            if own is None or new is not None and torch.equal(own, new):
-                return
-        wide = [_of_each(state.suppressed, state.batch, self.mask_id, self.canvas.device) for state in (self, other)]
-        size = max(part.shape[1] for part in wide)
-        own, new = (of_rows.fitted(part, size, self.mask_id) for part in wide)
-        of_rows.put(own, slots, new)
-        self.suppressed = own
-
-    def take_over(self, reuse: Reuse, model: Any) -> None:
-        """Put the prefix of a request into its store. One that is evaluated for that is a forward of every row's, whose
-        positions are the first row's."""
-        called = reuse.fill(self.store, model, self.stored_cache)
-        self.reused, self.reuses, self._took_over = reuse.counts, True, reuse.kept
-        if not called:
-            return
-        once = (np.arange(self.batch) == 0).astype(np.int64)
-        self._calls.append(CallCost(np.arange(self.batch), 1, once, np.full(self.batch, reuse.start) * once, False))
-        if self.trace is not None:
-            self.trace.steps.append(TraceStep([], (reuse.start * once).tolist(), "prefix", [1] * self.batch))
-
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""
-        return None if self.settled is None else keep_prefix(self, model, self._took_over)
+        if self.settled is None:
+            return None
+        return keep_prefix(self, model, self._took_over)
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
-        if self.reuses:
-            return None  # it has won already
+        if self.reuses or not self.cache.uses_store:
+            return None  # it has won already, or there is none
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
-
-
-def _of_each(suppressed: Tensor | None, batch: int, mask: int, device: torch.device) -> Tensor:
-    """[B, S]: the tokens that each row never proposes, the mask at least."""
-    if suppressed is None:
-        return torch.full((batch, 1), mask, dtype=torch.int64, device=device)
-    return suppressed.expand(batch, -1).clone() if suppressed.ndim == 1 else suppressed.clone()
 
 
 def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -6,13 +6,11 @@ text after it, ends nothing.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from paradec.core import rows as of_rows
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
 
@@ -100,94 +98,6 @@ class EndOfText:
             self.first = other.first = None  # `exchanged_rules` has seen to it that both say so or neither
         else:
             self.first[slots] = other.first
-
-
-class StopStrings:
-    """End a row at the token that completes one of some texts, once nothing before it is undecided.
-
-    The decided answer is decoded as a whole, so that a text may lie across tokens, and special tokens count with their
-    names. The token that completes it is kept entirely, as transformers' `StopStringCriteria` does; unlike there, the
-    prompt's own text is no part of a match.
-
-    Args:
-        texts: what to look for.
-        tokenizer: the model's.
-        mask: the mask id.
-        canvas: [B, L] int64, the ids that decoding starts from.
-        first: [B] int64: the position from which on text counts.
-    """
-
-    def __init__(self, texts: Sequence[str], tokenizer: Any, mask: int, canvas: np.ndarray, first: np.ndarray):
-        self.texts = [tuple(texts)] * len(canvas)
-        """Of each row; none of rows that have none."""
-        self.tokenizer = tokenizer
-        self.mask = mask
-        self.canvas = canvas.copy()  # on the host, kept up to date from the windows
-        self.first = first.copy()
-        self.read = first.copy()
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> StopStrings:
-        """See `paradec.core.rows.Rows`."""
-        other = copy.copy(self)
-        size = self.canvas.shape[1] if columns is None else columns
-        other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
-        other.texts = [self.texts[row] for row in rows]
-        other.first, other.read = self.first[rows], self.read[rows]
-        return other
-
-    def put(self, slots: np.ndarray, other: StopStrings) -> None:
-        """See `paradec.core.rows.Rows`."""
-        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
-        self.canvas[slots], self.first[slots], self.read[slots] = wide.canvas, wide.first, wide.read
-        for slot, texts in zip(slots.tolist(), wide.texts, strict=True):
-            self.texts[slot] = texts
-
-    def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
-        rows = state.window.rows
-        before = self.canvas[rows]
-        self.canvas[rows[:, None], state.window.host_positions] = tokens
-        # a method that revises may have changed what was read
-        changed = self.canvas[rows] != before
-        self.read[rows] = np.where(changed.any(1), np.minimum(self.read[rows], changed.argmax(1)), self.read[rows])
-        self.read[rows] = np.maximum(self.read[rows], self.first[rows])
-        length = state.end[rows]
-        undecided = (self.canvas[rows] == self.mask) & (np.arange(self.canvas.shape[1]) < length[:, None])
-        decided = np.where(undecided.any(1), undecided.argmax(1), length)
-        ends = np.full(len(rows), NEVER)
-        for index in (decided > self.read[rows]).nonzero()[0]:
-            row, end = rows[index], decided[index]
-            if self.texts[row] and self._holds(row, end):
-                ends[index] = next(stop for stop in range(self.read[row] + 1, end + 1) if self._holds(row, stop))
-            self.read[row] = end
-        return ends if (ends < NEVER).any() else None
-
-    def silent(self, state: Any) -> StopStrings:
-        """The same without texts, for the rows of a state."""
-        canvas = state.canvas.cpu().numpy()
-        return StopStrings((), self.tokenizer, self.mask, canvas, state.answer_start)
-
-    def _holds(self, row: int, end: int) -> bool:
-        """Whether the answer of a row up to the position `end` (exclusive) holds one of the texts."""
-        text = self.tokenizer.decode(self.canvas[row, self.first[row] : end].tolist(), skip_special_tokens=False)
-        return any(wanted in text for wanted in self.texts[row])
-
-
-def exchanged_rules(state: Any, slots: np.ndarray, other: Any) -> tuple[StopRule, ...]:
-    """The stop rules of a masked state whose rows `slots` [N] have become those of the state `other`; a rule that one
-    of the two lacks speaks of the other's rows alone. Call it once the rows are there."""
-    own = {type(rule): rule for rule in state.stop_rules}
-    new = {type(rule): rule for rule in other.stop_rules}
-    for kind in (*own, *new):
-        for rules, of, like in ((own, state, new), (new, other, own)):
-            if kind not in rules:
-                rules[kind] = like[kind].silent(of)
-    ends = [rule for rule in (own.get(EndOfText), new.get(EndOfText)) if rule is not None]
-    if any(rule.first is not None for rule in ends):
-        for rule, of in zip(ends, (state, other), strict=True):
-            rule.first = of.answer_start.copy() if rule.first is None else rule.first
-    for kind, rule in own.items():
-        rule.put(slots, new[kind])
-    return tuple(own.values())
 
 
 def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[EarlyRule, ...]]:

@@ -18,7 +18,8 @@ from paradec.core.prompts import encode
 from paradec.core.protocol import Memory
 from paradec.core.trace import Trace, spans
 from paradec.request import DEFAULTS, Request, randomness, stop_texts
-from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
+from paradec.samplers.masked.stop_strings import StopStrings
+from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.settled import Settled
 from paradec.samplers.renoising.state import DenoisingState

@@ -8,7 +8,8 @@ from typing import Any
 import paradec.attention as attention_methods
 from paradec import caches, samplers
 from paradec.attention.sparsed import SparseD
-from paradec.caches.base import STORE_DTYPES, Cache
+from paradec.caches.base import Cache
+from paradec.caches.stored import STORE_DTYPES
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import check_int, check_number, shown

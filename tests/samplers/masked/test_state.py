@@ -26,7 +26,19 @@ from paradec.samplers.masked.state import MaskedState
 MODEL = tiny(2)
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-HOST = {"branches", "memory", "commits", "prompt_length", "answer_start", "total", "columns", "level", "pads", "reuses"}
+HOST = {
+    "masks_before",
+    "branches",
+    "memory",
+    "commits",
+    "prompt_length",
+    "answer_start",
+    "total",
+    "columns",
+    "level",
+    "pads",
+    "reuses",
+}
 HOST |= {"reused", "settled", "store", "cache_state", "given", "cache", "nothing"}
 """What the lower part of the contract declares: states on the host alone have it."""
 

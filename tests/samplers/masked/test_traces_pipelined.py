@@ -30,8 +30,9 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.caches.base import Part, spans
+from paradec.caches.base import Part
 from paradec.caches.delayed import DelayedCache
+from paradec.caches.parts import spans
 from paradec.core.protocol import Commit, Query
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View

@@ -28,6 +28,7 @@ from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part,
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.stopping import NEVER, first_end
+from paradec.samplers.masked.trimming import trim as trim_rows
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
@@ -321,7 +322,7 @@ class FreeDave(MaskedSampler):
         state.block_step[rows] += taken - 1
         moved = bool(shorter[taken - 1, index].any())
         if moved:
-            state.trim(cut[taken - 1, index], final)
+            trim_rows(state, cut[taken - 1, index], final)
         state.close(rows, ends, moved=moved)
         # each token with the score that it had when the base took it
         when = (changed & (depth < taken)[..., None]).argmax(0)

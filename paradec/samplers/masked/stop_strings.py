@@ -1,0 +1,83 @@
+"""Stop strings: texts that end a row, wherever token boundaries lie in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paradec.core import rows as of_rows
+from paradec.core.contract import CanvasState
+from paradec.samplers.masked.stopping import NEVER
+
+
+class StopStrings:
+    """End a row at the token that completes one of some texts, once nothing before it is undecided.
+
+    The decided answer is decoded as a whole, so that a text may lie across tokens, and special tokens count with their
+    names. The token that completes it is kept entirely, as transformers' `StopStringCriteria` does; unlike there, the
+    prompt's own text is no part of a match.
+
+    Args:
+        texts: what to look for.
+        tokenizer: the model's.
+        mask: the mask id.
+        canvas: [B, L] int64, the ids that decoding starts from.
+        first: [B] int64: the position from which on text counts.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any, mask: int, canvas: np.ndarray, first: np.ndarray):
+        self.texts = [tuple(texts)] * len(canvas)
+        """Of each row; none of rows that have none."""
+        self.tokenizer = tokenizer
+        self.mask = mask
+        self.canvas = canvas.copy()  # on the host, kept up to date from the windows
+        self.first = first.copy()
+        self.read = first.copy()
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> StopStrings:
+        """See `paradec.core.rows.Rows`."""
+        other = copy.copy(self)
+        size = self.canvas.shape[1] if columns is None else columns
+        other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
+        other.texts = [self.texts[row] for row in rows]
+        other.first, other.read = self.first[rows], self.read[rows]
+        return other
+
+    def put(self, slots: np.ndarray, other: StopStrings) -> None:
+        """See `paradec.core.rows.Rows`."""
+        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
+        self.canvas[slots], self.first[slots], self.read[slots] = wide.canvas, wide.first, wide.read
+        for slot, texts in zip(slots.tolist(), wide.texts, strict=True):
+            self.texts[slot] = texts
+
+    def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
+        rows = state.window.rows
+        before = self.canvas[rows]
+        self.canvas[rows[:, None], state.window.host_positions] = tokens
+        # a method that revises may have changed what was read
+        changed = self.canvas[rows] != before
+        self.read[rows] = np.where(changed.any(1), np.minimum(self.read[rows], changed.argmax(1)), self.read[rows])
+        self.read[rows] = np.maximum(self.read[rows], self.first[rows])
+        length = state.end[rows]
+        undecided = (self.canvas[rows] == self.mask) & (np.arange(self.canvas.shape[1]) < length[:, None])
+        decided = np.where(undecided.any(1), undecided.argmax(1), length)
+        ends = np.full(len(rows), NEVER)
+        for index in (decided > self.read[rows]).nonzero()[0]:
+            row, end = rows[index], decided[index]
+            if self.texts[row] and self._holds(row, end):
+                ends[index] = next(stop for stop in range(self.read[row] + 1, end + 1) if self._holds(row, stop))
+            self.read[row] = end
+        return ends if (ends < NEVER).any() else None
+
+    def silent(self, state: Any) -> StopStrings:
+        """The same without texts, for the rows of a state."""
+        canvas = state.canvas.cpu().numpy()
+        return StopStrings((), self.tokenizer, self.mask, canvas, state.answer_start)
+
+    def _holds(self, row: int, end: int) -> bool:
+        """Whether the answer of a row up to the position `end` (exclusive) holds one of the texts."""
+        text = self.tokenizer.decode(self.canvas[row, self.first[row] : end].tolist(), skip_special_tokens=False)
+        return any(wanted in text for wanted in self.texts[row])
