@@ -248,9 +248,9 @@ class ByDensity(LowConfidence):
 
     sigma: float = 10.0
 
-    def _ranked(self, state: Any, tokens: torch.Tensor, quantities: Any) -> torch.Tensor:
+    def ranked(self, state: Any, tokens: torch.Tensor, quantities: Any) -> torch.Tensor:
         answer = state.canvas[:, int(state.prompt_length[0]) :] != state.mask_id
-        return super()._ranked(state, tokens, quantities) * torch.as_tensor(density(answer.numpy(), self.sigma))
+        return super().ranked(state, tokens, quantities) * torch.as_tensor(density(answer.numpy(), self.sigma))
 
 
 @pytest.mark.parametrize("numbers", which(2, 3))

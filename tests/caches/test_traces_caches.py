@@ -109,7 +109,7 @@ def test_forced_first_token_by_answers(name: str) -> None:
 class RandomOverEvaluated(Random):
     """Draws numbers for what the cache has evaluated, in ascending order, as dKV-Cache's code does."""
 
-    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+    def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         (part,) = state.cache.plan(state)
         evaluated = torch.as_tensor(part.positions)
         noise = torch.zeros(state.canvas.shape, dtype=torch.float64)

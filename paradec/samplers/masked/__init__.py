@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View")
+"""What a new method needs, from `base.py`, which is not imported for a stop rule alone."""
+
 
 def __getattr__(name: str) -> Any:
-    """What a new method needs (`MaskedSampler`, `View`, ...), without importing the base for a stop rule alone."""
-    base = importlib.import_module("paradec.samplers.masked.base")
-    if name.startswith("_") or not hasattr(base, name):
+    if name not in BASE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(base, name)
+    return getattr(importlib.import_module("paradec.samplers.masked.base"), name)

@@ -8,7 +8,6 @@ end of the text. Rows are independent: each has its own block, step and end.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,53 +17,25 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache, Part
-from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
 from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Commit, Cost, MemorySpec, Query, Sampler
-from paradec.core.registry import unknown
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import GumbelDraws, read_stats
 from paradec.request import Request, request_for
-from paradec.samplers.masked import adaptive, early, noting, pipeline, reference, revising
+from paradec.samplers.masked import adaptive, draws, early, noting, pipeline, reference, revising
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked.queries import owners, part_query, positions_of, undecided_alone
+from paradec.samplers.masked.declaring import declare
+from paradec.samplers.masked.logits import candidates, own_stage, proposable, ranked, spread
+from paradec.samplers.masked.queries import part_query, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stopping import WATCHED
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
 from paradec.samplers.statistics import (
-    QUANTITIES,
     Raised,
-    filter_logits,
-    guided,
-    tempered,
-    token_statistics,
-    top_by_rank,
 )
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
-
-DERIVED = {
-    "previews": "preview",
-    "processes_logits": "process_logits",
-    "has_extra_quantities": "extra_quantities",
-    "revises": "revise",
-}
-"""Class attributes that say whether a class has a decision of its own, and the method that this is seen by."""
-
-FORMER = {
-    "announce": "preview",
-    "assess": "extra_quantities",
-    "drafts": "multi_step",
-    "frontier": "sweep",
-    "fuse": "process_logits",
-    "rereads": "needs_decided_logits",
-    "shadows": "mask_probes",
-    "unserved": "unsupported",
-}
-"""What a subclass may have been written with, and its name now."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +96,7 @@ class MaskedSampler(Sampler):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for name in FORMER.keys() & vars(cls).keys():
-            raise TypeError(f"sampler class {cls.__name__} defines {name}, which is called {FORMER[name]} now")
-        line = cls.__mro__
-        for flag, method in DERIVED.items():
-            said, made = (next(at for at, base in enumerate(line) if name in vars(base)) for name in (flag, method))
-            if made < said:  # overridden nearer than anything is said
-                setattr(cls, flag, True)
-        cls.device_step = vars(cls).get("device_step", False)
-        _check_declared(cls)
+        declare(cls)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -266,10 +229,10 @@ class MaskedSampler(Sampler):
             available = available & (window.positions < state.block_ends)
         parts, said = [], []
         for logits, query in zip(outputs, queries, strict=True):
-            logits = self._proposable(state, logits, query)
-            staged, found = self._logits_stage(state, logits, query, available, current)
-            read = self._read(state, staged, query, generator)
-            parts.append((*(read if query.columns is None else _spread(*read, query, current)), found))
+            logits = proposable(self, state, logits, query)
+            staged, found = own_stage(self, state, logits, query, available, current)
+            read = self.read(state, staged, query, generator)
+            parts.append((*(read if query.columns is None else spread(*read, query, current)), found))
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
@@ -289,7 +252,7 @@ class MaskedSampler(Sampler):
             values=tokens,
             cost=Cost(queries, state.batch),
             positions=window.positions,
-            scores=self._ranked(state, tokens, quantities),
+            scores=self.ranked(state, tokens, quantities),
             available=available,
             current=current,
             block_end=block_end,
@@ -308,106 +271,33 @@ class MaskedSampler(Sampler):
             proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
 
-    def _proposable(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
-        """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
-        logits = self._guided(state, logits, query)
-        if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
-            self._keep_ends_out(state, logits, holes)
-        return logits
-
-    def _logits_stage(
-        self, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
-    ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
-        """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
-        watched: dict[str, Tensor] = {}
-        if state.watched:
-            watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
-        if not self.processes_logits:
-            return logits, watched
-        seen = [available, state.window.positions, current]
-        if len(query.rows) < len(available):
-            index = torch.as_tensor(query.index, device=available.device)
-            seen = [tensor.index_select(0, index) for tensor in seen]
-        available, positions, current = seen
-        memory = state.memory.read(query.rows, available.shape[1])
-        processed, found = self.process_logits(logits, Stage(available, positions, memory, current))
-        return processed, watched | dict(found)
-
     def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
         return state.request.guidance_scale
 
-    def _guided(self, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
-        """The logits stage up to `process_logits`: guidance, and the tokens that are never proposed."""
-        request = state.request
-        if request.guidance_scale != 1.0:
-            logits = guided(logits, self.guidance(state, query.rows))
-        elif request.temperature > 0:
-            # scaled logits can leave the range of float16
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # in place: the logits are this step's own, and can be large
-        if not self._weighs_mask(state):
-            logits.select(-1, state.mask_id).fill_(-torch.inf)
-        if state.suppressed is not None:
-            if state.suppressed.ndim == 1:
-                logits.index_fill_(-1, state.suppressed, -torch.inf)
-            else:  # of each row its own
-                own = state.suppressed[torch.as_tensor(owners(query, len(logits)), device=logits.device)]
-                logits.scatter_(-1, own.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
-        return logits
-
-    def _keep_ends_out(self, state: CanvasState, logits: Tensor, holes: Tensor) -> None:
-        """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
-        if holes.shape[1] < logits.shape[1]:
-            holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
-        ends = logits.index_select(-1, state.ends)
-        logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
-
-    def _weighs_mask(self, state: CanvasState) -> bool:
+    def weighs_mask(self, state: CanvasState) -> bool:
         """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
         return state.generator is not None
 
-    def _ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
-        """[R, W] float64: the scores that candidates are ranked by."""
-        scores = quantities[self.score]
-        if state.request.confidence_eos_eot_inf and len(state.ends):
-            scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
-        return scores
-
-    def _read(
+    def read(
         self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
-        request = state.request
-        statistics = token_statistics if generator is None else reference.statistics
-        filtered = any(each is not None for each in (request.top_p, request.top_k, request.top_n_sigma))
-        if isinstance(logits, Raised):
-            if request.temperature == 0 and not filtered and generator is None and self.reads == ("confidence",):
-                tokens, confidence = logits.statistics()
-                return tokens, {"confidence": confidence}
-            logits = logits.written()
-        if generator is not None and self._weighs_mask(state):
-            return reference.read(self, state, logits, query, generator)
-        if request.temperature == 0 and not (filtered and self.score_from == "sampled"):
-            return statistics(logits, self.reads)
-        drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
-        drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
-        drawn = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
-        return statistics(drawn_from if self.score_from == "sampled" else logits, self.reads, drawn)
+        return candidates(self, state, logits, query, generator)
 
-    def _draw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V]) by the Gumbel-max trick, in float64."""
-        rows, positions = query.rows, positions_of(state, query)
-        if generator is None:
-            steps = torch.as_tensor(state.row_step[rows], device=positions.device)
-            keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-            sample = read_stats(logits, frozenset(), draws=GumbelDraws(keys, steps, positions)).sample
-            assert sample is not None  # asked for with `draws`
-            return sample
-        if self.score_from == "sampled":
-            return reference.categorical(state, logits, positions, rows, generator)
-        noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
-        return (logits.double() + rng.gumbel(noise)).argmax(-1)
+    def ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
+        """[R, W] float64: the scores that candidates are ranked by."""
+        return ranked(self, state, tokens, quantities)
+
+    def draw_tokens(
+        self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None
+    ) -> Tensor:
+        """Draw tokens [R, W] from softmax(logits [R, W, V])."""
+        return draws.tokens(self, state, logits, query, generator)
+
+    def position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+        """[R, W] float64 uniform numbers for choosing positions."""
+        return draws.position_noise(self, state, generator)
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
         return noting.complete(self, state, proposal, super().observe(state, proposal))
@@ -425,7 +315,7 @@ class MaskedSampler(Sampler):
         rows, available = proposal.rows, proposal.available
         generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
         memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
-        view = self._view(state, proposal, memory, generator)
+        view = stages.view_of(self, state, proposal, memory, generator)
         picked = self.selected(view)
         decision = Decision(proposal.values, picked, picked)
         if self.revises:
@@ -466,77 +356,3 @@ class MaskedSampler(Sampler):
         """[R, W] bool: the candidates that become final, in several open blocks too."""
         selected = selection(self, view) & view.candidates
         return selected if view.leading is None else pipeline.with_progress(selected, view)
-
-    def _view(
-        self,
-        state: CanvasState,
-        proposal: MaskedProposal,
-        memory: Mapping[str, Tensor],
-        generator: torch.Generator | None,
-    ) -> View:
-        """What `select` sees of a proposal, with what the method remembers of its rows."""
-        draw = functools.partial(self._position_noise, state, generator)
-        return View(
-            scores=torch.where(proposal.available, proposal.scores, -torch.inf),
-            candidates=proposal.available,
-            tokens=proposal.values,
-            positions=proposal.positions,
-            quantities=proposal.quantities,
-            quota=self.quota(state, proposal.rows),
-            memory=memory,
-            updates=proposal.updates,
-            current=proposal.current,
-            editable=revising.editable(state, proposal) if self.revises else state.nothing,
-            top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
-            draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
-            choose=lambda scores, count: self._choose(state, scores, count, generator),
-            ends=state.ends,
-            leading=pipeline.leading_blocks(state, proposal.current) if state.pipelined else None,
-        )
-
-    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
-        """[R, W] float64 uniform numbers for choosing positions."""
-        if generator is not None:
-            return reference.position_noise(state, self.reference_draws, generator)
-        window = state.window
-        steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
-        keys = state.keys[window.row_index[:, 0]]
-        return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
-
-    def _choose(
-        self, state: CanvasState, scores: Tensor, count: np.ndarray, generator: torch.Generator | None
-    ) -> Tensor:
-        """Draw `count` positions of each row without replacement, with the probabilities softmax(scores)."""
-        if generator is not None:
-            return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
-        # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
-        return top_by_rank(scores + rng.gumbel(self._position_noise(state, None)), count)
-
-
-def _check_declared(cls: type[MaskedSampler]) -> None:
-    """Raise ValueError for quantities that a class declares and nothing computes."""
-    reads, score, source = cls.reads, cls.score, cls.score_from
-    named = not isinstance(reads, property)  # of another sampler's
-    if named and not isinstance(reads, (tuple, list)):
-        raise ValueError(f"reads={reads!r} of class {cls.__name__} must be a tuple of {', '.join(QUANTITIES)}")
-    if wrong := [value for value in reads if value not in QUANTITIES] if named else []:
-        raise ValueError(f"reads={reads!r} of class {cls.__name__}: {unknown('quantity', wrong[0], QUANTITIES)}")
-    if named and "confidence" not in reads:  # which every commit looks at
-        cls.reads = ("confidence", *reads)
-    if named and not isinstance(score, property) and score not in cls.reads:
-        raise ValueError(f"score={score!r} of class {cls.__name__} must be one of its reads={cls.reads!r}")
-    if not isinstance(source, property) and source not in ("raw", "sampled"):
-        raise ValueError(f"score_from={source!r} of class {cls.__name__} must be 'raw' or 'sampled'")
-
-
-def _spread(
-    tokens: Tensor, quantities: Mapping[str, Tensor], query: Query, current: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others the
-    token there (`current` [R, W]), and 0."""
-    columns = query.columns
-    assert columns is not None
-    if len(columns) < len(current):
-        current = current[torch.as_tensor(query.index, device=current.device)]
-    spread = {name: value.new_zeros(current.shape).scatter_(1, columns, value) for name, value in quantities.items()}
-    return current.scatter(1, columns, tokens), spread

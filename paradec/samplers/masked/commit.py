@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Cost, NotFinite
-from paradec.samplers.masked import early, revising, trimming
+from paradec.samplers.masked import draws, early, pipeline, reference, revising, trimming
 from paradec.samplers.masked.pipeline import slide
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
 from paradec.samplers.masked.views import Decision, MaskedProposal, View
+from paradec.samplers.statistics import top_by_rank
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
@@ -107,3 +111,31 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
     if proposal.early is not None:
         early.close_full_rows(state, tokens)
     state.close(rows, ends, held, moved)
+
+
+def view_of(
+    sampler: Any,
+    state: CanvasState,
+    proposal: MaskedProposal,
+    memory: Mapping[str, Tensor],
+    generator: torch.Generator | None,
+) -> View:
+    """What `select` sees of a proposal, with what the method remembers of its rows."""
+    draw = functools.partial(sampler.position_noise, state, generator)
+    return View(
+        scores=torch.where(proposal.available, proposal.scores, -torch.inf),
+        candidates=proposal.available,
+        tokens=proposal.values,
+        positions=proposal.positions,
+        quantities=proposal.quantities,
+        quota=sampler.quota(state, proposal.rows),
+        memory=memory,
+        updates=proposal.updates,
+        current=proposal.current,
+        editable=revising.editable(state, proposal) if sampler.revises else state.nothing,
+        top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
+        draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
+        choose=lambda scores, count: draws.choose(sampler, state, scores, count, generator),
+        ends=state.ends,
+        leading=pipeline.leading_blocks(state, proposal.current) if state.pipelined else None,
+    )

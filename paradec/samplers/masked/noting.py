@@ -6,6 +6,7 @@ from typing import Any
 
 from paradec.core.trace import Notes
 from paradec.samplers.masked import reference
+from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.pipeline import open_starts
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import MaskedProposal
@@ -32,7 +33,7 @@ def complete(sampler: Any, state: MaskedState, proposal: MaskedProposal, notes: 
         memory = state.memory.read(proposal.rows, proposal.available.shape[1]) if state.memory.specs else {}
         # a copy of the generator: the commit draws the same numbers
         generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
-        view = sampler._view(state, proposal, memory, generator)
+        view = view_of(sampler, state, proposal, memory, generator)
         for (index, column), name in sampler.rules_of(view).items():
             rules[rows[index], positions[index][column]] = name
     if proposal.early is not None:

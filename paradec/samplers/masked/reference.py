@@ -106,7 +106,7 @@ def read(
     tokens = best = proposable.argmax(-1)
     if request.temperature > 0:
         drawn_from = filter_logits(divided(proposable, request.temperature), request.top_p, request.top_k)
-        tokens = sampler._draw(state, drawn_from, query, generator)
+        tokens = sampler.draw_tokens(state, drawn_from, query, generator)
     if sampler.score_from == "sampled":
         logits = logits if request.temperature == 0 else divided(logits, request.temperature)
         logits = filter_logits(logits, request.top_p, request.top_k)

@@ -17,11 +17,9 @@ STAGES = (
     "query_part",
     "propose",
     "commit",
-    "_ranked",
-    "_read",
-    "_draw",
-    "_view",
-    "_choose",
+    "ranked",
+    "read",
+    "draw_tokens",
 )
 """What runs around `select` in the masked family, and not here."""
 

@@ -26,6 +26,7 @@ from paradec.core.protocol import MemorySpec
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
 from paradec.samplers.statistics import best_one
 from paradec.tools.traces.payload import run_data
@@ -88,7 +89,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
     with torch.inference_mode():
         while not state.done:
             proposal = sampler.step(model, state)
-            view = sampler._view(state, proposal, {}, None)
+            view = view_of(sampler, state, proposal, {}, None)
             for at, row in enumerate(state.window.rows.tolist()):
                 first, length = int(state.prompt_length[row]), int(state.length[row])
                 origin = first if policy.align == "prompt" else 0

@@ -17,8 +17,9 @@ from paradec import caches, samplers
 from paradec.core.contract import CanvasState
 from paradec.core.protocol import Memory, MemorySpec
 from paradec.samplers.masked.ahead.draft_layout import Ahead
-from paradec.samplers.masked.base import DERIVED, MaskedSampler, Stage, View
+from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
+from paradec.samplers.masked.declaring import DERIVED
 from paradec.samplers.masked.device.engine import DeviceEngine
 from paradec.samplers.masked.device.graphs import StepLayout, block_table
 from paradec.samplers.masked.state import MaskedState
@@ -87,7 +88,7 @@ def test_methods_read_what_the_contract_declares(name: str) -> None:
             return getattr(state, entry)
 
     sampler.quota(Noted(), state.window.rows)  # type: ignore[arg-type]
-    sampler._position_noise(Noted(), None)  # type: ignore[arg-type]
+    sampler.position_noise(Noted(), None)  # type: ignore[arg-type]
     if sampler.previews:
         sampler.preview(Noted())  # type: ignore[arg-type]
     assert read and read <= declared

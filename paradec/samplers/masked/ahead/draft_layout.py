@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.core.protocol import Query
+from paradec.samplers.masked.logits import guide
 from paradec.samplers.masked.state import MaskedState
 
 
@@ -97,7 +98,7 @@ def logits_by_draft(
     found, at, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
     total = 0
     for logits, query in zip(outputs, queries, strict=True):
-        logits = base._guided(state, logits, query)
+        logits = guide(base, state, logits, query)
         number = np.ones(len(query.rows), np.int64) if query.copies is None else query.copies
         copies[query.index] = number
         most = number.max()

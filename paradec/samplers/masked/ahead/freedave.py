@@ -27,6 +27,7 @@ from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
+from paradec.samplers.masked.logits import keep_ends_out
 from paradec.samplers.masked.stopping import NEVER, first_end
 from paradec.samplers.masked.trimming import trim as trim_rows
 
@@ -245,14 +246,14 @@ class FreeDave(MaskedSampler):
             if len(drafts) > 1 or (index != every_row.index).any():
                 here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
             if holes is not None:
-                base._keep_ends_out(state, here, holes)
+                keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
             plain = here
             if base.processes_logits:
                 here, updates = base.process_logits(
                     here, Stage(ahead.candidates, window.positions, memory, ahead.tokens)
                 )
-            tokens, quantities = base._read(ahead, here, every_row, None)
+            tokens, quantities = base.read(ahead, here, every_row, None)
             taken.append(take(base, ahead, tokens, quantities, updates, memory, queries))
             if state.logprobs is not None:
                 taken[-1].proposal.logprobs = StepLogProbs.of_logits(plain, tokens, state.logprobs.count)

@@ -23,6 +23,7 @@ from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Stage
+from paradec.samplers.masked.logits import keep_ends_out
 
 TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
 """In the memory, each [B, window]: what the last winner's logits said, and where something was open then."""
@@ -197,13 +198,13 @@ class LoPA(MaskedSampler):
         for number, (branch, index) in enumerate(zip(branches, at, strict=True)):
             here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
             if holes is not None:
-                base._keep_ends_out(state, here, holes)
+                keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
             if base.processes_logits:
                 here, updates = base.process_logits(
                     here, Stage(branch.candidates, window.positions, memory, branch.tokens)
                 )
-            tokens, quantities = self._read(branch, here, every_row, None)
+            tokens, quantities = self.read(branch, here, every_row, None)
             taken.append(take(base, branch, tokens, quantities, updates, memory, queries))
             future = self._future(branch, quantities[self.confidence])
             own = torch.ones_like(future)

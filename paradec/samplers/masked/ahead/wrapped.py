@@ -13,6 +13,7 @@ from paradec.core.checks import shown
 from paradec.core.protocol import Cost, Query, Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
+from paradec.samplers.masked.commit import view_of
 
 OWN = ("query", "propose", "commit")
 """What a base must leave to the family."""
@@ -49,7 +50,7 @@ def take(
         values=tokens,
         cost=Cost(queries, ahead.batch),
         positions=window.positions,
-        scores=base._ranked(ahead, tokens, quantities),
+        scores=base.ranked(ahead, tokens, quantities),
         available=ahead.candidates,
         current=ahead.tokens,
         quantities=dict(quantities),
@@ -59,7 +60,7 @@ def take(
     )
     if base.has_extra_quantities:
         proposal.quantities.update(base.extra_quantities(ahead, proposal))
-    view = base._view(ahead, proposal, memory, None)
+    view = view_of(base, ahead, proposal, memory, None)
     selected = base.selected(view)
     after = {**memory, **{name: updates[name] for name in updates if name in memory}}
     after |= base.remember(view, selected)

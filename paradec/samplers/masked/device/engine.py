@@ -14,6 +14,8 @@ from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import Query
 from paradec.samplers.masked.base import View
 from paradec.samplers.masked.device.graphs import StepLayout, captured
+from paradec.samplers.masked.draws import choose
+from paradec.samplers.masked.logits import guide, keep_ends_out
 from paradec.samplers.masked.rules.dream import DreamSampler
 from paradec.samplers.masked.rules.schedules import time_share
 from paradec.samplers.masked.state import MaskedState
@@ -271,11 +273,11 @@ class DeviceEngine(CanvasState):
 
         logits = self.model(query) if self.store is None else self.model(query, self.store)
         sampler = self.sampler
-        logits = sampler._guided(self, logits, query)
+        logits = guide(sampler, self, logits, query)
         if self.layout.holes:
-            sampler._keep_ends_out(self, logits, window.positions < self.first[rows].unsqueeze(1))
-        tokens, quantities = sampler._read(self, logits, query, None)
-        scores = sampler._ranked(self, tokens, quantities)
+            keep_ends_out(self, logits, window.positions < self.first[rows].unsqueeze(1))
+        tokens, quantities = sampler.read(self, logits, query, None)
+        scores = sampler.ranked(self, tokens, quantities)
         view = View(
             scores=torch.where(undecided, scores, -torch.inf),
             candidates=undecided,
@@ -288,8 +290,8 @@ class DeviceEngine(CanvasState):
             current=current,
             editable=torch.zeros_like(undecided),
             top=top_by_rank,
-            draw=lambda: sampler._position_noise(self, None),
-            choose=lambda scores, number: sampler._choose(self, scores, number, None),
+            draw=lambda: sampler.position_noise(self, None),
+            choose=lambda scores, number: choose(sampler, self, scores, number, None),
             ends=self.ends,
         )
         selected = selection(sampler, view) & undecided

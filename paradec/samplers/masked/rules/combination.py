@@ -89,7 +89,7 @@ class Combination(MaskedSampler):
         if not isinstance(given, MaskedSampler):
             raise ValueError(f"{name}: {shown(given)} must be a masked sampler, its name or its to_dict")
         own_step = any(getattr(type(given), half) is not getattr(MaskedSampler, half) for half in OWN)
-        own_order = type(given)._position_noise is not MaskedSampler._position_noise and given.memory()
+        own_order = type(given).position_noise is not MaskedSampler.position_noise and given.memory()
         for cause, why in {
             "it drafts steps ahead": given.multi_step,
             "it takes back what it decided": given.revises,
@@ -181,7 +181,7 @@ class Combination(MaskedSampler):
         return found
 
 
-OWN = ("query", "propose", "commit", "_view")
+OWN = ("query", "propose", "commit")
 """What a rule must leave to the family."""
 
 

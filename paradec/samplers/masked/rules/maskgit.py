@@ -118,13 +118,13 @@ class MaskGIT(MaskedSampler):
         grown = self.guidance_start + (last - self.guidance_start) * step / np.maximum(steps - 1, 1)
         return torch.as_tensor(grown, device=state.canvas.device).view(-1, 1, 1)
 
-    def _weighs_mask(self, state: CanvasState) -> bool:
+    def weighs_mask(self, state: CanvasState) -> bool:
         return False  # the public code cuts the mask's logit off
 
-    def _read(
+    def read(
         self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, quantities = super()._read(state, logits, query, generator)
+        tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
         tau = self.temperature_at(*self.progress(state, query.rows))

@@ -50,24 +50,26 @@ class Origin(MaskedSampler):
 
     quota = share
 
-    def _draw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+    def draw_tokens(
+        self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None
+    ) -> Tensor:
         if generator is None:
-            return super()._draw(state, logits, query, None)
+            return super().draw_tokens(state, logits, query, None)
         # the public code decides first what becomes final, and draws tokens for that alone
         assert state.generator is not None
         if torch.equal(generator.get_state(), state.generator.get_state()):
             reference.position_noise(state, self.reference_draws, generator)
         index = torch.as_tensor(query.index, device=logits.device)
         share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
-        final = self._position_noise(state, generator)[index] < share
+        final = self.position_noise(state, generator)[index] < share
         positions = state.window.positions[index]
         return reference.categorical(state, logits, positions, query.rows, generator, final)
 
-    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+    def position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
             generator = reference.copy_generator(state.generator)  # drawn before the tokens were
-        return super()._position_noise(state, generator)
+        return super().position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:
         return view.candidates & (view.draw() < torch.as_tensor(view.quota, device=view.scores.device).unsqueeze(1))

@@ -47,7 +47,7 @@ class Random(LowConfidence):
         # the numbers that the commit will draw: nothing else is drawn between
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
-        scores = self._position_noise(state, generator).masked_fill(~candidates, -torch.inf)
+        scores = self.position_noise(state, generator).masked_fill(~candidates, -torch.inf)
         count = np.minimum(self.quota(state, window.rows), state.remaining[window.rows])
         order = scores.argsort(dim=-1, descending=True, stable=True)[:, : int(count.max())]
         picks = window.positions.gather(1, order).cpu().numpy()
@@ -61,10 +61,10 @@ class Random(LowConfidence):
             return {}
         return {"order": view.memory["order"].scatter(1, view.positions, view.draw())}
 
-    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+    def position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
         rows = state.window.rows
         if self.order == "step" or not state.block_step[rows].any():
-            return super()._position_noise(state, generator)
+            return super().position_noise(state, generator)
         if generator is not None:
             return state.window.read(state.memory["order"])
         positions = state.window.positions

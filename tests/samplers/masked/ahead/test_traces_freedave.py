@@ -55,10 +55,10 @@ STATIC = [name for name in NAMES if load_trace(name)["settings"]["method"] == "s
 class WeighsMask:
     """Reads probabilities as the public code does: the mask is no candidate, but has its share."""
 
-    def _weighs_mask(self, state: Any) -> bool:
+    def weighs_mask(self, state: Any) -> bool:
         return True
 
-    def _read(self, state: Any, logits: Any, query: Any, generator: Any) -> Any:
+    def read(self, state: Any, logits: Any, query: Any, generator: Any) -> Any:
         return reference.read(self, state, logits, query, None)
 
 

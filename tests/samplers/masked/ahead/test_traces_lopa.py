@@ -116,7 +116,7 @@ class ForcedBase(LoPA):
 class WithMask(D2FRule):
     """D2F's rule, the mask's own probability kept."""
 
-    def _weighs_mask(self, state: MaskedState) -> bool:
+    def weighs_mask(self, state: MaskedState) -> bool:
         return True
 
 

@@ -95,7 +95,7 @@ class Replayed(Recap):
         step = state.block_step[:1]
         return self.groups[int(self.group(step)[0])], int(self.place(step)[0])
 
-    def _draw(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
+    def draw_tokens(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
         group, place = self.at(state)
         return group.first if place == 0 else logits.argmax(-1)
 
@@ -104,7 +104,7 @@ class Replayed(Recap):
         order = group.confidence.argsort(dim=-1, descending=True)[:, : group.draws[place].shape[1]]
         return torch.zeros_like(group.first).scatter_(1, order, group.draws[place])
 
-    def _position_noise(self, state: Any, generator: Any) -> torch.Tensor:
+    def position_noise(self, state: Any, generator: Any) -> torch.Tensor:
         group, place = self.at(state)
         return torch.exp(-torch.exp(-group.noise)) if place == 0 else torch.full_like(group.noise, 0.5)
 

@@ -1,0 +1,116 @@
+"""From logits to candidates: guidance, what is never proposed, the method's own stage, tokens and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Query
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.queries import owners
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.stopping import WATCHED
+from paradec.samplers.masked.views import LAST, Stage
+from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics
+
+
+def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
+    """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
+    logits = guide(sampler, state, logits, query)
+    if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
+        keep_ends_out(state, logits, holes)
+    return logits
+
+
+def guide(sampler: Any, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
+    """The logits stage up to `process_logits`: guidance, and the tokens that are never proposed."""
+    request = state.request
+    if request.guidance_scale != 1.0:
+        logits = guided(logits, sampler.guidance(state, query.rows))
+    elif request.temperature > 0:
+        # scaled logits can leave the range of float16
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # in place: the logits are this step's own, and can be large
+    if not sampler.weighs_mask(state):
+        logits.select(-1, state.mask_id).fill_(-torch.inf)
+    if state.suppressed is not None:
+        if state.suppressed.ndim == 1:
+            logits.index_fill_(-1, state.suppressed, -torch.inf)
+        else:  # of each row its own
+            own = state.suppressed[torch.as_tensor(owners(query, len(logits)), device=logits.device)]
+            logits.scatter_(-1, own.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
+    return logits
+
+
+def keep_ends_out(state: CanvasState, logits: Tensor, holes: Tensor) -> None:
+    """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
+    if holes.shape[1] < logits.shape[1]:
+        holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
+    ends = logits.index_select(-1, state.ends)
+    logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
+
+
+def own_stage(
+    sampler: Any, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
+) -> tuple[Tensor | Raised, dict[str, Tensor]]:
+    """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
+    watched: dict[str, Tensor] = {}
+    if state.watched:
+        watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
+    if not sampler.processes_logits:
+        return logits, watched
+    seen = [available, state.window.positions, current]
+    if len(query.rows) < len(available):
+        index = torch.as_tensor(query.index, device=available.device)
+        seen = [tensor.index_select(0, index) for tensor in seen]
+    available, positions, current = seen
+    memory = state.memory.read(query.rows, available.shape[1])
+    processed, found = sampler.process_logits(logits, Stage(available, positions, memory, current))
+    return processed, watched | dict(found)
+
+
+def candidates(
+    sampler: Any, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
+    request = state.request
+    statistics = token_statistics if generator is None else reference.statistics
+    filtered = any(each is not None for each in (request.top_p, request.top_k, request.top_n_sigma))
+    if isinstance(logits, Raised):
+        if request.temperature == 0 and not filtered and generator is None and sampler.reads == ("confidence",):
+            tokens, confidence = logits.statistics()
+            return tokens, {"confidence": confidence}
+        logits = logits.written()
+    if generator is not None and sampler.weighs_mask(state):
+        return reference.read(sampler, state, logits, query, generator)
+    if request.temperature == 0 and not (filtered and sampler.score_from == "sampled"):
+        return statistics(logits, sampler.reads)
+    drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
+    drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
+    drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
+    return statistics(drawn_from if sampler.score_from == "sampled" else logits, sampler.reads, drawn)
+
+
+def ranked(sampler: Any, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
+    """[R, W] float64: the scores that candidates are ranked by."""
+    scores = quantities[sampler.score]
+    if state.request.confidence_eos_eot_inf and len(state.ends):
+        scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
+    return scores
+
+
+def spread(
+    tokens: Tensor, quantities: Mapping[str, Tensor], query: Query, current: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others the
+    token there (`current` [R, W]), and 0."""
+    columns = query.columns
+    assert columns is not None
+    if len(columns) < len(current):
+        current = current[torch.as_tensor(query.index, device=current.device)]
+    spread = {name: value.new_zeros(current.shape).scatter_(1, columns, value) for name, value in quantities.items()}
+    return current.scatter(1, columns, tokens), spread
