@@ -22,7 +22,7 @@ from paradec.caches.cost import advice
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")

@@ -18,7 +18,8 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core import rows as of_rows
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query, State
+from paradec.core.protocol import State
+from paradec.core.query import Query
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.stopping import AnswerTexts

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_int
-from paradec.core.protocol import MemorySpec, Proposal
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Proposal
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler

@@ -18,7 +18,10 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
-from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, plain
+from paradec.core.latents import LatentProposal
+from paradec.core.memory import Memory
+from paradec.core.protocol import Commit, Sampler, State, plain
+from paradec.core.query import Cost
 from paradec.core.trace import Notes, Trace
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.request import FIELDS, Request, randomness, request_for

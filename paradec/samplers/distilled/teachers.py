@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.distilled import Stages
 from paradec.models.images.scales import ScaleQuery
 from paradec.request import Request

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.facts import ModelFacts
+from paradec.core.memory import Memory
 from paradec.core.orders import Groups, Order, keyed
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.core.protocol import Commit, Proposal, Sampler, State
+from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
+from paradec.core.memory import Memory
 from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
-from paradec.core.protocol import Cost, Memory, Proposal, Query, State
+from paradec.core.protocol import Proposal, State
+from paradec.core.query import Cost, Query
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.request import FIELDS, Request, randomness, request_for

@@ -22,7 +22,9 @@ from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
 from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, Sampler
+from paradec.core.query import Cost, Query
 from paradec.core.registry import unknown
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import GumbelDraws, read_stats

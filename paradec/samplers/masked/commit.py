@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Cost, NotFinite
+from paradec.core.protocol import NotFinite
+from paradec.core.query import Cost
 from paradec.samplers.masked import revising
 from paradec.samplers.masked.pipeline import slide
 from paradec.samplers.masked.state import MaskedState

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.statistics import divided, filter_logits
 
 

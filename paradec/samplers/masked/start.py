@@ -27,8 +27,8 @@ from paradec.core.blocks import (
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
+from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.protocol import Memory
 from paradec.core.trace import Trace
 from paradec.request import Request, randomness, stop_texts
 from paradec.samplers.masked.pipeline import check_pipelined

@@ -21,7 +21,8 @@ from paradec.core.blocks import BlockPolicy, Opening, PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState, Window
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import CallCost, State
+from paradec.core.protocol import State
+from paradec.core.query import CallCost
 from paradec.core.trace import TraceStep
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules

@@ -23,7 +23,9 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, check_number
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, Proposal, Sampler
+from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked.views import View, selection

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import paradec
 from paradec.core import rng
-from paradec.core.protocol import Query, decode
+from paradec.core.protocol import decode
+from paradec.core.query import Query
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import load_llamagen

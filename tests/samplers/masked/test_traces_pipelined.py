@@ -32,7 +32,8 @@ import paradec
 from paradec import samplers
 from paradec.caches.base import Part, spans
 from paradec.caches.delayed import DelayedCache
-from paradec.core.protocol import Commit, Query
+from paradec.core.protocol import Commit
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.queries import part_query

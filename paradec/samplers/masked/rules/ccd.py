@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_with_probability, log_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import Raised, tempered, written
