@@ -25,7 +25,8 @@ from paradec.attention.sparsed import SparseD
 from paradec.caches.base import Cache
 from paradec.caches.kept import KeptPrefix
 from paradec.caches.suffix import Suffix
-from paradec.core.blocks import LONGEST_BLOCK, POLICIES, BlockPolicy
+from paradec.core.block_policies import POLICIES
+from paradec.core.blocks import LONGEST_BLOCK, BlockPolicy
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown

@@ -17,10 +17,11 @@ from paradec.caches.cost import advice
 from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
 from paradec.caches.suffix import Suffix
 from paradec.core import rows as of_rows
-from paradec.core.blocks import BlockPolicy, Opening, PipelinedBlocks
+from paradec.core.blocks import BlockPolicy, Opening
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState, Window
 from paradec.core.facts import ModelFacts
+from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.protocol import State
 from paradec.core.query import CallCost
 from paradec.core.trace import TraceStep
