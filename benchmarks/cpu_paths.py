@@ -19,7 +19,9 @@ from provenance import write_result
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.samplers.statistics import _filter_by_rank, argmax, ascending, filter_logits, guided
+from paradec.samplers.distributions import argmax, ascending
+from paradec.samplers.filters import _filter_by_rank, filter_logits
+from paradec.samplers.guidance import guided
 
 ROWS = 32
 

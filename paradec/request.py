@@ -91,11 +91,11 @@ class Request:
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
         top_n_sigma: then to tokens whose logit is at most this many standard deviations below the best, those of the
-            logits that are left (`paradec.samplers.statistics.near_the_best`). Without top_p these are the same tokens
+            logits that are left (`paradec.samplers.filters.near_the_best`). Without top_p these are the same tokens
             at every temperature.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
             cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
-            (`paradec.samplers.statistics.guided`).
+            (`paradec.samplers.guidance.guided`).
         seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
             neighbours.
         generator: a torch.Generator instead of a seed.

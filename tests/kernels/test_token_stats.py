@@ -29,7 +29,8 @@ from paradec.kernels.token_stats import (
     reference_stats,
     token_stats,
 )
-from paradec.samplers.statistics import QUANTITIES, best_with_probability, filter_logits, token_statistics
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.statistics import QUANTITIES, best_with_probability, token_statistics
 
 VOCABULARY = 9001
 """Beyond SMALL_VOCABULARY, and no multiple of any tile."""

@@ -27,7 +27,7 @@ from paradec.samplers.causal.verification import (
     token_distribution,
     verify,
 )
-from paradec.samplers.statistics import filter_logits, near_the_best
+from paradec.samplers.filters import filter_logits, near_the_best
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

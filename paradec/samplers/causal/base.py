@@ -29,7 +29,7 @@ from paradec.models.images.grid import Grid
 from paradec.request import Request, randomness, request_for, stop_texts
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 
 __all__ = ["CausalSampler", "CausalState", "check_causal", "negative_rows", "proposed", "read_logits"]
 

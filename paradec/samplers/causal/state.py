@@ -24,7 +24,7 @@ from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.causal.verification import token_distribution
-from paradec.samplers.statistics import log_of
+from paradec.samplers.distributions import log_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -25,7 +25,7 @@ from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.pool import PooledChain
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftWindow, Verified, at_slots, verify
-from paradec.samplers.statistics import argmax, log_of
+from paradec.samplers.distributions import argmax, log_of
 
 __all__ = ["EARLY_EXITS", "INITS", "REFRESHES", "Jacobi", "JacobiSampler"]
 

@@ -27,8 +27,8 @@ from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Sta
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
+from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.labels import labels_of
-from paradec.samplers.statistics import filtered_distribution
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""

@@ -28,7 +28,8 @@ from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
-from paradec.samplers.statistics import filtered_distribution, guided
+from paradec.samplers.filters import filtered_distribution
+from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -27,7 +27,7 @@ from paradec.models.images.grid import Grid
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -29,6 +29,9 @@ from paradec.core.registry import unknown
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import GumbelDraws, read_stats
 from paradec.request import Request, request_for
+from paradec.samplers.distributions import tempered
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.guidance import guided
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import noting, pipeline, reference, revising
 from paradec.samplers.masked.queries import owners, part_query, positions_of, undecided_alone
@@ -36,15 +39,7 @@ from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
-from paradec.samplers.statistics import (
-    QUANTITIES,
-    Raised,
-    filter_logits,
-    guided,
-    tempered,
-    token_statistics,
-    top_by_rank,
-)
+from paradec.samplers.statistics import QUANTITIES, Raised, token_statistics, top_by_rank
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
 

@@ -23,8 +23,9 @@ from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.samplers.distributions import argmax, tempered
+from paradec.samplers.filters import filter_logits
 from paradec.samplers.labels import labels_of
-from paradec.samplers.statistics import argmax, filter_logits, tempered
 
 SERVED = (
     "sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback", "trace", "progress",
