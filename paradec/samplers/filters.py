@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import SMALL_VOCABULARY
-from paradec.samplers.distributions import CPU_CHUNK, argmax, ascending, chunks, tempered
+from paradec.samplers.distributions import argmax, ascending, chunks, tempered
 
 HEAD = 2**12
 """Tokens that a nucleus is looked for in before all others are."""
@@ -90,7 +90,7 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
     """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
     several equal tokens. On the CPU."""
-    if logits.numel() > CPU_CHUNK and len(parts := chunks(logits)) > 1:
+    if len(parts := chunks(logits)) > 1:
         found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
         least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
         return least, known
