@@ -19,7 +19,8 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
-from paradec.core.orders import Groups, Order, keyed
+from paradec.core.order_draws import keyed
+from paradec.core.orders import Groups, Order
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Commit, Proposal, Sampler, State
 from paradec.core.query import Cost
