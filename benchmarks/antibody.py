@@ -46,7 +46,8 @@ import torch
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import Query, plain
+from paradec.core.protocol import plain
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.compare import COMBINATIONS

@@ -19,7 +19,10 @@ from provenance import write_result
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.samplers.statistics import _filter_by_rank, argmax, ascending, filter_logits, guided
+from paradec.core.rng import counter
+from paradec.samplers.distributions import argmax, ascending
+from paradec.samplers.filters import _filter_by_rank, filter_logits
+from paradec.samplers.guidance import guided
 
 ROWS = 32
 
@@ -28,7 +31,7 @@ def plain_uniform(keys: Tensor, step: Tensor, position: Tensor, vocab: int) -> T
     """`rng.uniform` as it is off the CPU."""
     place = [each.expand(*position.shape).reshape(-1, 1) for each in (position, step.unsqueeze(1))]
     place += [each.expand(*position.shape).reshape(-1, 1) for each in keys.T.unsqueeze(-1)]
-    bits = torch.stack(rng._bits(torch.arange((vocab + 1) // 2), place, 0), -1)
+    bits = torch.stack(counter._bits(torch.arange((vocab + 1) // 2), place, 0), -1)
     return (bits.double() + 0.5) * 2.0**-53
 
 

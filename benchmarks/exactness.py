@@ -29,7 +29,8 @@ import paradec
 from paradec.caches.store import KeyValueStore
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Commit, Proposal, Query, decode
+from paradec.core.protocol import Commit, Proposal, decode
+from paradec.core.query import Query
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.chain import ChainSampler

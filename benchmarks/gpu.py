@@ -44,7 +44,8 @@ from torch import Tensor
 
 import paradec
 from paradec.batching.batch import Batch
-from paradec.core.protocol import Query, decode
+from paradec.core.protocol import decode
+from paradec.core.query import Query
 from paradec.kernels.token_stats import IN_ONE_READ, GumbelDraws, interpreting, reference_stats, token_stats
 from paradec.samplers.masked.device import step as engine
 

@@ -43,7 +43,8 @@ from provenance import write_result
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import Query, plain
+from paradec.core.protocol import plain
+from paradec.core.query import Query
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.tools.evaluation import Configuration, configurations

@@ -32,7 +32,7 @@ from provenance import write_result
 from torch import Tensor
 
 from paradec.kernels.token_stats import token_stats
-from paradec.samplers.statistics import filter_logits
+from paradec.samplers.filters import filter_logits
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, VOCABULARIES = 32, (126_464, 152_064)

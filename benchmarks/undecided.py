@@ -80,8 +80,8 @@ def statistics_of(logits: Tensor, turns: int, modules: dict[str, types.ModuleTyp
     }
     for name, module in modules.items():
         for fields, wanted in FIELDS.items():
-            read = module.portable_stats
-            functions[f"{name}: {fields}"] = lambda r=read, w=wanted: r("chunked", logits, w, 1.0, None, None)
+            read = module.chunked_stats
+            functions[f"{name}: {fields}"] = lambda r=read, w=wanted: r(logits, w, 1.0, None)
     found = in_turns(functions, turns * max(1, 16 // len(logits)))
     row: dict[str, Any] = {
         f"{base}, ms": round(1e3 * statistics.median(found[base]), 3) for base in list(functions)[:2]

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.batching.many import generate_many
     from paradec.caches.suffix import Suffix
-    from paradec.core.blocks import AdaptiveBlocks, FixedBlocks, PipelinedBlocks
+    from paradec.core.adaptive_blocks import AdaptiveBlocks
+    from paradec.core.blocks import FixedBlocks
+    from paradec.core.pipelined_blocks import PipelinedBlocks
     from paradec.core.protocol import Interrupted, decode
     from paradec.integrations.diffusers.hooks.session import accelerate
     from paradec.integrations.transformers import hf_generate
@@ -77,12 +79,12 @@ __all__ = [
 
 
 LATER = {
-    "AdaptiveBlocks": "paradec.core.blocks",
+    "AdaptiveBlocks": "paradec.core.adaptive_blocks",
     "CheckpointError": "paradec.models.checkpoint",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
     "Output": "paradec.api.generate",
-    "PipelinedBlocks": "paradec.core.blocks",
+    "PipelinedBlocks": "paradec.core.pipelined_blocks",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",

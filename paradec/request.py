@@ -25,7 +25,8 @@ from paradec.attention.sparsed import SparseD
 from paradec.caches.base import Cache
 from paradec.caches.kept import KeptPrefix
 from paradec.caches.suffix import Suffix
-from paradec.core.blocks import LONGEST_BLOCK, POLICIES, BlockPolicy
+from paradec.core.block_policies import POLICIES
+from paradec.core.blocks import LONGEST_BLOCK, BlockPolicy
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown
@@ -90,11 +91,11 @@ class Request:
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
         top_n_sigma: then to tokens whose logit is at most this many standard deviations below the best, those of the
-            logits that are left (`paradec.samplers.statistics.near_the_best`). Without top_p these are the same tokens
+            logits that are left (`paradec.samplers.filters.near_the_best`). Without top_p these are the same tokens
             at every temperature.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
             cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
-            (`paradec.samplers.statistics.guided`).
+            (`paradec.samplers.guidance.guided`).
         seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
             neighbours.
         generator: a torch.Generator instead of a seed.

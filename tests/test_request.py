@@ -15,7 +15,8 @@ from tiny_models import tiny
 
 import paradec
 from paradec import caches, samplers
-from paradec.core.blocks import AdaptiveBlocks, FixedBlocks
+from paradec.core.adaptive_blocks import AdaptiveBlocks
+from paradec.core.blocks import FixedBlocks
 from paradec.models.adapter import Model
 from paradec.request import DEFAULTS, ELSEWHERE, FIELDS, LIVE, Arguments, Request
 

@@ -33,8 +33,9 @@ from paradec.api.streaming import check_streamer
 from paradec.batching.slots import DeviceGroup, Group, Seen, Ticket
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
+from paradec.core.memory import Memory
 from paradec.core.prompts import Prompts, encode
-from paradec.core.protocol import Memory, NotFinite, State
+from paradec.core.protocol import NotFinite, State
 from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
 

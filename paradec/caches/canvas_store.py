@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 
 class CanvasStore(KeyValueStore):

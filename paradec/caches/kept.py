@@ -21,7 +21,7 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.checks import check_bool, shown
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 
 class KeptPrefix:

@@ -16,7 +16,7 @@ from transformers import Cache
 
 from paradec.caches.kept import KeptPrefix, SharedPrefix
 from paradec.core import rows as of_rows
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 
 class KeyValueStore(Cache):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
-from paradec.core.protocol import Memory
+from paradec.core.memory import Memory
 from paradec.core.trace import Trace
 
 Numbers: TypeAlias = Any

@@ -15,170 +15,23 @@ a query holds and in the one decision of their paper. The invariants are listed 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rows as of_rows
-from paradec.core.checks import check_choice, check_model
+from paradec.core.checks import check_model
+from paradec.core.latents import LatentProposal
 from paradec.core.logprobs import LogProbs, StepLogProbs
+from paradec.core.memory import Memory
+from paradec.core.observing import evaluated, traced
+from paradec.core.query import CallCost, Cost
 from paradec.core.registry import Registry, check_declared
-from paradec.core.thumbnails import of_latent
-from paradec.core.trace import Notes, Span, Trace
-
-
-@dataclass
-class Query:
-    """One model call: what is evaluated for the rows of one shape bucket.
-
-    Shapes: `N` rows of this bucket, `R = branches * N` rows in the call, `Q` positions each, `W` wanted positions each.
-    Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest the same without prompt.
-    """
-
-    rows: np.ndarray
-    """[N] int64, on the host, distinct: the state's rows that this call evaluates."""
-    tokens: Tensor
-    """[R, Q] int64: input ids."""
-    positions: Tensor
-    """[R, Q] int64: position ids (a row's first token is 0, whatever its padding)."""
-    wanted: Tensor | None = None
-    """[R, W] int64: columns of the call whose logits are wanted; None asks for all of them."""
-    valid: Tensor | None = None
-    """[R, Q] bool: False where a column is padding; None when nothing is."""
-    origin: Tensor | None = None
-    """[R, 1] int64: where each row's prompt ends, for models that count blocks from there; None for all others."""
-    visible: Tensor | None = None
-    """[R, Q, Q] bool: which of the call's columns each column sees; None is the model's own topology. Over a store,
-    columns see what is stored elsewhere too, and not what is stored at the positions that the call evaluates."""
-    store_rows: Tensor | None = None
-    """[R] int64: rows of the key/value store; None evaluates without a store."""
-    slots: Tensor | None = None
-    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding (and, with `visible`,
-    for columns that are not kept); None writes nothing: a draft over the store."""
-    store_index: np.ndarray | None = None
-    """[R] int64, on the host: `store_rows` again, where the host knows it: then neighbours are read without a copy."""
-    begin: int = 0
-    """On models with canvases: the lowest position that the call evaluates."""
-    visible_length: int | None = None
-    """Slots from here on are seen by no row of the call; None if any may be."""
-    step: int = 0
-    """How many commits the state had seen, for the store's records."""
-    branches: int = 1
-    copies: np.ndarray | None = None
-    """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
-    forwarded: np.ndarray | None = None
-    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together.
-    Everywhere else "forwarded" means all branches (`CallCost.add_to` multiplies)."""
-    index: np.ndarray | None = None
-    """[N] int64, on the host: where `rows` are among the running rows."""
-    available: Tensor | None = None
-    """[N, W] bool: False where a window position has no logits in this call; None when all have."""
-    decided_at: Tensor | None = None
-    """[R, Q] int64: after which of the row's steps each position took its token, -1 where it was given or is undecided;
-    for models with `reads_order`, None for all others."""
-    columns: Tensor | None = None
-    """[N, K] int64, distinct within a row: which window positions the `K` columns of `wanted` are for; None when they
-    are for all of them, in order."""
-    kind: str = "full"
-    """"full" (whole sequences) or "window" (a part, over a store); on models with canvases "encode" (final tokens, for
-    their keys and values alone) and "canvas" (the open canvases, which write nothing)."""
-    soft: Tensor | None = None
-    """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
-    soften: Callable[[Tensor], Tensor] | None = None
-    """From a model with canvases, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
-    images: Tensor | None = None
-    """[N, D]: the embeddings at the image tokens of the call, in reading order; None where it has no images."""
-    attention: Any = None
-    """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
-    keep_hidden: bool = False
-    """Whether the model shall leave its last hidden states in `hidden`."""
-    keep_layers: tuple[int, ...] | None = None
-    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states."""
-    hidden: Tensor | None = None
-    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it. With
-    `keep_layers` [R, Q, layers * D]: theirs, side by side."""
-
-    def but(self, **changes: Any) -> Query:
-        """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""
-        query = object.__new__(Query)
-        query.__dict__ = self.__dict__ | changes
-        if "store_rows" in changes:
-            query.__dict__["store_index"] = changes.get("store_index")
-        return query
-
-
-@dataclass
-class LatentQuery:
-    """One call of a continuous model. `N` rows of the state, `R = branches * N` rows in the call.
-
-    Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest are not.
-    """
-
-    rows: np.ndarray
-    """[N] int64, on the host: the state's rows that this call evaluates."""
-    latent: Tensor
-    """[R, ...] float."""
-    timestep: Tensor
-    """Scalar or [R]."""
-    conditions: Mapping[str, Tensor] = field(default_factory=dict)
-    """What else the model reads, by name, each [R, ...]: class labels, say."""
-    branches: int = 1
-    forwarded: np.ndarray | None = None
-    """[N] int64, on the host: positions (patches) evaluated for each row in one branch, as in `Query`."""
-    kind: str = "full"
-
-
-@dataclass
-class Cost:
-    """What one step spent: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
-
-    queries: list[Any]
-    batch: int
-
-    nfe = property(lambda self: self.counts[0])
-    row_forwards = property(lambda self: self.counts[1])
-    forwarded = property(lambda self: self.counts[2])
-
-    @property
-    def counts(self) -> np.ndarray:
-        """[4, B] int64 on the host, per row of the state: forward calls, rows evaluated, positions evaluated, and
-        those of the calls that evaluated it whole."""
-        counts = np.zeros((4, self.batch), np.int64)
-        for call in self.calls:
-            call.add_to(counts)
-        return counts
-
-    @property
-    def calls(self) -> list[CallCost]:
-        """The model calls, without their tensors."""
-        found = []
-        for query in self.queries:
-            copies = getattr(query, "copies", None)
-            found.append(CallCost(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
-        return found
-
-
-class CallCost(NamedTuple):
-    """What one model call costs; see `Query` for the fields."""
-
-    rows: np.ndarray
-    branches: int
-    copies: np.ndarray | None
-    forwarded: np.ndarray | None
-    whole: bool
-
-    def add_to(self, counts: np.ndarray) -> None:
-        """Add this call to counts as `Cost.counts` has them, in place."""
-        counts[0, self.rows] += 1
-        counts[1, self.rows] += self.branches if self.copies is None else self.branches * self.copies
-        counts[2, self.rows] += 0 if self.forwarded is None else self.branches * self.forwarded
-        counts[3, self.rows] += self.whole
+from paradec.core.trace import Notes, Trace
 
 
 @dataclass
@@ -207,21 +60,6 @@ class Proposal:
     """What was evaluated: "full", "window", or a combination."""
     logprobs: StepLogProbs | None = None
     """Of the values, where the request asks for them and the values are the tokens that would be written."""
-
-
-@dataclass
-class LatentProposal:
-    """What a continuous model's latent could become, of the forecast family."""
-
-    rows: np.ndarray
-    """[R] int64, on the host: rows of the state that this proposal speaks of."""
-    values: Tensor
-    """[R, ...] float: the model's output, or its forecast."""
-    cost: Cost
-    made_at: int = 0
-    """As for `Proposal`."""
-    kind: str = "full"
-    """What was evaluated: "full", "window", or "forecast" (nothing)."""
 
 
 @dataclass
@@ -256,156 +94,6 @@ class Commit:
         places = zip(self.rows[index.numpy()].tolist(), self.positions.cpu()[index, column].tolist(), strict=True)
         entries = sorted(zip(places, self.logprobs.at(index, column), strict=True), key=lambda entry: entry[0])
         return [entry for _, entry in entries]
-
-
-@dataclass(frozen=True)
-class MemorySpec:
-    """A tensor that a method remembers between steps.
-
-    Args:
-        dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
-            is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), or an int.
-        fill: the value it starts from and is reset to.
-        reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
-    """
-
-    dims: tuple[str | int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    fill: float = 0.0
-    reset: str = "block"
-
-    def __post_init__(self) -> None:
-        check_choice("reset", self.reset, ("block", "sequence"))
-
-
-class Memory:
-    """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
-
-    def __init__(self, specs: Mapping[str, MemorySpec], batch: int, sizes: Mapping[str, int], device: torch.device):
-        self.specs = dict(specs)
-        self.tensors: dict[str, Tensor] = {}
-        for name, spec in self.specs.items():
-            shape = [batch, *(sizes[d] if isinstance(d, str) else d for d in spec.dims)]
-            self.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype, device=device)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        if name not in self.specs:
-            raise KeyError(f"memory {name!r} was not declared; declared: {sorted(self.specs)}")
-        self.tensors[name] = value
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def read(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-        """What is remembered of `rows` [R], distinct and ascending, by name, each [R, *dims]; "window" dimensions
-        are cut to `width`. No copy where these are all rows: not to be written to."""
-        found = {}
-        for name, tensor in self.tensors.items():
-            for axis, dim in enumerate(self.specs[name].dims, start=1):
-                if dim == "window" and width is not None:
-                    tensor = tensor.narrow(axis, 0, width)
-            whole = len(rows) == len(tensor)
-            found[name] = tensor if whole else tensor.index_select(0, torch.as_tensor(rows, device=tensor.device))
-        return found
-
-    def write(self, name: str, rows: np.ndarray, value: Tensor) -> None:
-        """Remember `value` [R, *dims] of `rows` [R], distinct and ascending; "window" dimensions may be narrower than
-        the memory's. What was read before stays as it is."""
-        if value.shape == self[name].shape:
-            self[name] = value.to(self[name].dtype)
-            return
-        self[name] = tensor = part = self[name].clone()  # proposals and copies may still hold the old one
-        for axis, dim in enumerate(self.specs[name].dims, start=1):
-            if dim == "window":
-                part = part.narrow(axis, 0, value.shape[axis])
-        if len(rows) == len(tensor):
-            part.copy_(value)
-        else:
-            part.index_copy_(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))
-
-    def reset(self, rows: np.ndarray, scope: str) -> None:
-        """Set `rows` back to the fill value, in every tensor whose reset scope is `scope`."""
-        for name, spec in self.specs.items():
-            if spec.reset == scope and len(rows):
-                self.tensors[name] = self.tensors[name].clone()
-                self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
-
-    def grow(self, dim: str, size: int) -> None:
-        """Widen the dimensions called `dim` to at least `size`, with the fill value."""
-        for name, spec in self.specs.items():
-            for axis, own in enumerate(spec.dims, start=1):
-                tensor = self.tensors[name]
-                if own == dim and tensor.shape[axis] < size:
-                    shape = [*tensor.shape]
-                    shape[axis] = size - shape[axis]
-                    self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
-
-    def shift(self, dim: str, rows: np.ndarray, by: np.ndarray) -> None:
-        """Move what is remembered of `rows` [N] to the front of the dimensions called `dim`, by [N] places each; what
-        comes in after it starts from the fill value."""
-        for name, spec in self.specs.items():
-            for axis, own in enumerate(spec.dims, start=1):
-                if own == dim and len(rows):
-                    self.tensors[name] = _shifted(self.tensors[name], axis, rows, by, spec.fill)
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Memory:
-        """A copy that has the `rows` [N] alone, with so many positions."""
-        other = object.__new__(Memory)
-        other.specs, other.tensors = dict(self.specs), {}
-        for name, tensor in self.tensors.items():
-            found = of_rows.taken(tensor, rows)
-            for axis, dim in enumerate(self.specs[name].dims, start=1):
-                if dim == "position" and columns is not None:
-                    found = of_rows.fitted(found, columns, self.specs[name].fill, axis)
-            other.tensors[name] = found
-        return other
-
-    def put(self, slots: np.ndarray, other: Memory) -> None:
-        """Replace the rows `slots` [N] by those of another request of the same method, whose dimensions are as large at
-        most; what that one has not begun to remember starts from its fill value."""
-        for name, spec in other.specs.items():
-            if name not in self.specs:  # known once a step has been taken
-                shape = other.tensors[name].shape[1:]
-                self.specs[name] = spec
-                rows = len(next(iter(self.tensors.values())))
-                self.tensors[name] = other.tensors[name].new_full((rows, *shape), spec.fill)
-        for name, spec in self.specs.items():
-            own = self.tensors[name].clone()  # proposals and copies may still hold the old one
-            index = torch.as_tensor(slots, device=own.device)
-            own.index_fill_(0, index, spec.fill)
-            if name in other:
-                part = own
-                for axis, size in enumerate(other[name].shape[1:], start=1):
-                    part = part.narrow(axis, 0, size)
-                part.index_copy_(0, index, other[name].to(own.dtype))
-            self.tensors[name] = own
-
-    def size(self, dim: str) -> int:
-        """Of the dimensions called `dim`, the largest; 0 without any."""
-        sizes = [0]
-        for name, spec in self.specs.items():
-            sizes += [self.tensors[name].shape[axis] for axis, own in enumerate(spec.dims, start=1) if own == dim]
-        return max(sizes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def _shifted(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: float) -> Tensor:
-    """A copy of `tensor` with `rows` [N] moved down by [N] places along `axis`, filled up with `fill`."""
-    index = torch.as_tensor(rows, device=tensor.device)
-    own = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
-    source = torch.arange(own.shape[1], device=tensor.device) + torch.as_tensor(by, device=tensor.device).unsqueeze(1)
-    shape = (*source.shape, *(1,) * (own.ndim - 2))
-    there = (source < own.shape[1]).view(shape)
-    source = source.clamp(max=own.shape[1] - 1).view(shape).expand_as(own)
-    moved = torch.where(there, own.gather(1, source), own.new_full((), fill))
-    return tensor.index_copy(0, index, moved.movedim(1, axis))
 
 
 @dataclass
@@ -639,46 +327,3 @@ def decode(
             if callback is not None and callback(state, commit):
                 break
     return state
-
-
-def traced(sampler: Sampler, model: Callable[..., Tensor], state: State, trace: Trace) -> Commit:
-    """One step with its commit, written down."""
-    begin = time.perf_counter()
-    proposal = sampler.step(model, state)
-    notes = sampler.observe(state, proposal) if state.noted else None
-    commit: Commit = sampler.commit(state, proposal)
-    commits, pictures = commit.to_list(), None
-    seconds = time.perf_counter() - begin
-    if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
-        pictures = of_latent(commit.values, len(trace.steps))
-    forwarded = proposal.cost.forwarded.tolist()
-    trace.add(commits, forwarded, commit.kind, notes, seconds, pictures, commit.logprobs_list())
-    return commit
-
-
-def evaluated(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
-    """The positions of each of `batch` rows that model calls evaluate; None where they have no positions. Waits for the
-    device."""
-    found: list[list[np.ndarray]] = [[] for _ in range(batch)]
-    said = False
-    for query in queries:
-        positions = getattr(query, "positions", getattr(query, "targets", None))
-        if positions is None:
-            continue
-        said = True
-        count = len(query.rows)  # of every branch and draft the same
-        at, valid = positions[:count].cpu().numpy(), getattr(query, "valid", None)
-        real = np.ones(at.shape, bool) if valid is None else valid[:count].cpu().numpy()
-        for row, columns, kept in zip(query.rows.tolist(), at, real, strict=True):
-            found[row].append(columns[kept])
-    return [_runs(parts) for parts in found] if said else None
-
-
-def _runs(parts: list[np.ndarray]) -> list[Span]:
-    """Runs of neighbours among positions, which may be there several times."""
-    at = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
-    if not len(at):
-        return []
-    breaks = np.flatnonzero(np.diff(at) != 1)
-    first, last = at[np.r_[0, breaks + 1]].tolist(), at[np.r_[breaks, len(at) - 1]].tolist()
-    return [(start, stop + 1) for start, stop in zip(first, last, strict=True)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.calls import Calling, ModuleCall, Wrap, take_columns
 from paradec.models.layers import answer_with_layers
 from paradec.models.saving import Published, save

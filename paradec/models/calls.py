@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 
 class _Thread(threading.local):

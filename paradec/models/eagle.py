@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 
 def decoder_layers(module: nn.Module, count: int | None) -> nn.ModuleList | None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query, plain
+from paradec.core.protocol import plain
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.integrations.diffusers import runs
 from paradec.models.adapter import take_columns

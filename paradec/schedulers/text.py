@@ -15,9 +15,10 @@ from paradec import samplers
 from paradec.core.blocks import FixedBlocks
 from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.facts import ModelFacts
+from paradec.samplers.distributions import divided
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.renoising.annealing import annealed
-from paradec.samplers.statistics import divided, token_statistics
+from paradec.samplers.statistics import token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}

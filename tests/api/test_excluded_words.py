@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import paradec
 from paradec import samplers
 from paradec.models.adapter import Model
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]

@@ -23,7 +23,8 @@ from torch import Tensor
 import paradec
 from paradec import samplers, schedulers
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query, decode
+from paradec.core.protocol import decode
+from paradec.core.query import Query
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.request import Request

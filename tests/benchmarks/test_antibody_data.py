@@ -13,7 +13,7 @@ import torch
 from scripts import load_script
 
 import paradec
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 antibody = load_script("benchmarks/antibody.py")
 CHAINS = antibody.read_chains()

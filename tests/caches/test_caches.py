@@ -23,7 +23,7 @@ from paradec.caches.dkv_greedy import DkvGreedy
 from paradec.caches.parts import buckets
 from paradec.caches.stored import ChangeLog
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 TOPOLOGIES = ["bidirectional", "block_causal"]

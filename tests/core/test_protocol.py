@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from paradec import FixedBlocks, caches, samplers
 from paradec.caches.parts import buckets
 from paradec.core.blocks import WholeCanvas
-from paradec.core.protocol import Memory, MemorySpec, Sampler
+from paradec.core.memory import Memory, MemorySpec
+from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.core.trace import Trace, TraceStep
 from paradec.samplers.masked.rules.schedules import linear, time_grid

@@ -24,7 +24,7 @@ import paradec
 from paradec import samplers
 from paradec.attention import sparsed as method
 from paradec.attention.sparsed import DENSE, ESTIMATE, SPARSE, SparseD
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import (
     BACKENDS,

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 import paradec
 from paradec.cli.work import load_draft_model
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter

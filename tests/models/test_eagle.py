@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paradec
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.eagle import EagleDrafter

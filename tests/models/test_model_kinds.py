@@ -23,7 +23,7 @@ import paradec
 import paradec.models
 from paradec import samplers
 from paradec.core.checks import MODELS
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Encoder, Model, Opaque
 from paradec.models.drafter import FeatureDrafter
 from paradec.models.images.adapter import ImageModel

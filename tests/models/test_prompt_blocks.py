@@ -20,7 +20,7 @@ import paradec
 from paradec import FixedBlocks, PipelinedBlocks, caches, samplers
 from paradec.caches.table import EXACT, verdict
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.tools.evaluation.likelihood import log_likelihoods
 

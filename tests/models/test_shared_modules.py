@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
 
 import paradec
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.models.calls import Calling, Evaluation, ModuleCall
 

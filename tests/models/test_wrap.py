@@ -29,7 +29,7 @@ from wrapped_models import (
 
 import paradec
 from paradec import samplers
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 DECODERS = ["Llama", "Qwen2", "Qwen3"]

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.causal.gsd import around
-from paradec.samplers.statistics import (
-    HEAD,
-    Raised,
-    argmax,
-    ascending,
-    divergence,
-    divided,
-    filter_logits,
-    log_of,
-    tempered,
-)
+from paradec.samplers.distributions import argmax, ascending, divergence, divided, log_of, tempered
+from paradec.samplers.filters import HEAD, filter_logits
+from paradec.samplers.statistics import Raised
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:

@@ -27,7 +27,7 @@ from paradec.samplers.causal.verification import (
     token_distribution,
     verify,
 )
-from paradec.samplers.statistics import filter_logits, near_the_best
+from paradec.samplers.filters import filter_logits, near_the_best
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -95,7 +95,7 @@ def test_pieces_and_rows_that_are_broken(monkeypatch: pytest.MonkeyPatch) -> Non
     # these rows are an error of the model, which a commit names: they stay as they are
     for row, column in ((1, 1), (2, 2), (3, 3)):
         torch.testing.assert_close(whole[row, column], logits[row, column], rtol=0, atol=0, equal_nan=True)
-    monkeypatch.setattr("paradec.samplers.statistics.CPU_CHUNK", 70)
+    monkeypatch.setattr("paradec.samplers.distributions.CPU_CHUNK", 70)
     torch.testing.assert_close(near_the_best(logits, 1.0), whole, rtol=0, atol=0, equal_nan=True)
     assert near_the_best(logits[:0], 1.0).shape == (0, 4, 30)
     wide = torch.tensor([0.0, -1e300, -1e300, -3e300], dtype=torch.float64)

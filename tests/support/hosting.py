@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 

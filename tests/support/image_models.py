@@ -14,7 +14,7 @@ from transformers import (
     JanusForConditionalGeneration,
 )
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.adapter import ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel

@@ -23,7 +23,8 @@ from paradec.batching.batch import OWN_MASKED
 from paradec.batching.slots import Group
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import NotFinite, Query, Sampler
+from paradec.core.protocol import NotFinite, Sampler
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.masked.base import MaskedSampler

@@ -22,7 +22,7 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.core.registry import unknown
 from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
 from paradec.request import Request

@@ -18,18 +18,13 @@ below the best token comes to nothing, as it should.
 
 Two such sums merge exactly (online softmax: Milakov and Gimelshein, arXiv 1805.02867), also where one is empty.
 
-`reference.py` defines every statistic, `portable.py` and `triton.py` compute them, `api.py` chooses between these.
+`reference.py` defines every statistic; `read.py` chooses a path and is "float64" itself, `portable.py` is "chunked",
+`triton.py` the kernels; `api.py` checks what callers ask for.
 """
 
 from paradec.kernels import interpreting
-from paradec.kernels.token_stats.api import (
-    IN_ONE_READ,
-    PATHS,
-    SMALL_VOCABULARY,
-    path_for,
-    read_stats,
-    token_stats,
-)
+from paradec.kernels.token_stats.api import PATHS, token_stats
+from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, path_for, read_stats
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, GumbelDraws, TokenStats, reference_stats
 
 __all__ = [

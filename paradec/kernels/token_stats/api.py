@@ -1,4 +1,4 @@
-"""Which path serves which logits, and what is checked before any of them runs."""
+"""`token_stats`: the statistics of any logits, with all that is asked for checked first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_number, check_temperature, shown
 from paradec.kernels import has_triton, interpreting
-from paradec.kernels.token_stats.portable import portable_stats
+from paradec.kernels.token_stats.read import IN_ONE_READ, read_stats
 from paradec.kernels.token_stats.reference import FIELDS, GumbelDraws, TokenStats
 
 PATHS = ("float64", "chunked", "triton")
-SMALL_VOCABULARY = 2**13
-"""Up to so many tokens "float64" serves all logits: little beside any forward."""
-IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
-"""What the kernel finds: a logarithm of p + 1e-10 takes the normalized p, and so a second read."""
 
 
 def token_stats(
@@ -60,33 +56,6 @@ def token_stats(
         if path == "triton":
             _check_triton(logits, wanted)
     return read_stats(logits, wanted, float(temperature), ids, draws, path)
-
-
-def read_stats(
-    logits: Tensor,
-    wanted: frozenset[str],
-    temperature: float = 1.0,
-    ids: Tensor | None = None,
-    draws: GumbelDraws | None = None,
-    path: str | None = None,
-) -> TokenStats:
-    """`token_stats` without its checks, for callers at every step."""
-    if path is None:
-        path = path_for(logits, wanted)
-    if path == "triton":
-        # here alone: `import paradec` stays without triton
-        from paradec.kernels.token_stats.triton import triton_stats
-
-        return triton_stats(logits, wanted, temperature, ids, draws)
-    return portable_stats(path, logits, wanted, temperature, ids, draws)
-
-
-def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
-    """The path that serves these logits: it depends on dtype, vocabulary and device, never on how many rows there
-    are."""
-    if logits.dtype == torch.float64 or logits.shape[-1] <= SMALL_VOCABULARY:
-        return "float64"
-    return "triton" if logits.is_cuda and fields <= IN_ONE_READ and has_triton() else "chunked"
 
 
 def _check_ids(ids: Tensor, logits: Tensor) -> None:

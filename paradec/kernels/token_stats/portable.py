@@ -1,9 +1,9 @@
-"""The PyTorch paths, "float64" and "chunked": a few rows at a time, which stay in a processor's caches."""
+"""A few rows at a time, which stay in a processor's caches: the path "chunked", and what PyTorch's paths share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,6 @@ still near the core, twice and beside the logits."""
 SEARCH_CHUNK = 2**22
 """Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
-FLOAT64_CPU_CHUNK = 2**17
-"""The same for "float64": 1 MB."""
-LONG = 2**11
-"""Tokens from which on "float64" looks among stretches first."""
 CHUNK = 2**25
 """The same on accelerators."""
 NOISE_CHUNK = 2**22
@@ -34,26 +30,37 @@ nothing beside it in float64. Processors take ten times as long over an exponent
 at low temperatures and of excluded tokens."""
 
 
-def portable_stats(
-    path: str, logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: GumbelDraws | None
+def with_samples(
+    read: Callable[..., TokenStats],
+    path: str,
+    logits: Tensor,
+    wanted: frozenset[str],
+    temperature: float,
+    ids: Tensor | None,
+    draws: GumbelDraws,
 ) -> TokenStats:
-    """`token_stats`, unchecked. path: "float64" or "chunked"."""
-    if draws is not None:
-        sample = _samples(logits, draws)
-        asked = sample if ids is None else torch.cat((ids.reshape(*sample.shape, -1), sample.unsqueeze(-1)), -1)
-        found = portable_stats(path, logits, wanted, temperature, asked, None)
-        if ids is None:
-            return found._replace(ids_prob=None, sample=sample, sample_prob=found.ids_prob)
-        both = found.ids_prob
-        assert both is not None
-        return found._replace(ids_prob=both[..., :-1].reshape(ids.shape), sample=sample, sample_prob=both[..., -1])
-    if path == "chunked":
-        return _from_sums(_all_sums(logits, wanted, temperature), logits, wanted, temperature, ids)
-    logits = logits.detach()
-    if logits.numel() <= (FLOAT64_CPU_CHUNK if logits.is_cpu else CHUNK):
-        return _float64_stats(logits, wanted, temperature, ids)
+    """What `read_stats` finds, by a path of PyTorch, and a token drawn from each row with its probability."""
+    sample = _samples(logits, draws)
+    asked = sample if ids is None else torch.cat((ids.reshape(*sample.shape, -1), sample.unsqueeze(-1)), -1)
+    found = read(logits, wanted, temperature, asked, None, path)
+    if ids is None:
+        return found._replace(ids_prob=None, sample=sample, sample_prob=found.ids_prob)
+    both = found.ids_prob
+    assert both is not None
+    return found._replace(ids_prob=both[..., :-1].reshape(ids.shape), sample=sample, sample_prob=both[..., -1])
+
+
+def in_pieces(
+    read: Callable[..., TokenStats],
+    on_cpu: int,
+    logits: Tensor,
+    wanted: frozenset[str],
+    temperature: float,
+    ids: Tensor | None,
+) -> TokenStats:
+    """What `read` finds in float64 of logits [..., V], about `on_cpu` of them at a time on the CPU."""
     lead, parts, at = logits.shape[:-1], [], 0
-    pieces = list(_pieces(logits, FLOAT64_CPU_CHUNK, CHUNK))
+    pieces = list(_pieces(logits, on_cpu, CHUNK))
     queue = None if ids is None else ids.reshape(-1, *ids.shape[len(lead) :])
     # memory that is new for every piece takes longer than the passes over it
     shape = (2, max(map(len, pieces)), logits.shape[-1])
@@ -61,10 +68,15 @@ def portable_stats(
     for rows in pieces:
         here = slice(at, at + len(rows))
         own = None if queue is None else queue[here]
-        parts.append(_float64_stats(rows, wanted, temperature, own, scratch[:, : len(rows)]))
+        parts.append(read(rows, wanted, temperature, own, scratch[:, : len(rows)]))
         at = here.stop
     fields: list[Any] = [None if each is None else each.view(lead + each.shape[1:]) for each in _joined(parts)]
     return TokenStats(*fields)
+
+
+def chunked_stats(logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None) -> TokenStats:
+    """`token_stats` by the path "chunked", unchecked."""
+    return _from_sums(_all_sums(logits, wanted, temperature), logits, wanted, temperature, ids)
 
 
 def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Any]:
@@ -80,55 +92,6 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
     else:
         for part in logits:
             yield from _pieces(part, on_cpu, elsewhere)
-
-
-def _float64_stats(
-    logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, scratch: Tensor | None = None
-) -> TokenStats:
-    """In float64 and few passes, all at once in memory. scratch: two tensors of the logits' shape, overwritten; None
-    makes them."""
-    # what follows works in place where it can: these passes over the vocabulary are most of a small model's step
-    probabilities, wide = (None, None) if scratch is None else scratch.unbind(0)
-    if wide is not None or temperature != 1 or "entropy" in wanted or "smoothed_entropy" in wanted:
-        wide = logits.to(torch.float64, copy=True) if wide is None else wide.copy_(logits)
-        if temperature != 1:
-            # what is divided are differences, which stay finite, or -inf, at every temperature
-            wide.sub_(wide.amax(-1, keepdim=True)).div_(temperature)
-        p = torch.softmax(wide, -1, out=probabilities)
-    else:
-        p = torch.softmax(logits, -1, dtype=torch.float64)
-    best, first = _best(p)
-    if not wanted and ids is None:
-        return TokenStats(first, best)
-    ids_prob = second = margin = entropy = smoothed = gap = logsumexp = nonfinite = None
-    if ids is not None:
-        ids_prob = p.gather(-1, ids) if ids.dim() == p.dim() else p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    if "gap" in wanted:
-        highest = logits.topk(min(2, logits.shape[-1]), dim=-1).values.double()
-        gap = highest[..., 0] - highest[..., 1] if logits.shape[-1] > 1 else torch.full_like(best, torch.inf)
-    if "smoothed_entropy" in wanted:
-        # `wide` is free to be overwritten where the other entropy does not need it
-        logarithm = (p + EPSILON).log_() if "entropy" in wanted else torch.add(p, EPSILON, out=wide).log_()
-        smoothed = -logarithm.mul_(p).sum(-1)
-    if not wanted.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
-        at = first.unsqueeze(-1)
-        if "entropy" in wanted:
-            # sum p (z - z_best) + ln p_best needs no logarithm per token; both terms are negative, so nothing cancels
-            assert wide is not None
-            spread = wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
-        p.scatter_(-1, at, 0)
-        if "entropy" in wanted or "logsumexp" in wanted:
-            beyond = (p.sum(-1) / best).log1p()  # -ln p_best
-        if "entropy" in wanted:
-            entropy = beyond - spread
-        if "logsumexp" in wanted:
-            logsumexp = logits.gather(-1, at).squeeze(-1).double() / temperature + beyond
-        if "second_prob" in wanted or "margin" in wanted:
-            second = p.amax(-1)
-            margin = best - second
-    if "nonfinite" in wanted:
-        nonfinite = best.isnan()
-    return TokenStats(first, best, second, margin, entropy, smoothed, logsumexp, gap, nonfinite, ids_prob)
 
 
 class _Sums(NamedTuple):
@@ -232,17 +195,6 @@ def _from_sums(
     if "gap" in wanted:
         gap = (top - second).masked_fill_(nonfinite, torch.nan)
     return TokenStats(token, best, second_prob, margin, entropy, smoothed, logsumexp, gap, nonfinite, ids_prob)
-
-
-def _best(source: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest entry of [..., V] and where it is, [...] each; the lowest index on ties. A search that remembers
-    indices takes ten times as long as one that does not, which long rows repay."""
-    size = next((size for size in (128, 64) if source.shape[-1] % size == 0), 0)
-    if source.shape[-1] < LONG or not size:
-        return source.max(-1)
-    top, stretch = source.unflatten(-1, (-1, size)).amax(-1).max(-1, keepdim=True)
-    inside = source.gather(-1, stretch * size + torch.arange(size, device=source.device))
-    return top.squeeze(-1), inside.argmax(-1).add_(stretch.squeeze(-1), alpha=size)
 
 
 def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:

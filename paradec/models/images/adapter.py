@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Decoder
 from paradec.models.calls import Evaluation, take_columns
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of

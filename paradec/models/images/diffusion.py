@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import check_int
-from paradec.core.protocol import LatentQuery
+from paradec.core.latents import LatentQuery
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 

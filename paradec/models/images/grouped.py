@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.text_to_image import TextToImageModel, pretrained

@@ -29,7 +29,7 @@ from paradec.core import rows as of_rows
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes

@@ -22,10 +22,10 @@ from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.facts import ModelFacts
+from paradec.core.order_sizes import group_sizes
 from paradec.core.orders import LPD as LPDOrder
-from paradec.core.orders import group_sizes
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit, read_json
 from paradec.models.images.adapter import ImageModel, ImageRequest, labels_of, pixels_to_codes

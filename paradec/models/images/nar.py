@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.images.llamagen import (
     PRESETS,

@@ -13,7 +13,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.adapter import ImageModel, ImageRequest
 from paradec.models.images.grid import Grid
 

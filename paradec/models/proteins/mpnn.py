@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
 from paradec.models.calls import Evaluation, ModuleCall

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.models.calls import ModuleCall, SoftWrap
 from paradec.models.checkpoint import CheckpointError

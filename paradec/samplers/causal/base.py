@@ -20,14 +20,16 @@ from paradec.core import rng
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs, StepLogProbs
+from paradec.core.memory import Memory, MemorySpec
 from paradec.core.prompts import Prompts, encode
-from paradec.core.protocol import Cost, Memory, MemorySpec, NotFinite, Proposal, Query, Sampler
+from paradec.core.protocol import NotFinite, Proposal, Sampler
+from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes, Trace
 from paradec.models.images.grid import Grid
 from paradec.request import Request, randomness, request_for, stop_texts
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 
 __all__ = ["CausalSampler", "CausalState", "check_causal", "negative_rows", "proposed", "read_logits"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.protocol import Cost, Query
+from paradec.core.query import Cost, Query
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
 from paradec.samplers.causal.state import CausalState, Drafting
 from paradec.samplers.causal.verification import draw

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
-from paradec.core.protocol import Commit, MemorySpec, Proposal, Query
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, Proposal
+from paradec.core.query import Query
 from paradec.core.trace import Notes
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from paradec.core import rng
 from paradec.core.checks import check_model, shown
-from paradec.core.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, Proposal, plain
+from paradec.core.query import Cost, Query
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
 from paradec.samplers.causal.block_drafts import draft_block

@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.verification import DraftWindow
-from paradec.samplers.statistics import ascending
+from paradec.samplers.distributions import ascending
 
 EMBEDDED = 10_000
 """Ids whose embeddings the public code compares; a group with another id in it is not filtered by distance."""

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
-from paradec.core.protocol import MemorySpec, Proposal, Query
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Proposal
+from paradec.core.query import Query
 from paradec.samplers.causal.base import proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafting import tree_query

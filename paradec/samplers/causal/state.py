@@ -18,12 +18,13 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core import rows as of_rows
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query, State
+from paradec.core.protocol import State
+from paradec.core.query import Query
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.causal.verification import token_distribution
-from paradec.samplers.statistics import log_of
+from paradec.samplers.distributions import log_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from paradec.request import Request
-from paradec.samplers.statistics import argmax, filter_logits, tempered
+from paradec.samplers.distributions import argmax, tempered
+from paradec.samplers.filters import filter_logits
 
 UNIFORM, ONE_HOT = -1, -2
 """Instead of a place in `DraftDistributions.dense`: drawn uniformly from what may be guessed; put there, whatever the

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paradec.core import orders, rng
 from paradec.core.checks import check_int
-from paradec.core.protocol import Commit, Proposal, Query
+from paradec.core.protocol import Commit, Proposal
+from paradec.core.query import Query
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits

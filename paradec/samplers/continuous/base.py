@@ -13,8 +13,11 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
-from paradec.core.orders import Cosine, keyed, left_after
-from paradec.core.protocol import Memory, Sampler, State
+from paradec.core.memory import Memory
+from paradec.core.order_draws import keyed
+from paradec.core.order_sizes import left_after
+from paradec.core.orders import Cosine
+from paradec.core.protocol import Sampler, State
 from paradec.core.trace import Trace
 from paradec.request import FIELDS, Request, request_for
 from paradec.samplers.labels import labels_of

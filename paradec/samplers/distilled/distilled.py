@@ -18,14 +18,17 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
-from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, plain
+from paradec.core.latents import LatentProposal
+from paradec.core.memory import Memory
+from paradec.core.protocol import Commit, Sampler, State, plain
+from paradec.core.query import Cost
 from paradec.core.trace import Notes, Trace
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
+from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.labels import labels_of
-from paradec.samplers.statistics import filtered_distribution
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""

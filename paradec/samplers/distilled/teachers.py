@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.distilled import Stages
 from paradec.models.images.scales import ScaleQuery
 from paradec.request import Request
+from paradec.samplers.guidance import guided
 from paradec.samplers.scales.base import guidance_at
-from paradec.samplers.statistics import guided
 
 
 class Teaching(Protocol):

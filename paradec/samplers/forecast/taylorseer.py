@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec.core.checks import LARGEST_INT64, check_choice, check_int, check_number, shown
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History

@@ -18,15 +18,19 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.facts import ModelFacts
-from paradec.core.orders import Groups, Order, keyed
+from paradec.core.memory import Memory
+from paradec.core.order_draws import keyed
+from paradec.core.orders import Groups, Order
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.core.protocol import Commit, Proposal, Sampler, State
+from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
-from paradec.samplers.statistics import filtered_distribution, guided
+from paradec.samplers.filters import filtered_distribution
+from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

@@ -17,15 +17,17 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
+from paradec.core.memory import Memory
 from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
-from paradec.core.protocol import Cost, Memory, Proposal, Query, State
+from paradec.core.protocol import Proposal, State
+from paradec.core.query import Cost, Query
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

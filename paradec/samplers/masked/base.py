@@ -20,7 +20,9 @@ from paradec.caches.base import Cache, Part
 from paradec.core.blocks import BlockPolicy
 from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, Sampler
+from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import adaptive, draws, early, noting, pipeline, reference, revising

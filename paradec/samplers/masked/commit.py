@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Cost, NotFinite
+from paradec.core.protocol import NotFinite
+from paradec.core.query import Cost
 from paradec.samplers.masked import draws, early, pipeline, reference, revising, trimming
 from paradec.samplers.masked.pipeline import slide
 from paradec.samplers.masked.state import MaskedState

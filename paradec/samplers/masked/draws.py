@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.kernels.token_stats import GumbelDraws, read_stats
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.queries import positions_of

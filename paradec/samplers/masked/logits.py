@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
+from paradec.samplers.distributions import tempered
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.queries import owners
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
 from paradec.samplers.masked.views import LAST, Stage
-from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics
+from paradec.samplers.statistics import Raised, token_statistics
 
 
 def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: Query) -> Tensor:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
+from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 from paradec.samplers.masked.suffix_window import cut as cut_suffix
 

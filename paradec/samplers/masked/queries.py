@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Part
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.suffix_window import ends_now
 

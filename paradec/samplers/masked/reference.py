@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
-from paradec.samplers.statistics import divided, filter_logits
+from paradec.core.query import Query
+from paradec.samplers.distributions import divided
+from paradec.samplers.filters import filter_logits
 
 
 def copy_generator(generator: torch.Generator) -> torch.Generator:

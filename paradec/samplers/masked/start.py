@@ -16,20 +16,15 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import REFUSED, verdict
 from paradec.core import rng
-from paradec.core.blocks import (
-    LONGEST_BLOCK,
-    POLICIES,
-    AdaptiveBlocks,
-    BlockPolicy,
-    FixedBlocks,
-    PipelinedBlocks,
-    WholeCanvas,
-)
+from paradec.core.adaptive_blocks import AdaptiveBlocks
+from paradec.core.block_policies import POLICIES
+from paradec.core.blocks import LONGEST_BLOCK, BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
+from paradec.core.memory import Memory
+from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
-from paradec.core.protocol import Memory
 from paradec.core.trace import Trace
 from paradec.request import Request, randomness, stop_texts
 from paradec.samplers.masked.pipeline import check_pipelined
@@ -197,7 +192,7 @@ def block_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
     """The policy that was asked for, else the sampler's own, else the model's; a bidirectional model fills `holes` as
-    one block. A policy's name (`paradec.core.blocks.POLICIES`) goes with a block_length."""
+    one block. A policy's name (`paradec.core.block_policies.POLICIES`) goes with a block_length."""
     named = isinstance(blocks, str)
     policy: BlockPolicy | None
     if isinstance(blocks, str):

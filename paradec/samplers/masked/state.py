@@ -16,10 +16,11 @@ from paradec.caches.cost import advice
 from paradec.caches.kept import KeptPrefix, keep_prefix
 from paradec.caches.parts import outward
 from paradec.caches.stored import StoredCache
-from paradec.core.blocks import BlockPolicy, PipelinedBlocks
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
 from paradec.core.contract import Window
 from paradec.core.facts import ModelFacts
+from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.request import Request
 from paradec.samplers.masked.refilling import RefilledRows
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule

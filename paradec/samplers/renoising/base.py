@@ -23,15 +23,18 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, check_number
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, Proposal, Sampler
+from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
+from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.views import View, selection
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.noise import draw
 from paradec.samplers.renoising.start import start_state
 from paradec.samplers.renoising.state import DenoisingState
-from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
+from paradec.samplers.statistics import token_statistics, top_by_rank
 
 PIECE = 2**22
 """Logits that statistics are read from at a time."""

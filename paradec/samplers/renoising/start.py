@@ -14,8 +14,8 @@ from paradec.core import rng
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import HOLE, ModelFacts
 from paradec.core.logprobs import LogProbs
+from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.protocol import Memory
 from paradec.core.trace import Trace, spans
 from paradec.request import DEFAULTS, Request, randomness, stop_texts
 from paradec.samplers.masked.stop_strings import StopStrings

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
-from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.core.memory import Memory
+from paradec.core.protocol import Commit, Proposal, Sampler, State
+from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.samplers.distributions import argmax, tempered
+from paradec.samplers.filters import filter_logits
 from paradec.samplers.labels import labels_of
-from paradec.samplers.statistics import argmax, filter_logits, tempered
 
 SERVED = (
     "sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback", "trace", "progress",

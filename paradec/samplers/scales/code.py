@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from paradec.core.checks import check_int, check_model, shown
-from paradec.core.protocol import Commit, Cost, plain
+from paradec.core.protocol import Commit, plain
+from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.scales import ScaleQuery
 from paradec.request import Request

@@ -35,9 +35,10 @@ from paradec.core.checks import check_choice, check_int, check_model, check_numb
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
-from paradec.core.protocol import NotFinite, Query
+from paradec.core.protocol import NotFinite
+from paradec.core.query import Query
 from paradec.request import LARGEST_GUIDANCE
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 from paradec.tools.evaluation import maskings
 from paradec.tools.evaluation.maskings import Masking, MaskingSpan
 

@@ -15,7 +15,7 @@ from image_models import CODES, greedy, last_logits, tiny_chameleon, tiny_vq
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.chameleon import LUMINA_MGPT, ChameleonLayout, ChameleonModel
 from paradec.models.images.emu3 import Emu3Model

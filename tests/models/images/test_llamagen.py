@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.images.adapter import ImageRequest
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel, preset
 from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, load_vq

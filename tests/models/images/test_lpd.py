@@ -28,7 +28,7 @@ from paradec.models.images.loading import file_type
 from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
 from paradec.samplers.causal.verification import draw
 from paradec.samplers.groups.groups import Groups
-from paradec.samplers.statistics import guided
+from paradec.samplers.guidance import guided
 
 # ---- recorded runs --------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 import paradec
 from paradec.core import rng
-from paradec.core.protocol import Query, decode
+from paradec.core.protocol import decode
+from paradec.core.query import Query
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
+from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.groups.nar import diagonal
-from paradec.samplers.statistics import filtered_distribution
 
 NAMES = cases("nar", "steps")
 

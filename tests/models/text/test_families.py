@@ -32,7 +32,7 @@ from torch import Tensor
 
 import paradec
 from paradec import caches, samplers
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 

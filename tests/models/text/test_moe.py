@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import caches, samplers
 from paradec.cli import app
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 
 TOLERANCE = 2e-4

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import paradec
-from paradec.core.protocol import Query, decode
+from paradec.core.protocol import decode
+from paradec.core.query import Query
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.base import CausalSampler, CausalState
 

@@ -26,7 +26,7 @@ from torch import Tensor
 import paradec
 from paradec import samplers
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 ERROR, COPIES = 1e-9, 500

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
 from paradec.caches.delayed import DelayedCache
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedSampler, View

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec import caches, samplers
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Memory, MemorySpec
+from paradec.core.memory import Memory, MemorySpec
 from paradec.samplers.masked.ahead.draft_layout import Ahead
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host

@@ -33,11 +33,13 @@ from paradec import samplers
 from paradec.caches.base import Part
 from paradec.caches.delayed import DelayedCache
 from paradec.caches.parts import spans
-from paradec.core.protocol import Commit, Query
+from paradec.core.protocol import Commit
+from paradec.core.query import Query
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.queries import part_query
 from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.views import MaskedProposal, View
 from paradec.samplers.statistics import best_one
 
 D3LLM = trace_names("d3llm")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.core.protocol import Query, decode
+from paradec.core.protocol import decode
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.samplers.masked import queries
 

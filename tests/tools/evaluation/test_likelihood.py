@@ -15,7 +15,7 @@ from tiny_models import MASK, tiny
 from wrapped_models import decoder, wrapped
 
 import paradec
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.tools.evaluation import maskings
 from paradec.tools.evaluation.likelihood import Likelihood, greedily_decoded, log_likelihoods

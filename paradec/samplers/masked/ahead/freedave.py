@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
-from paradec.core.blocks import BlockPolicy, PipelinedBlocks
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.protocol import Commit, MemorySpec, NotFinite, Query
+from paradec.core.memory import MemorySpec
+from paradec.core.pipelined_blocks import PipelinedBlocks
+from paradec.core.protocol import Commit, NotFinite
+from paradec.core.query import Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft

@@ -16,7 +16,9 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_number
-from paradec.core.protocol import Commit, MemorySpec, NotFinite, Query
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Commit, NotFinite
+from paradec.core.query import Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
-from paradec.core.protocol import Cost, Query, Sampler
+from paradec.core.protocol import Sampler
+from paradec.core.query import Cost, Query
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.commit import view_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.masked.base import View
 from paradec.samplers.masked.device.graphs import StepLayout, captured
 from paradec.samplers.masked.draws import choose

@@ -15,10 +15,11 @@ from torch.nn.functional import pad
 
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
+from paradec.samplers.distributions import log_of
 from paradec.samplers.masked.base import Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import best_with_probability, log_of
+from paradec.samplers.statistics import best_with_probability
 
 MOST_HISTORY = 64
 MOST_DISTRIBUTIONS = 256

@@ -21,7 +21,8 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec, Sampler
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Stage, View
 from paradec.samplers.masked.views import selection

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.statistics import Raised, best_with_probability, raise_tokens
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from paradec.core.checks import check_number, check_temperature
 from paradec.core.contract import CanvasState
+from paradec.samplers.distributions import tempered
 from paradec.samplers.masked.base import LAST, MaskedSampler, View
 from paradec.samplers.masked.rules.schedules import time_grid
-from paradec.samplers.statistics import tempered
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
 from paradec.samplers.masked.rules.threshold import at_least
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
+from paradec.samplers.distributions import divergence
 from paradec.samplers.masked.base import Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import divergence
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
+from paradec.samplers.distributions import tempered
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
 from paradec.samplers.masked.queries import positions_of
-from paradec.samplers.statistics import Raised, tempered, written
+from paradec.samplers.statistics import Raised, written
 
 REDRAW_STREAM = 2
 """Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""

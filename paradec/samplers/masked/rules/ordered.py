@@ -15,7 +15,7 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, View
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.samplers.masked.base import MaskedSampler, View, reference
 from paradec.samplers.masked.rules.schedules import time_share
 

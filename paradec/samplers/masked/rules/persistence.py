@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import LAST, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_choice
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import View, reference
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 

@@ -17,7 +17,8 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec, Query
+from paradec.core.memory import MemorySpec
+from paradec.core.query import Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.rules.halton import halton_ranks
 from paradec.samplers.masked.rules.maskgit import MaskGIT, ranking

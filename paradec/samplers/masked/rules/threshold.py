@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec
+from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.rules.schedules import linear
 

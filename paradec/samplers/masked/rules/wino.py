@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from paradec.caches.base import Part
 from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.contract import CanvasState
-from paradec.core.protocol import MemorySpec, Query
+from paradec.core.memory import MemorySpec
+from paradec.core.query import Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
 from paradec.samplers.masked.queries import per_branch
 from paradec.samplers.statistics import token_statistics

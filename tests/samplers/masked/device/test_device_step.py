@@ -22,7 +22,7 @@ from paradec import caches, samplers
 from paradec.api.generate import _device_loop
 from paradec.caches import store
 from paradec.core.protocol import decode
-from paradec.kernels.token_stats import api as statistics
+from paradec.kernels.token_stats import read as statistics
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs

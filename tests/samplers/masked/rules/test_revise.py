@@ -21,7 +21,7 @@ from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.cli.watch import UNDECIDED, LiveView
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Query
+from paradec.core.query import Query
 from paradec.models.adapter import Model, take_columns
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
 

@@ -1,12 +1,7 @@
-"""Counter-based random numbers: a draw is a function of (row key, step, position, token), not of history.
-
-So a step that is repeated draws the same numbers, and a row draws the same numbers whatever its neighbours, its
-padding or the device. Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-"""
+"""Random numbers of a key, a step, a position and a token."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, TypeVar
@@ -44,26 +39,6 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
         c1, c3 = second, first
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
     return c0, c1 & MASK32, c2, c3 & MASK32
-
-
-def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
-    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows are before it.
-
-    `before` says how many those are, where rows of other batches count as well.
-
-    The row's index is left out on purpose: a row keeps its numbers when the batch around it changes, while copies of
-    one prompt still differ from each other.
-    """
-    copies: dict[tuple[int, tuple[int, ...]], int] = {}
-    keys = []
-    for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
-        identity = (int(seed), tuple(prompt))
-        copy = copies[identity] = copies.get(identity, -1) + 1
-        if before is not None:
-            copy = before[row]
-        text = np.asarray([seed, copy, *prompt], dtype=np.int64).tobytes()
-        keys.append(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u4").astype(np.int64))
-    return np.stack(keys)
 
 
 def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int) -> Tensor:

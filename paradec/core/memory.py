@@ -1,0 +1,163 @@
+"""What a method remembers between steps: tensors that it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rows as of_rows
+from paradec.core.checks import check_choice
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+    """A tensor that a method remembers between steps.
+
+    Args:
+        dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
+            is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), or an int.
+        fill: the value it starts from and is reset to.
+        reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
+    """
+
+    dims: tuple[str | int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    fill: float = 0.0
+    reset: str = "block"
+
+    def __post_init__(self) -> None:
+        check_choice("reset", self.reset, ("block", "sequence"))
+
+
+class Memory:
+    """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
+
+    def __init__(self, specs: Mapping[str, MemorySpec], batch: int, sizes: Mapping[str, int], device: torch.device):
+        self.specs = dict(specs)
+        self.tensors: dict[str, Tensor] = {}
+        for name, spec in self.specs.items():
+            shape = [batch, *(sizes[d] if isinstance(d, str) else d for d in spec.dims)]
+            self.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype, device=device)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if name not in self.specs:
+            raise KeyError(f"memory {name!r} was not declared; declared: {sorted(self.specs)}")
+        self.tensors[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
+        """What is remembered of `rows` [R], distinct and ascending, by name, each [R, *dims]; "window" dimensions
+        are cut to `width`. No copy where these are all rows: not to be written to."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            for axis, dim in enumerate(self.specs[name].dims, start=1):
+                if dim == "window" and width is not None:
+                    tensor = tensor.narrow(axis, 0, width)
+            whole = len(rows) == len(tensor)
+            found[name] = tensor if whole else tensor.index_select(0, torch.as_tensor(rows, device=tensor.device))
+        return found
+
+    def write(self, name: str, rows: np.ndarray, value: Tensor) -> None:
+        """Remember `value` [R, *dims] of `rows` [R], distinct and ascending; "window" dimensions may be narrower than
+        the memory's. What was read before stays as it is."""
+        if value.shape == self[name].shape:
+            self[name] = value.to(self[name].dtype)
+            return
+        self[name] = tensor = part = self[name].clone()  # proposals and copies may still hold the old one
+        for axis, dim in enumerate(self.specs[name].dims, start=1):
+            if dim == "window":
+                part = part.narrow(axis, 0, value.shape[axis])
+        if len(rows) == len(tensor):
+            part.copy_(value)
+        else:
+            part.index_copy_(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))
+
+    def reset(self, rows: np.ndarray, scope: str) -> None:
+        """Set `rows` back to the fill value, in every tensor whose reset scope is `scope`."""
+        for name, spec in self.specs.items():
+            if spec.reset == scope and len(rows):
+                self.tensors[name] = self.tensors[name].clone()
+                self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
+
+    def grow(self, dim: str, size: int) -> None:
+        """Widen the dimensions called `dim` to at least `size`, with the fill value."""
+        for name, spec in self.specs.items():
+            for axis, own in enumerate(spec.dims, start=1):
+                tensor = self.tensors[name]
+                if own == dim and tensor.shape[axis] < size:
+                    shape = [*tensor.shape]
+                    shape[axis] = size - shape[axis]
+                    self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
+
+    def shift(self, dim: str, rows: np.ndarray, by: np.ndarray) -> None:
+        """Move what is remembered of `rows` [N] to the front of the dimensions called `dim`, by [N] places each; what
+        comes in after it starts from the fill value."""
+        for name, spec in self.specs.items():
+            for axis, own in enumerate(spec.dims, start=1):
+                if own == dim and len(rows):
+                    self.tensors[name] = _shifted(self.tensors[name], axis, rows, by, spec.fill)
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Memory:
+        """A copy that has the `rows` [N] alone, with so many positions."""
+        other = object.__new__(Memory)
+        other.specs, other.tensors = dict(self.specs), {}
+        for name, tensor in self.tensors.items():
+            found = of_rows.taken(tensor, rows)
+            for axis, dim in enumerate(self.specs[name].dims, start=1):
+                if dim == "position" and columns is not None:
+                    found = of_rows.fitted(found, columns, self.specs[name].fill, axis)
+            other.tensors[name] = found
+        return other
+
+    def put(self, slots: np.ndarray, other: Memory) -> None:
+        """Replace the rows `slots` [N] by those of another request of the same method, whose dimensions are as large at
+        most; what that one has not begun to remember starts from its fill value."""
+        for name, spec in other.specs.items():
+            if name not in self.specs:  # known once a step has been taken
+                shape = other.tensors[name].shape[1:]
+                self.specs[name] = spec
+                rows = len(next(iter(self.tensors.values())))
+                self.tensors[name] = other.tensors[name].new_full((rows, *shape), spec.fill)
+        for name, spec in self.specs.items():
+            own = self.tensors[name].clone()  # proposals and copies may still hold the old one
+            index = torch.as_tensor(slots, device=own.device)
+            own.index_fill_(0, index, spec.fill)
+            if name in other:
+                part = own
+                for axis, size in enumerate(other[name].shape[1:], start=1):
+                    part = part.narrow(axis, 0, size)
+                part.index_copy_(0, index, other[name].to(own.dtype))
+            self.tensors[name] = own
+
+    def size(self, dim: str) -> int:
+        """Of the dimensions called `dim`, the largest; 0 without any."""
+        sizes = [0]
+        for name, spec in self.specs.items():
+            sizes += [self.tensors[name].shape[axis] for axis, own in enumerate(spec.dims, start=1) if own == dim]
+        return max(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _shifted(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: float) -> Tensor:
+    """A copy of `tensor` with `rows` [N] moved down by [N] places along `axis`, filled up with `fill`."""
+    index = torch.as_tensor(rows, device=tensor.device)
+    own = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
+    source = torch.arange(own.shape[1], device=tensor.device) + torch.as_tensor(by, device=tensor.device).unsqueeze(1)
+    shape = (*source.shape, *(1,) * (own.ndim - 2))
+    there = (source < own.shape[1]).view(shape)
+    source = source.clamp(max=own.shape[1] - 1).view(shape).expand_as(own)
+    moved = torch.where(there, own.gather(1, source), own.new_full((), fill))
+    return tensor.index_copy(0, index, moved.movedim(1, axis))
