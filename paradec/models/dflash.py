@@ -29,7 +29,7 @@ from paradec.caches.store import KeyValueStore
 from paradec.core.blocks import LONGEST_BLOCK
 from paradec.core.checks import check_number, shown
 from paradec.core.protocol import Query
-from paradec.models.adapter import Model
+from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers

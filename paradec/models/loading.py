@@ -15,7 +15,7 @@ from torch import nn
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.models import causal, cpu_dtypes, lora
 from paradec.models import gguf_file as gguf
-from paradec.models.adapter import Decoder, Model
+from paradec.models.base import Model
 from paradec.models.checkpoint import (
     CheckpointError,
     check_weights,
@@ -25,6 +25,7 @@ from paradec.models.checkpoint import (
     states_quantiser,
     stored_weights,
 )
+from paradec.models.decoder import Decoder
 from paradec.models.family import Family
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import (

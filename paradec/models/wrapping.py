@@ -13,8 +13,11 @@ from torch import nn
 from paradec import attention
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.models.adapter import Decoder, Encoder, Model, Opaque
+from paradec.models.adapter import Encoder, Opaque
+from paradec.models.base import Model
+from paradec.models.decoder import Decoder
 from paradec.models.text import diffusion_gemma
+from paradec.models.visibility import beyond_plain
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
@@ -282,13 +285,8 @@ def _check_experts(module: nn.Module, config: Any) -> None:
 
 def _refuse_more_than_plain(module: nn.Module, config: Any, topology: str) -> None:
     """Raise ValueError for a decoder that cannot run without its causal mask."""
-    odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
-    fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
-    if getattr(config, "layer_types", None) is None:
-        fields["sliding_window"] = getattr(config, "sliding_window", None)
-    if getattr(module, "_is_stateful", False):
-        fields["model_type"] = config.model_type
-    for field, value in fields.items():
+    fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
+    for field, value in (fields | beyond_plain(module)).items():
         if value is not None:
             raise ValueError(
                 f"config.{field}={shown(value)} of {type(module).__name__} is not available with topology="
@@ -315,11 +313,17 @@ def implementation(attn_implementation: str) -> str:
     """The registered name of an attention function without a causal mask.
 
     Raises:
-        ValueError: none of that name.
+        ValueError: one that cannot take the masks of padded and cached rows.
     """
-    from paradec.models.attention import implementation as registered
+    from paradec.models.attention import IMPLEMENTATIONS, PREFIX
 
-    return registered(attn_implementation)
+    bare = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
+    if bare not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={shown(attn_implementation)} is not available without a causal mask; allowed: "
+            f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
+        )
+    return PREFIX + bare
 
 
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:
