@@ -73,12 +73,8 @@ def wrap(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if (base := _base(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
-        for argument, value in (
-            ("mask_token_id", mask_token_id),
-            ("prediction", prediction),
-            ("topology", topology),
-            ("block_length", block_length),
-        ):
+        of_masks = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
+        for argument, value in {**of_masks, "block_length": block_length}.items():
             if value is not None:
                 raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
         return diffusion_gemma.adapted(
@@ -91,24 +87,12 @@ def wrap(
         )
     registered = implementation(attn_implementation)
     name, adapter = type(module).__name__, _adapter(module)
-    if _generates(module) and topology in (None, "causal"):
-        if topology is None and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
-            topology = "causal"
-            own_ids = generation_ids(module, tokenizer)
-            eos_token_id = own_ids[0] if eos_token_id is None else eos_token_id
-            pad_token_id = own_ids[1] if pad_token_id is None else pad_token_id
-        prediction = "shifted" if topology == "causal" and prediction is None else prediction
-    if adapter is Encoder:
-        prediction, topology = prediction or "same", topology or "bidirectional"
-        if (prediction, topology) != ("same", "bidirectional"):
-            raise ValueError(
-                f"prediction={prediction!r}, topology={topology!r} do not fit the masked language model {name}; it "
-                "predicts in place ('same') and is 'bidirectional'"
-            )
-    if prediction is None:
-        raise ValueError(f"prediction is needed to wrap {name}: 'same' or 'shifted'")
-    if topology is None:
-        raise ValueError(f"topology is needed to wrap {name}: 'bidirectional', 'block_causal' or 'causal'")
+    if topology is None and _generates(module) and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
+        topology = "causal"
+        own_ids = generation_ids(module, tokenizer)
+        eos_token_id = own_ids[0] if eos_token_id is None else eos_token_id
+        pad_token_id = own_ids[1] if pad_token_id is None else pad_token_id
+    prediction, topology = _conventions(module, adapter, prediction, topology)
     if mask_token_id is None and tokenizer is not None and topology != "causal":
         mask_token_id = tokenizer.mask_token_id
     if mask_token_id is None and topology != "causal":
@@ -198,6 +182,31 @@ def _speaks_of_no_masks(module: Any, prediction: Any, mask_token_id: Any, tokeni
     stated = getattr(module.config, "mask_token_id", None)
     plain = all(value is None for value in (*given, stated))
     return plain and getattr(module.config, "is_causal", True) is not False
+
+
+def _conventions(
+    module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
+) -> tuple[str, str]:
+    """How a module predicts and what it sees, as given, or else as its kind does.
+
+    Raises:
+        ValueError: its kind does otherwise, or leaves it open.
+    """
+    name = type(module).__name__
+    if topology == "causal" and prediction is None and _generates(module):
+        prediction = "shifted"
+    if adapter is Encoder:
+        prediction, topology = prediction or "same", topology or "bidirectional"
+        if (prediction, topology) != ("same", "bidirectional"):
+            raise ValueError(
+                f"prediction={prediction!r}, topology={topology!r} do not fit the masked language model {name}; it "
+                "predicts in place ('same') and is 'bidirectional'"
+            )
+    if prediction is None:
+        raise ValueError(f"prediction is needed to wrap {name}: 'same' or 'shifted'")
+    if topology is None:
+        raise ValueError(f"topology is needed to wrap {name}: 'bidirectional', 'block_causal' or 'causal'")
+    return prediction, topology
 
 
 def _unmasked_attention(module: Any, implementation: str) -> str:
