@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from paradec.core.checks import shown
 from paradec.models.calls import note_attention
+from paradec.models.eager_attention import eager
 from paradec.models.shared_prefix import attend
 
 PREFIX = "paradec_"
@@ -29,64 +28,38 @@ def sdpa(
         query: [R, heads, Q, head_dim].
         key, value: [R, kv_heads, K, head_dim].
         attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
-        kwargs: `shared_prefix` is what all rows see besides (`paradec.caches.kept.SharedPrefix`).
 
     Returns:
         [R, Q, heads, head_dim], and no weights.
     """
-    _refuse_extras(kwargs, key.shape[2])
-    if (shared := kwargs.pop("shared_prefix", None)) is not None:
-        prefix = shared.of(module.layer_idx)
-        return attend(query, key, value, attention_mask, prefix, kwargs.get("scaling")), None
     kwargs.pop("is_causal", None)
     # rotary angles may be kept in float32 (LLaDA's rope_full_precision): back to the model's dtype here
     query, key = query.to(value.dtype), key.to(value.dtype)
     return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=False, **kwargs)
 
 
-def eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The same attention written out, with its weights [R, heads, Q, K] (none over a shared prefix); softmax in float32
-    or wider."""
-    _refuse_extras(kwargs, key.shape[2])
-    if (shared := kwargs.get("shared_prefix")) is not None:
-        return attend(query, key, value, attention_mask, shared.of(module.layer_idx), scaling), None
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query.to(value.dtype) @ key.transpose(-1, -2) * scaling
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-def planned(function: Any) -> Any:
-    """The same attention, except in calls that bring a plan for it (`Query.attention`): then that decides row by row,
-    with `function` for the rows that attend to everything."""
+def served(function: Any) -> Any:
+    """The same attention, which calls of ours may hand a `shared_prefix`, what all rows see besides
+    (`paradec.caches.kept.SharedPrefix`), and an `attention_plan` (`Query.attention`), which decides row by row."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         note_attention()
+        _refuse_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
             attention_mask = None  # it hides nothing: every column sees a key
-        plan = kwargs.pop("attention_plan", None)
-        if plan is None:
+        plan, shared = kwargs.pop("attention_plan", None), kwargs.pop("shared_prefix", None)
+        if plan is None and shared is None:
             return function(module, query, key, value, attention_mask, **kwargs)
-        _refuse_extras(kwargs, key.shape[2])
 
-        def dense(*parts: Tensor | None) -> Tensor:
-            return function(module, *parts, **kwargs)[0]
+        def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            if shared is None:
+                return function(module, query, key, value, mask, **kwargs)[0]
+            return attend(query, key, value, mask, shared.of(module.layer_idx), kwargs.get("scaling"))
 
+        if plan is None:
+            return dense(query, key, value, attention_mask), None
         return plan.attend(dense, module.layer_idx, query, key, value, attention_mask, kwargs.get("scaling")), None
 
     return attention
@@ -111,24 +84,9 @@ def full_mask(
     return attention_mask.bool()[:, None, None, :kv_length]
 
 
-IMPLEMENTATIONS = {"sdpa": sdpa, "eager": eager, "sparsed": sdpa}
+IMPLEMENTATIONS = {"sdpa": served(sdpa), "eager": served(eager), "sparsed": served(sdpa)}
 """By the name that `load` and `wrap` take. "sparsed" is sdpa where a request does not ask for anything else, and has
 requests ask for SparseD (`Model.default_attention`)."""
 for _name, _function in IMPLEMENTATIONS.items():
-    AttentionInterface.register(PREFIX + _name, planned(_function))
+    AttentionInterface.register(PREFIX + _name, _function)
     AttentionMaskInterface.register(PREFIX + _name, full_mask)
-
-
-def implementation(name: str) -> str:
-    """The registered name of a full-visibility implementation.
-
-    Raises:
-        ValueError: one that cannot take the masks of padded and cached rows.
-    """
-    bare = name.removeprefix(PREFIX) if isinstance(name, str) else None
-    if bare not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attn_implementation={shown(name)} is not available without a causal mask; allowed: "
-            f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
-        )
-    return PREFIX + bare

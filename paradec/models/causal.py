@@ -17,7 +17,7 @@ import torch
 from paradec.core.checks import shown
 from paradec.models import cpu_dtypes
 from paradec.models import gguf_file as gguf
-from paradec.models.adapter import Model
+from paradec.models.base import Model
 from paradec.models.checkpoint import (
     CheckpointError,
     check_foreign_dtypes,

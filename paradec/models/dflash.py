@@ -29,7 +29,7 @@ from paradec.caches.store import KeyValueStore
 from paradec.core.blocks import LONGEST_BLOCK
 from paradec.core.checks import check_number, shown
 from paradec.core.query import Query
-from paradec.models.adapter import Model
+from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers
@@ -235,16 +235,38 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
     Raises:
         CheckpointError: a field that is missing, out of its range, not the base's, or of a variant that is not read.
     """
-    where = f"config.json of {source!r}"
-    published = config.get("dflash_config")
-    inner = published if isinstance(published, dict) else {}
+    published = config.get("dflash_config") is not None
+    given = _given(source, config)
+    own = _network_fields(source, given, base, published)
+    own["rope_parameters"] = angles_of(source, config, 10000.0 if published else 500000.0)
+    settings = _block_settings(source, given, base, published, "sliding_attention" in own["layer_types"])
+    return own | {"target_layer_ids": given["target_layer_ids"]}, settings
+
+
+def _given(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that config.json states, of z-lab's `dflash_config` too.
+
+    Raises:
+        CheckpointError: a variant that is not read.
+    """
+    where, published = f"config.json of {source!r}", config.get("dflash_config")
     if published is not None and not isinstance(published, dict):
         raise CheckpointError(f"{where}: dflash_config={shown(published)} must be an object")
+    inner = {name: value for name, value in (published or {}).items() if value is not None}
     if other := sorted(name for name, value in inner.items() if name not in FIELDS and value not in (None, False)):
         raise CheckpointError(f"{where}: dflash_config has {', '.join(other)}, of a variant of DFlash that is not read")
     if flag(config, "attention_bias", False):
         raise CheckpointError(f"{where}: attention_bias={shown(config['attention_bias'])}; DFlash's layers have none")
-    given = {**config, **{name: value for name, value in inner.items() if value is not None}}
+    return {name: value for name, value in {**config, **inner}.items() if value is not None}
+
+
+def _network_fields(source: str, given: Mapping[str, Any], base: Model, published: bool) -> dict[str, Any]:
+    """Sizes of the network, layers and activation, as transformers' config has them.
+
+    Args:
+        published: whether the format is z-lab's.
+    """
+    where = f"config.json of {source!r}"
     hidden, heads, layers, wide = (
         positive(given, name)
         for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
@@ -254,11 +276,9 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
             raise CheckpointError(
                 f"{source!r} has {name}={given[name]}, {base.facts.name} {needed}: it drafts for another model"
             )
-    defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "block_size": 16}
-    given = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     if layers > MOST_LAYERS:
         raise CheckpointError(f"{where}: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
-    kinds = given.get("layer_types", ["full_attention" if published is not None else "sliding_attention"] * layers)
+    kinds = given.get("layer_types", ["full_attention" if published else "sliding_attention"] * layers)
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in LAYER_TYPES for kind in kinds):
         raise CheckpointError(
             f"{where}: layer_types={shown(kinds)} must name num_hidden_layers={layers} of {', '.join(LAYER_TYPES)}"
@@ -266,22 +286,14 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
     activation = given.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise CheckpointError(f"{where}: hidden_act={shown(activation)} is not known")
+    given = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, **given}
     kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
     if heads % kv_heads or width % 2:
         raise CheckpointError(
             f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
             "together"
         )
-    targets, mask = given.get("target_layer_ids"), given.get("mask_token_id")
-    if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
-        raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
-    if type(mask) is not int:
-        raise CheckpointError(f"{where}: mask_token_id={shown(mask)} must be an integer")
-    window = 0
-    if "sliding_attention" in kinds:
-        # transformers sees one position further than z-lab's code
-        window = positive({"sliding_window": 2048, **given}, "sliding_window") + (published is None)
-    own = {
+    return {
         "hidden_size": hidden,
         "intermediate_size": wide,
         "num_hidden_layers": layers,
@@ -291,10 +303,24 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
         "rms_norm_eps": float(positive(given, "rms_norm_eps")),
         "hidden_act": activation,
         "max_position_embeddings": positive({"max_position_embeddings": 131072, **given}, "max_position_embeddings"),
-        "rope_parameters": angles_of(source, config, 10000.0 if published is not None else 500000.0),
         "layer_types": kinds,
-        "target_layer_ids": targets,
     }
+
+
+def _block_settings(source: str, given: Mapping[str, Any], base: Model, published: bool, slides: bool) -> BlockSettings:
+    """What the drafter is beside its network.
+
+    Args:
+        published: whether the format is z-lab's. slides: whether a layer has a window.
+    """
+    where, targets, mask = f"config.json of {source!r}", given.get("target_layer_ids"), given.get("mask_token_id")
+    if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
+        raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
+    if type(mask) is not int:
+        raise CheckpointError(f"{where}: mask_token_id={shown(mask)} must be an integer")
+    given = {"sliding_window": 2048, "block_size": 16, **given}
+    # transformers sees one position further than z-lab's code
+    window = positive(given, "sliding_window") + (not published) if slides else 0
     block = positive(given, "block_size")
     longest = base.facts.max_length or LONGEST_BLOCK  # of the base
     if not 2 <= block <= longest:
@@ -306,13 +332,13 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
         check_number("final_logit_softcapping", cap, low=0)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    return own, BlockSettings(
+    return BlockSettings(
         block_size=block,
         mask_token_id=mask,
         target_layer_ids=tuple(targets),
         window=window,
-        causal=published is not None and flag(given, "is_causal", True) is not False,
-        raw=published is not None,
+        causal=published and flag(given, "is_causal", True) is not False,
+        raw=published,
         scale=float(scale),
         multiplier=float(multiplier),
         cap=float(cap),

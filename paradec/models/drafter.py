@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 from paradec.core.checks import check_bool, check_choice, check_model, check_number, shown
 from paradec.core.facts import ModelFacts
-from paradec.models.adapter import Model
+from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
 
 ROPE_NUMBERS = (

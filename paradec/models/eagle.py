@@ -29,7 +29,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
 from paradec.core.query import Query
-from paradec.models.adapter import Model, take_columns
+from paradec.models.base import Model
+from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured

@@ -5,27 +5,16 @@ from __future__ import annotations
 import importlib.resources
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from paradec.core.checks import check_choice, check_int, shown
-from paradec.models import causal, cpu_dtypes, lora
+from paradec.models import causal, lora
 from paradec.models import gguf_file as gguf
-from paradec.models.adapter import Decoder, Model
-from paradec.models.checkpoint import (
-    CheckpointError,
-    check_weights,
-    fetch,
-    published_to_own,
-    read_json,
-    states_quantiser,
-    stored_weights,
-)
-from paradec.models.family import Family
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import (
     PACKAGED_PIPELINES,
@@ -35,55 +24,15 @@ from paradec.models.images.loading import (
     packaged_image,
 )
 from paradec.models.layout import lay_columns_first
-from paradec.models.lora import LoRA
-from paradec.models.pretrained import read_module, reason
-from paradec.models.saving import Published
+from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
+from paradec.models.masked import _Float32Angles as _Float32Angles  # pickles of modules name it here
 from paradec.models.tensor_parallel import asked
-from paradec.models.text import (
-    d2f,
-    diffusion_gemma,
-    dream,
-    fast_dllm_v2,
-    llada,
-    llada2,
-    llada_moe,
-    sdar,
-    stable_diffcoder,
-)
-from paradec.models.text.qwen import stated_block
-from paradec.models.vocabulary import facts_of, tokenizer_of
-from paradec.models.wrapping import default_attention, implementation, wrap
+from paradec.models.text import diffusion_gemma
+from paradec.models.wrapping import implementation, wrap
 
-__all__ = ["load", "wrap"]
+__all__ = ["FAMILIES", "known_family", "load", "wrap"]
 
-FAMILIES: dict[str, Family] = {
-    "llada": llada.FAMILY,
-    "Dream": dream.FAMILY,
-    "sdar": sdar.FAMILY,
-    "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
-    "sdar_moe": sdar.FAMILY_MOE,
-    "llada2_moe": llada2.FAMILY,
-    "mmada": llada.FAMILY,
-}
-"""What `load` reads, by the `model_type` of config.json."""
-REFUSED = {
-    "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
-    "published form, which load reads",
-    "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
-    "when attention is causal; neither has been checked. Load it with trust_remote_code=True and give it to "
-    "paradec.wrap",
-    "llava_llada": "LLaDA-V takes pictures as embeddings, not as tokens. For text alone, give its language model to "
-    "paradec.wrap, loaded by its own code",
-    "wedlm": "WeDLM decodes by moving what is decided to the front, under causal attention, which no sampler here "
-    "does. Its weights are a Qwen3's or Qwen2's; give one of transformers to paradec.wrap with topology='causal' for "
-    "the causal samplers",
-    "omnivoice": "OmniVoice predicts several codebooks of sound at each position, and samplers here one token. Use its "
-    "own code",
-}
-"""Diffusion language models that `load` does not read, and why."""
 PACKAGED = "tiny-llada"
-DEFAULT_NEW_TOKENS = 128
-"""Answer length where neither the request nor generation_config.json names one."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -177,22 +126,9 @@ def load(
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
             return load(folder, **common, **for_text, **image_options)
-    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
-        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
-    if revision is not None and not isinstance(revision, str):
-        raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
-    check_int("mask_token_id", mask_token_id, low=0, none=True)
-    check_int("block_length", block_length, low=1, none=True)
-    if topology is not None:
-        check_choice("topology", topology, ("bidirectional", "block_causal"))
-    if adapter is not None:
-        if not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter):
-            raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
-        for_text["adapter"] = os.fspath(adapter)
-    if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
-        raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
-    dtype = _dtype(dtype)
-    device = _device(device)
+    _check_arguments(source, revision, **for_text)
+    for_text["adapter"] = None if adapter is None else os.fspath(adapter)
+    dtype, device = _dtype(dtype), _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation(attn_implementation)
@@ -203,10 +139,62 @@ def load(
     plan = asked(tp_plan, tp_timeout, others | {"offload_folder": offload_folder})
     options = {name: value for name, value in for_text.items() if name != "tp_timeout"} | {"tp_plan": plan}
     if gguf_file is not None:
-        if image_options:
-            raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
+        _refuse_image_options(image_options)
         read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
         return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options))
+    source, config = _found(source, revision)
+    if image_loader(config.get("model_type")) is not None:
+        for name, value in for_text.items():
+            if value is not None:
+                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
+        common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
+        return _laid(load_image_model(config["model_type"], source, image_options, **common))
+    _refuse_image_options(image_options)
+    if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
+        return _laid(_load_canvases(source, revision, attn_implementation, device, dtype=dtype, **options))
+    of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
+    read = load_masked if of_masks or not causal.is_causal(config) else causal.load_causal
+    load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
+    return _laid(load_it() if plan is None else plan.read(load_it))
+
+
+def _check_arguments(
+    source: Any,
+    revision: Any,
+    mask_token_id: Any,
+    block_length: Any,
+    topology: Any,
+    adapter: Any,
+    offload_folder: Any,
+    **others: Any,
+) -> None:
+    """Raise ValueError for an argument of a wrong type or out of its range; `others` are checked by what takes them."""
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
+    if revision is not None and not isinstance(revision, str):
+        raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
+    check_int("mask_token_id", mask_token_id, low=0, none=True)
+    check_int("block_length", block_length, low=1, none=True)
+    if topology is not None:
+        check_choice("topology", topology, ("bidirectional", "block_causal"))
+    if adapter is not None and (not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter)):
+        raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
+    if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
+        raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
+
+
+def _refuse_image_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what image models alone take."""
+    if options:
+        raise TypeError(f"load() got an unexpected keyword argument {next(iter(options))!r}")
+
+
+def _found(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """Where a checkpoint is, and its config.json; of an image model's single file its `model_type`.
+
+    Raises:
+        CheckpointError: there is none, a diffusers pipeline, or a file of a folder that is wanted whole.
+    """
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -215,168 +203,38 @@ def load(
             f"{source!r} is a diffusers pipeline: load it with diffusers and give it to paradec.accelerate, or give "
             "its name to `paradec image`"
         )
-    single = os.path.isfile(source) and not source.endswith(".json")  # only image models' checkpoints are one file
-    beside = read_json(os.path.dirname(source) or ".", "config.json", None) if single else {}
+    if not os.path.isfile(source) or source.endswith(".json"):  # only image models' checkpoints are one file
+        return source, read_json(source, "config.json", revision, required=True)
+    beside = read_json(os.path.dirname(source) or ".", "config.json", None)
     if beside and image_loader(beside.get("model_type")) is None:  # a text model's weights
         fetch(source, "config.json", revision)  # says that it wants the folder
-    config = {"model_type": file_type(source)} if single else read_json(source, "config.json", revision, required=True)
-    if image_loader(config.get("model_type")) is not None:
-        for name, value in for_text.items():
-            if value is not None:
-                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
-        common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
-        return _laid(load_image_model(config["model_type"], source, image_options, **common))
-    if image_options:
-        raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
-    if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        for name in ("mask_token_id", "block_length", "topology", "adapter"):
-            if options.pop(name) is not None:
-                raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
-        if options.pop("tp_plan") is not None:
-            raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
-        model = diffusion_gemma.load_diffusion_gemma(
-            source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **options
-        )
-        return _laid(model)
-    of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
-    read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
-    load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
-    return _laid(load_it() if plan is None else plan.read(load_it))
+    return source, {"model_type": file_type(source)}
+
+
+def _load_canvases(
+    source: str,
+    revision: str | None,
+    attn_implementation: str,
+    device: torch.device | None,
+    *,
+    tp_plan: Any,
+    **options: Any,
+) -> Model:
+    """What `load` does for models that decode canvases of noise."""
+    for name in ("mask_token_id", "block_length", "topology", "adapter"):
+        if options.pop(name) is not None:
+            raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
+    if tp_plan is not None:
+        raise CheckpointError(f"tp_plan={shown(tp_plan.styles)} does not work for {source!r}, which decodes canvases")
+    return diffusion_gemma.load_diffusion_gemma(
+        source, revision, device=device, attn_implementation=attn_implementation, **options
+    )
 
 
 def _laid(model: Any) -> Any:
     """The same model, its matrices as a CPU multiplies them fastest."""
     lay_columns_first(model.module)
     return model
-
-
-def _language_model(
-    source: str,
-    config: dict[str, Any],
-    revision: str | None,
-    attn_implementation: str,
-    device: torch.device | None,
-    *,
-    mask_token_id: int | None,
-    block_length: int | None,
-    topology: str | None,
-    adapter: str | LoRA | None,
-    **options: Any,
-) -> Decoder:
-    """What `load` does for masked language models; `options` are for `from_pretrained`."""
-    family = _family(source, config)
-    hf_config = family.config(config)
-    if family.fused is not None:
-        _check_fused(source, hf_config, options)
-    quantised = _quantised(source, config, hf_config)
-    if adapter is not None:
-        adapter = _adapter(source, family, quantised, adapter, options)
-    elif fetch(source, lora.CONFIG, revision) is not None:
-        raise CheckpointError(
-            f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
-            "merged into the weights there"
-        )
-    family, block_length = _blocks(source, config, family, block_length, topology, adapter)
-    default_attention(attn_implementation, source, family.topology)
-    stored = stored_weights(source, revision)
-    if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
-        names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
-    else:
-        names = check_weights(source, stored, hf_config, family.key_mapping or {})
-    if adapter is not None:
-        scales = adapter.scales(source, stored)
-    generation = read_json(source, "generation_config.json", revision)
-    tokenizer = tokenizer_of(source, family, revision)
-    facts = facts_of(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
-    name = implementation(attn_implementation)
-    module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
-    if adapter is not None:
-        adapter.merge(module, family.key_mapping or {}, scales)
-    if device is not None:
-        module = module.to(device)
-    default_new = generation.get("max_new_tokens")
-    if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
-        default_new = DEFAULT_NEW_TOKENS
-    model = Decoder(
-        module,
-        facts,
-        tokenizer=tokenizer,
-        default_max_new_tokens=default_new,
-        default_block_length=family.default_block_length,
-        default_attention=default_attention(attn_implementation, facts.name, facts.topology),
-        attn_implementation=name,
-    )
-    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), model.dtype, model.device)
-    place = os.path.abspath(source) if os.path.isdir(source) else source
-    model.published = Published(place, family, config, generation, names)
-    return model
-
-
-def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
-    """What matrices that are split while they are read cannot be: quantised or spread over processes then. The plan of
-    `tp_plan="auto"` leaves them whole; experts, which are most of such a model, are spread.
-
-    Raises:
-        ValueError: options that ask for one or the other.
-    """
-    plan = None if options.get("tp_plan") is None else options["tp_plan"].styles
-    if options.get("quantization_config") is not None:
-        raise ValueError(
-            f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
-            "query_key_value matrices are split where they are read. Load it without, and quantise model.module "
-            "(torchao.quantize_, say)"
-        )
-    if isinstance(plan, dict) and any("self_attn" in name for name in plan):
-        raise ValueError(
-            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
-            "where they are read; give 'auto', or a plan without it"
-        )
-    if plan is not None:
-        whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
-        hf_config.base_model_tp_plan = whole
-
-
-def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
-    """Whether config.json says how the weights are quantised; transformers is told, whose quantisers read them.
-
-    Raises:
-        CheckpointError: a way that transformers does not know.
-    """
-    if not states_quantiser(source, config):
-        return False
-    hf_config.quantization_config = config["quantization_config"]
-    return True
-
-
-def known_family(config: Mapping[str, Any]) -> Family | None:
-    """The masked family that config.json is of, by its model_type or its architecture."""
-    model_type = config.get("model_type")
-    if model_type == "llada" and llada_moe.is_llada_moe(config):
-        return llada_moe.FAMILY
-    if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
-        return stable_diffcoder.FAMILY
-    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
-
-
-def _family(source: str, config: dict[str, Any]) -> Family:
-    """Raises CheckpointError: a model_type that `load` does not read."""
-    model_type, known = config.get("model_type"), known_family(config)
-    if known is not None:
-        return known
-    if isinstance(model_type, str) and model_type in REFUSED:
-        raise CheckpointError(
-            f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
-        )
-    if config.get("is_causal") is False:
-        raise CheckpointError(
-            f"{source!r} has model_type={shown(model_type)}: the save_pretrained of a module alone wrote it, which "
-            "knows nothing of masks; load it with transformers and give it to paradec.wrap, or save with that of the "
-            "model which paradec.load returns"
-        )
-    raise CheckpointError(
-        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
-        "language models of transformers. Load another model with transformers and give it to paradec.wrap"
-    )
 
 
 def _adapter_alone(source: str, revision: str | None) -> tuple[str, str | None] | None:
@@ -386,145 +244,6 @@ def _adapter_alone(source: str, revision: str | None) -> tuple[str, str | None] 
     if fetch(source, "config.json", revision) is not None or fetch(source, lora.CONFIG, revision) is None:
         return None
     return lora.base_of(source, revision)
-
-
-def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
-    """The adapter, read. Raises CheckpointError: one that does not work with this checkpoint or these options."""
-    name = adapter if isinstance(adapter, str) else adapter.source
-    why = None
-    if family.experts or family.fused is not None:
-        why = "its matrices are not in the module as they are in the file"
-    elif quantised or options.get("quantization_config") is not None:
-        why = "quantised weights cannot take a product"
-    elif options.get("tp_plan") is not None:
-        why = "each process of tp_plan reads a part of each matrix"
-    if why is not None:
-        raise CheckpointError(
-            f"adapter={name!r} does not work for {source!r} here: {why}; merge it with peft (merge_and_unload) and "
-            "load what that saves"
-        )
-    return lora.read_lora(adapter) if isinstance(adapter, str) else adapter
-
-
-def _blocks(
-    source: str,
-    config: dict[str, Any],
-    family: Family,
-    given: int | None,
-    topology: str | None,
-    adapter: LoRA | None,
-) -> tuple[Family, int | None]:
-    """The family as this checkpoint was trained, and the block. Bidirectional families may have been trained in blocks
-    from the prompt's end.
-
-    Raises:
-        CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
-    """
-    if family.block_length is not None:
-        if topology == "bidirectional":
-            raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")
-        return family, _block_length(source, config, family, given)
-    stated = stated_block(config, d2f.STATED)
-    named = d2f.is_published(None if adapter is None else adapter.source)
-    if topology == "bidirectional" or (topology is None and stated is None and not named):
-        return family, _block_length(source, config, family, given)
-    length = next((n for n in (given, stated, d2f.BLOCK_LENGTH if named else None) if n is not None), None)
-    if length is None:
-        raise CheckpointError(
-            f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
-            "(D2F's scripts have 32 to 64)"
-        )
-    return replace(family, block_length=partial(d2f.given, length), block_align="prompt"), length
-
-
-def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:
-    """Raises CheckpointError: a block-causal checkpoint that does not say its block, or a block for another one."""
-    if family.block_length is None:
-        if given is not None:
-            raise CheckpointError(
-                f"block_length={given} is for block-causal checkpoints; {source!r} is bidirectional. How an answer is "
-                "cut is an argument of generate"
-            )
-        return None
-    length = family.block_length(config, source) if given is None else given
-    if length is None:
-        raise CheckpointError(
-            f"neither config.json nor the name of {source!r} says how long its blocks are; give load(..., "
-            "block_length=...) as it was trained"
-        )
-    return length
-
-
-def _pretrained(
-    source: str,
-    hf_config: Any,
-    family: Family,
-    config: dict[str, Any],
-    revision: str | None,
-    **options: Any,
-) -> nn.Module:
-    """Load the weights, strictly."""
-    import transformers
-
-    own = getattr(transformers, family.module)
-    try:
-        module = read_module(
-            own if family.reader is None else family.reader(),
-            source,
-            revision,
-            config=hf_config,
-            key_mapping=None if family.key_mapping is None else dict(family.key_mapping),
-            generation_config=transformers.GenerationConfig(),  # read above; the file's own may hold anything
-            **options,
-        )
-    except (ImportError, ValueError) as error:
-        if isinstance(error, CheckpointError) or config.get("quantization_config") is None:
-            raise
-        raise CheckpointError(
-            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: "
-            f"{reason(error)}"
-        ) from error
-    if family.reader is not None:
-        module.__class__ = own
-    _saves_alone(module, family)
-    if family.experts and not _groups(module):
-        module.set_experts_implementation("eager")
-    half = module.dtype in (torch.bfloat16, torch.float16)
-    if half and family.float32_angles and config.get("rope_full_precision", True):
-        module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
-    return module.eval()
-
-
-def _groups(module: Any) -> bool:
-    """Whether torch's grouped products, with which transformers runs experts, take these: they have no float64, and
-    rows must be multiples of 16 bytes. The loop over the experts takes any."""
-    sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
-    return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
-
-
-def _saves_alone(module: Any, family: Family) -> None:
-    """See to it that the module's own `save_pretrained` writes what transformers loads again.
-
-    Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
-    the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
-    in it names an attention of ours.
-    """
-    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
-    conversions = getattr(module, "_weight_conversions", None) or []
-    module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
-    module.config.is_causal = False
-
-
-class _Float32Angles(nn.Module):
-    """Rotary angles in float32 for a half-precision LLaDA (`rope_full_precision`): the products with q and k are then
-    float32 too, and the attention function casts them back."""
-
-    def __init__(self, rotary: nn.Module):
-        super().__init__()
-        self.rotary = rotary
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return self.rotary(x.new_empty((), dtype=torch.float32), position_ids=position_ids)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:

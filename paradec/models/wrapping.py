@@ -13,8 +13,11 @@ from torch import nn
 from paradec import attention
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.models.adapter import Decoder, Encoder, Model, Opaque
+from paradec.models.adapter import Encoder, Opaque
+from paradec.models.base import Model
+from paradec.models.decoder import Decoder
 from paradec.models.text import diffusion_gemma
+from paradec.models.visibility import beyond_plain
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
@@ -70,12 +73,8 @@ def wrap(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if (base := _base(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
-        for argument, value in (
-            ("mask_token_id", mask_token_id),
-            ("prediction", prediction),
-            ("topology", topology),
-            ("block_length", block_length),
-        ):
+        of_masks = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
+        for argument, value in {**of_masks, "block_length": block_length}.items():
             if value is not None:
                 raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
         return diffusion_gemma.adapted(
@@ -88,24 +87,12 @@ def wrap(
         )
     registered = implementation(attn_implementation)
     name, adapter = type(module).__name__, _adapter(module)
-    if _generates(module) and topology in (None, "causal"):
-        if topology is None and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
-            topology = "causal"
-            own_ids = generation_ids(module, tokenizer)
-            eos_token_id = own_ids[0] if eos_token_id is None else eos_token_id
-            pad_token_id = own_ids[1] if pad_token_id is None else pad_token_id
-        prediction = "shifted" if topology == "causal" and prediction is None else prediction
-    if adapter is Encoder:
-        prediction, topology = prediction or "same", topology or "bidirectional"
-        if (prediction, topology) != ("same", "bidirectional"):
-            raise ValueError(
-                f"prediction={prediction!r}, topology={topology!r} do not fit the masked language model {name}; it "
-                "predicts in place ('same') and is 'bidirectional'"
-            )
-    if prediction is None:
-        raise ValueError(f"prediction is needed to wrap {name}: 'same' or 'shifted'")
-    if topology is None:
-        raise ValueError(f"topology is needed to wrap {name}: 'bidirectional', 'block_causal' or 'causal'")
+    if topology is None and _generates(module) and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
+        topology = "causal"
+        own_ids = generation_ids(module, tokenizer)
+        eos_token_id = own_ids[0] if eos_token_id is None else eos_token_id
+        pad_token_id = own_ids[1] if pad_token_id is None else pad_token_id
+    prediction, topology = _conventions(module, adapter, prediction, topology)
     if mask_token_id is None and tokenizer is not None and topology != "causal":
         mask_token_id = tokenizer.mask_token_id
     if mask_token_id is None and topology != "causal":
@@ -197,6 +184,31 @@ def _speaks_of_no_masks(module: Any, prediction: Any, mask_token_id: Any, tokeni
     return plain and getattr(module.config, "is_causal", True) is not False
 
 
+def _conventions(
+    module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
+) -> tuple[str, str]:
+    """How a module predicts and what it sees, as given, or else as its kind does.
+
+    Raises:
+        ValueError: its kind does otherwise, or leaves it open.
+    """
+    name = type(module).__name__
+    if topology == "causal" and prediction is None and _generates(module):
+        prediction = "shifted"
+    if adapter is Encoder:
+        prediction, topology = prediction or "same", topology or "bidirectional"
+        if (prediction, topology) != ("same", "bidirectional"):
+            raise ValueError(
+                f"prediction={prediction!r}, topology={topology!r} do not fit the masked language model {name}; it "
+                "predicts in place ('same') and is 'bidirectional'"
+            )
+    if prediction is None:
+        raise ValueError(f"prediction is needed to wrap {name}: 'same' or 'shifted'")
+    if topology is None:
+        raise ValueError(f"topology is needed to wrap {name}: 'bidirectional', 'block_causal' or 'causal'")
+    return prediction, topology
+
+
 def _unmasked_attention(module: Any, implementation: str) -> str:
     """Raises ValueError: the module cannot run with this attention function."""
     return module.get_correct_attn_implementation(implementation)
@@ -282,13 +294,8 @@ def _check_experts(module: nn.Module, config: Any) -> None:
 
 def _refuse_more_than_plain(module: nn.Module, config: Any, topology: str) -> None:
     """Raise ValueError for a decoder that cannot run without its causal mask."""
-    odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
-    fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
-    if getattr(config, "layer_types", None) is None:
-        fields["sliding_window"] = getattr(config, "sliding_window", None)
-    if getattr(module, "_is_stateful", False):
-        fields["model_type"] = config.model_type
-    for field, value in fields.items():
+    fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
+    for field, value in (fields | beyond_plain(module)).items():
         if value is not None:
             raise ValueError(
                 f"config.{field}={shown(value)} of {type(module).__name__} is not available with topology="
@@ -315,11 +322,17 @@ def implementation(attn_implementation: str) -> str:
     """The registered name of an attention function without a causal mask.
 
     Raises:
-        ValueError: none of that name.
+        ValueError: one that cannot take the masks of padded and cached rows.
     """
-    from paradec.models.attention import implementation as registered
+    from paradec.models.attention import IMPLEMENTATIONS, PREFIX
 
-    return registered(attn_implementation)
+    bare = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
+    if bare not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={shown(attn_implementation)} is not available without a causal mask; allowed: "
+            f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
+        )
+    return PREFIX + bare
 
 
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:

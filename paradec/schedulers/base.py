@@ -24,7 +24,7 @@ from paradec.core.protocol import plain
 from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.integrations.diffusers import runs
-from paradec.models.adapter import take_columns
+from paradec.models.calls import take_columns
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
-from paradec.models.adapter import Decoder
 from paradec.models.calls import Evaluation, take_columns
+from paradec.models.decoder import Decoder
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
 from paradec.models.layers import answer_with_layers

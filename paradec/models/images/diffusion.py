@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_int
 from paradec.core.latents import LatentQuery
-from paradec.models.adapter import Adapter
+from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import layer_norm
 
 from paradec.core.checks import check_int
 from paradec.core.registry import unknown
-from paradec.models.adapter import Adapter
+from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.base import ImageRequest, PictureModel, Reading

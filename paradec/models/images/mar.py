@@ -24,7 +24,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.registry import unknown
-from paradec.models.adapter import Adapter
+from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes

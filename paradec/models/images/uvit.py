@@ -15,8 +15,8 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
-from paradec.models.adapter import Decoder
 from paradec.models.checkpoint import CheckpointError
+from paradec.models.decoder import Decoder
 from paradec.models.weights import read_weights
 
 

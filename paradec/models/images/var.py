@@ -22,7 +22,7 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_
 
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.registry import unknown
-from paradec.models.adapter import Adapter
+from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes

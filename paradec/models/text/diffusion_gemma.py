@@ -17,10 +17,11 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
-from paradec.models.adapter import Model
-from paradec.models.calls import ModuleCall, SoftWrap
+from paradec.models.base import Model
+from paradec.models.calls import ModuleCall
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.pretrained import read_module, reason
+from paradec.models.wraps import SoftWrap
 
 MODEL_TYPE = "diffusion_gemma"
 CLASS = "DiffusionGemmaForBlockDiffusion"

@@ -30,7 +30,7 @@ from paradec.core.prompts import encode
 from paradec.core.protocol import Interrupted, Sampler, plain
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.core.version import __version__
-from paradec.models.adapter import Model
+from paradec.models.base import Model
 from paradec.models.loading import load
 from paradec.request import Request, seed_matters
 from paradec.samplers.masked.start import attention_of, block_policy

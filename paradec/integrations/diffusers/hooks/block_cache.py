@@ -21,7 +21,7 @@ from paradec.core.checks import check_int
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Patch
 from paradec.integrations.diffusers.runs import called_by
-from paradec.models.adapter import Model
+from paradec.models.base import Model
 from paradec.models.calls import Calling, ModuleCall
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -1,0 +1,28 @@
+"""Copies and pickles of models."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+
+class Copied:
+    """A model whose copies and pickles hold a module of their own, with a wrap where the model has one, and no
+    engines."""
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        if self.ranks is not None:
+            raise TypeError(f"{self.facts.name} is spread over processes, and can be neither copied nor pickled")
+        # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one
+        return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        kind = state.pop("kind", None)
+        if kind and not self.kind:  # pickled before there was a class for each kind
+            self.__class__ = next(each for each in type(self).__subclasses__() if each.kind == kind)
+        wrapped = state["_wrap"]
+        self.__dict__.update(state | {"_wrap": None})
+        if self._unmasked:
+            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
+        if wrapped:
+            self._wrap = self._wrapped()

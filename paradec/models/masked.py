@@ -1,0 +1,332 @@
+"""Masked language models: LLaDA's, Dream's and kin's checkpoints, in their published formats.
+
+What `load` reads where config.json names one of `FAMILIES`. The module is one of transformers' own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paradec.core.checks import shown
+from paradec.models import cpu_dtypes, lora
+from paradec.models.checkpoint import (
+    CheckpointError,
+    check_weights,
+    fetch,
+    published_to_own,
+    read_json,
+    states_quantiser,
+    stored_weights,
+)
+from paradec.models.decoder import Decoder
+from paradec.models.family import Family
+from paradec.models.lora import LoRA
+from paradec.models.pretrained import read_module, reason
+from paradec.models.saving import Published
+from paradec.models.text import d2f, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
+from paradec.models.text.qwen import stated_block
+from paradec.models.vocabulary import facts_of, tokenizer_of
+from paradec.models.wrapping import default_attention, implementation
+
+FAMILIES: dict[str, Family] = {
+    "llada": llada.FAMILY,
+    "Dream": dream.FAMILY,
+    "sdar": sdar.FAMILY,
+    "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
+    "sdar_moe": sdar.FAMILY_MOE,
+    "llada2_moe": llada2.FAMILY,
+    "mmada": llada.FAMILY,
+}
+"""What `load` reads, by the `model_type` of config.json."""
+REFUSED = {
+    "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
+    "published form, which load reads",
+    "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
+    "when attention is causal; neither has been checked. Load it with trust_remote_code=True and give it to "
+    "paradec.wrap",
+    "llava_llada": "LLaDA-V takes pictures as embeddings, not as tokens. For text alone, give its language model to "
+    "paradec.wrap, loaded by its own code",
+    "wedlm": "WeDLM decodes by moving what is decided to the front, under causal attention, which no sampler here "
+    "does. Its weights are a Qwen3's or Qwen2's; give one of transformers to paradec.wrap with topology='causal' for "
+    "the causal samplers",
+    "omnivoice": "OmniVoice predicts several codebooks of sound at each position, and samplers here one token. Use its "
+    "own code",
+}
+"""Diffusion language models that `load` does not read, and why."""
+DEFAULT_NEW_TOKENS = 128
+"""Answer length where neither the request nor generation_config.json names one."""
+
+
+def load_masked(
+    source: str,
+    config: dict[str, Any],
+    revision: str | None,
+    attn_implementation: str,
+    device: torch.device | None,
+    *,
+    mask_token_id: int | None,
+    block_length: int | None,
+    topology: str | None,
+    adapter: str | LoRA | None,
+    **options: Any,
+) -> Decoder:
+    """What `load` does for masked language models; `options` are for `from_pretrained`."""
+    family = _family(source, config)
+    hf_config = family.config(config)
+    if family.fused is not None:
+        _check_fused(source, hf_config, options)
+    quantised = _quantised(source, config, hf_config)
+    if adapter is not None:
+        adapter = _adapter(source, family, quantised, adapter, options)
+    elif fetch(source, lora.CONFIG, revision) is not None:
+        raise CheckpointError(
+            f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
+            "merged into the weights there"
+        )
+    family, block_length = _blocks(source, config, family, block_length, topology, adapter)
+    default_attention(attn_implementation, source, family.topology)
+    stored = stored_weights(source, revision)
+    if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
+        names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
+    else:
+        names = check_weights(source, stored, hf_config, family.key_mapping or {})
+    if adapter is not None:
+        scales = adapter.scales(source, stored)
+    generation = read_json(source, "generation_config.json", revision)
+    tokenizer = tokenizer_of(source, family, revision)
+    facts = facts_of(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
+    name = implementation(attn_implementation)
+    module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
+    if adapter is not None:
+        adapter.merge(module, family.key_mapping or {}, scales)
+    if device is not None:
+        module = module.to(device)
+    default_new = generation.get("max_new_tokens")
+    if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
+        default_new = DEFAULT_NEW_TOKENS
+    model = Decoder(
+        module,
+        facts,
+        tokenizer=tokenizer,
+        default_max_new_tokens=default_new,
+        default_block_length=family.default_block_length,
+        default_attention=default_attention(attn_implementation, facts.name, facts.topology),
+        attn_implementation=name,
+    )
+    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), model.dtype, model.device)
+    place = os.path.abspath(source) if os.path.isdir(source) else source
+    model.published = Published(place, family, config, generation, names)
+    return model
+
+
+def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
+    """What matrices that are split while they are read cannot be: quantised or spread over processes then. The plan of
+    `tp_plan="auto"` leaves them whole; experts, which are most of such a model, are spread.
+
+    Raises:
+        ValueError: options that ask for one or the other.
+    """
+    plan = None if options.get("tp_plan") is None else options["tp_plan"].styles
+    if options.get("quantization_config") is not None:
+        raise ValueError(
+            f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
+            "query_key_value matrices are split where they are read. Load it without, and quantise model.module "
+            "(torchao.quantize_, say)"
+        )
+    if isinstance(plan, dict) and any("self_attn" in name for name in plan):
+        raise ValueError(
+            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
+            "where they are read; give 'auto', or a plan without it"
+        )
+    if plan is not None:
+        whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
+        hf_config.base_model_tp_plan = whole
+
+
+def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
+    """Whether config.json says how the weights are quantised; transformers is told, whose quantisers read them.
+
+    Raises:
+        CheckpointError: a way that transformers does not know.
+    """
+    if not states_quantiser(source, config):
+        return False
+    hf_config.quantization_config = config["quantization_config"]
+    return True
+
+
+def known_family(config: Mapping[str, Any]) -> Family | None:
+    """The masked family that config.json is of, by its model_type or its architecture."""
+    model_type = config.get("model_type")
+    if model_type == "llada" and llada_moe.is_llada_moe(config):
+        return llada_moe.FAMILY
+    if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
+        return stable_diffcoder.FAMILY
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+def _family(source: str, config: dict[str, Any]) -> Family:
+    """Raises CheckpointError: a model_type that `load` does not read."""
+    model_type, known = config.get("model_type"), known_family(config)
+    if known is not None:
+        return known
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise CheckpointError(
+            f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
+        )
+    if config.get("is_causal") is False:
+        raise CheckpointError(
+            f"{source!r} has model_type={shown(model_type)}: the save_pretrained of a module alone wrote it, which "
+            "knows nothing of masks; load it with transformers and give it to paradec.wrap, or save with that of the "
+            "model which paradec.load returns"
+        )
+    raise CheckpointError(
+        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
+        "language models of transformers. Load another model with transformers and give it to paradec.wrap"
+    )
+
+
+def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
+    """The adapter, read. Raises CheckpointError: one that does not work with this checkpoint or these options."""
+    name = adapter if isinstance(adapter, str) else adapter.source
+    why = None
+    if family.experts or family.fused is not None:
+        why = "its matrices are not in the module as they are in the file"
+    elif quantised or options.get("quantization_config") is not None:
+        why = "quantised weights cannot take a product"
+    elif options.get("tp_plan") is not None:
+        why = "each process of tp_plan reads a part of each matrix"
+    if why is not None:
+        raise CheckpointError(
+            f"adapter={name!r} does not work for {source!r} here: {why}; merge it with peft (merge_and_unload) and "
+            "load what that saves"
+        )
+    return lora.read_lora(adapter) if isinstance(adapter, str) else adapter
+
+
+def _blocks(
+    source: str,
+    config: dict[str, Any],
+    family: Family,
+    given: int | None,
+    topology: str | None,
+    adapter: LoRA | None,
+) -> tuple[Family, int | None]:
+    """The family as this checkpoint was trained, and the block. Bidirectional families may have been trained in blocks
+    from the prompt's end.
+
+    Raises:
+        CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
+    """
+    if family.block_length is not None:
+        if topology == "bidirectional":
+            raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")
+        return family, _block_length(source, config, family, given)
+    stated = stated_block(config, d2f.STATED)
+    named = d2f.is_published(None if adapter is None else adapter.source)
+    if topology == "bidirectional" or (topology is None and stated is None and not named):
+        return family, _block_length(source, config, family, given)
+    length = next((n for n in (given, stated, d2f.BLOCK_LENGTH if named else None) if n is not None), None)
+    if length is None:
+        raise CheckpointError(
+            f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
+            "(D2F's scripts have 32 to 64)"
+        )
+    return replace(family, block_length=partial(d2f.given, length), block_align="prompt"), length
+
+
+def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:
+    """Raises CheckpointError: a block-causal checkpoint that does not say its block, or a block for another one."""
+    if family.block_length is None:
+        if given is not None:
+            raise CheckpointError(
+                f"block_length={given} is for block-causal checkpoints; {source!r} is bidirectional. How an answer is "
+                "cut is an argument of generate"
+            )
+        return None
+    length = family.block_length(config, source) if given is None else given
+    if length is None:
+        raise CheckpointError(
+            f"neither config.json nor the name of {source!r} says how long its blocks are; give load(..., "
+            "block_length=...) as it was trained"
+        )
+    return length
+
+
+def _pretrained(
+    source: str,
+    hf_config: Any,
+    family: Family,
+    config: dict[str, Any],
+    revision: str | None,
+    **options: Any,
+) -> nn.Module:
+    """Load the weights, strictly."""
+    import transformers
+
+    own = getattr(transformers, family.module)
+    try:
+        module = read_module(
+            own if family.reader is None else family.reader(),
+            source,
+            revision,
+            config=hf_config,
+            key_mapping=None if family.key_mapping is None else dict(family.key_mapping),
+            generation_config=transformers.GenerationConfig(),  # read above; the file's own may hold anything
+            **options,
+        )
+    except (ImportError, ValueError) as error:
+        if isinstance(error, CheckpointError) or config.get("quantization_config") is None:
+            raise
+        raise CheckpointError(
+            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: "
+            f"{reason(error)}"
+        ) from error
+    if family.reader is not None:
+        module.__class__ = own
+    _saves_alone(module, family)
+    if family.experts and not _groups(module):
+        module.set_experts_implementation("eager")
+    half = module.dtype in (torch.bfloat16, torch.float16)
+    if half and family.float32_angles and config.get("rope_full_precision", True):
+        module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
+    return module.eval()
+
+
+def _groups(module: Any) -> bool:
+    """Whether torch's grouped products, with which transformers runs experts, take these: they have no float64, and
+    rows must be multiples of 16 bytes. The loop over the experts takes any."""
+    sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
+    return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
+
+
+def _saves_alone(module: Any, family: Family) -> None:
+    """See to it that the module's own `save_pretrained` writes what transformers loads again.
+
+    Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
+    the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
+    in it names an attention of ours.
+    """
+    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
+    conversions = getattr(module, "_weight_conversions", None) or []
+    module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
+    module.config.is_causal = False
+
+
+class _Float32Angles(nn.Module):
+    """Rotary angles in float32 for a half-precision LLaDA (`rope_full_precision`): the products with q and k are then
+    float32 too, and the attention function casts them back."""
+
+    def __init__(self, rotary: nn.Module):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.rotary(x.new_empty((), dtype=torch.float32), position_ids=position_ids)

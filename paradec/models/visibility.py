@@ -1,0 +1,64 @@
+"""Which keys the columns of a call see: padding, blocks, causality, stores, and what queries say themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.facts import ModelFacts
+from paradec.core.query import Query
+
+
+def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
+    """[R, 1, Q or 1, K] bool: which keys each column sees, or None when the module needs no mask for it.
+
+    Args:
+        facts: of the model.
+        store: whose keys the columns see; None for a call over its own columns (K = Q).
+        masks_itself: whether a causal module needs no mask to be so.
+
+    Raises:
+        ValueError: blocks that are counted from the prompt's end, and a query that does not say where that is.
+    """
+    if store is None:
+        mask = None if query.valid is None else query.valid[:, None, None, :]
+        keys, structure = query.positions, query.visible
+    else:
+        mask, keys = store.visible(query)
+        structure = None  # the store's mask has it
+    if structure is None and facts.topology == "block_causal":
+        origin = _origin(facts, query)
+        own = facts.block_numbers(query.positions, origin)
+        structure = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
+    elif structure is None and facts.topology == "causal":
+        if mask is not None or store is not None or not masks_itself:
+            structure = query.positions[:, :, None] >= keys[:, None, :]
+    if structure is None or mask is None:
+        return mask if structure is None else structure[:, None]
+    visible = structure[:, None] & mask
+    if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
+        visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+    return visible
+
+
+def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
+    """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
+    if not facts.prompt_aligned:
+        return None
+    if query.origin is None:
+        raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
+    return query.origin
+
+
+def beyond_plain(module: Any) -> dict[str, Any]:
+    """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
+    config = module.config
+    layers = getattr(config, "layer_types", None)
+    found = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
+    if layers is None:
+        found["sliding_window"] = getattr(config, "sliding_window", None)
+    if getattr(module, "_is_stateful", False):
+        found["model_type"] = config.model_type
+    return {field: value for field, value in found.items() if value is not None}
