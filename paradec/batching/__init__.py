@@ -1,5 +1,6 @@
 """Batches that stay full: `Batch`, and `generate_many` over it."""
 
-from paradec.batching.batch import Batch, BatchClosed, Cancelled, Ticket, refusal
+from paradec.batching.batch import Batch
+from paradec.batching.slots import REFUSED, BatchClosed, Cancelled, Ticket, refusal
 
-__all__ = ["Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]
+__all__ = ["REFUSED", "Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]

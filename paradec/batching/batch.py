@@ -10,14 +10,10 @@ Continuous batching is Yu et al., "Orca" (OSDI 2022): iteration-level scheduling
 
 from __future__ import annotations
 
-import copy
-import gc
-import hashlib
 import threading
 import time
-import traceback
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,51 +21,33 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from paradec import samplers
-from paradec.api.generate import Output, output_of, own_defaults, sampler_on
+from paradec.api.generate import Output, output_of, own_defaults
 from paradec.api.streaming import check_streamer
-from paradec.batching.slots import DeviceGroup, Group, Seen, Ticket
+from paradec.batching.device import DeviceGroup
+from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory
+from paradec.batching.slots import (
+    MADE,
+    BatchClosed,
+    Cancelled,
+    Group,
+    Queue,
+    Ticket,
+    bytes_of_row,
+    check_request,
+    key_of,
+    method_of,
+    row_of,
+)
+from paradec.batching.streaming import Seen
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
-from paradec.core.memory import Memory
-from paradec.core.prompts import Prompts, encode
+from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite, State
-from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments, warn_of_unused
+from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
 
-__all__ = ["OWN", "Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]
-
-MADE = ("text", "codes", "masked image")
-"""Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
-OWN = ("seed", "max_new_tokens", "stop_strings", "chat")
-"""Fields of a request in which the rows of one batch may differ."""
-OWN_MASKED = (*OWN, "suppress_tokens")
-"""The same for masked samplers."""
-REFUSED = {
-    "num_return_sequences": "give the prompt as often as it is to be answered",
-    "race": "a race is one prompt's own batch; use paradec.generate",
-    "generator": "give a seed: what a row draws does not depend on when it begins",
-    "prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
-    "keep_prefix": "what rows that have left have stored is gone; use paradec.generate",
-    "share_prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
-    "attention": "sparse attention keeps a pattern of all rows; use paradec.generate",
-    "callback": "there is no state of one request to look at; give each prompt a streamer",
-    "streamer": "a streamer is one prompt's: give it with the prompt",
-    "trace": "a trace is of the rows that it began with; use paradec.generate",
-    "progress": "count the outputs as they come",
-}
-"""Fields that mean nothing here, and what to do instead."""
-
-
-class Cancelled(Exception):
-    """A prompt was taken back before its answer was whole."""
-
-
-class BatchClosed(RuntimeError):
-    """A batch takes no prompts any more."""
-
+__all__ = ["Batch", "BatchClosed", "Cancelled", "Ticket"]
 
 T = TypeVar("T", bound=Ticket)
 
@@ -138,18 +116,13 @@ class Batch:
         if self._ranks is not None:
             self.request = self._ranks.agreed("a batch", self.request)
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
-        self._waiting: deque[Ticket] = deque()
+        self._waits = Queue()
         self._groups: list[Group] = []
-        self._copies: Counter[bytes] = Counter()
-        self._number = 0
         self._ended: list[Ticket] = []
         self._most_positions: int | None = None  # rows times columns, once memory was too small for more
         self._uncapturable = ""  # why no graph could be captured
-        self._closed = False
-        self._cause: Exception | None = None  # why it was closed
         self._untold: deque[Any] = deque()  # tickets whose on_done is to be called
         self._stepper: int | None = None  # the thread that takes a step
-        self._changed = threading.Condition()
         self._stepping = threading.Lock()
 
     # ---- any thread -----------------------------------------------------------------------------------------------
@@ -203,45 +176,34 @@ class Batch:
 
     def _queue(self, ticket: T, alone: bool) -> T:
         """Give a ticket its number, and let it wait."""
-        prompts = ticket.prompts
         if ticket.on_done is not None and not callable(ticket.on_done):
             raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
-        if len(prompts.rows) != 1:
-            raise ValueError(f"prompt holds {len(prompts.rows)} rows; add them one by one")
+        if len(ticket.prompts.rows) != 1:
+            raise ValueError(f"prompt holds {len(ticket.prompts.rows)} rows; add them one by one")
         if self._ranks is not None:
-            ticket.request = self._ranks.agreed("a prompt", ticket.request, prompts)
-        identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
-        key = hashlib.blake2b(identity, digest_size=16).digest()
-        with self._changed:
-            if self._closed:
-                raise BatchClosed("this batch is closed")
-            # what `paradec.core.rng.row_keys` counts in a list
-            before = 0 if alone else self._copies[key]
-            if not alone:
-                self._copies[key] += 1
-            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
-            ticket.number = self._number
-            self._number += 1
-            self._waiting.append(ticket)
-            self._changed.notify_all()
+            ticket.request = self._ranks.agreed("a prompt", ticket.request, ticket.prompts)
+        self._waits.add(ticket, alone)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a prompt back; the next step ends it with the error `Cancelled`. False if it has ended already."""
         if self._ranks is not None:
             self._ranks.meet("the end of a prompt", {"prompt": str(ticket.number)})
-        with self._changed:
+        with self._waits.changed:
             if ticket.done:
                 return False
             ticket.cancelled = True
-            self._changed.notify_all()
+            self._waits.changed.notify_all()
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleep until there is something to step, for `timeout` seconds at most; whether there is."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._groups or self._ended, timeout)
-            return bool(self._waiting or self._groups or self._ended)
+        with self._waits.changed:
+            self._waits.changed.wait_for(lambda: self._waits.closed or self._busy(), timeout)
+            return self._busy()
+
+    def _busy(self) -> bool:
+        return bool(self._waits.waiting or self._groups or self._ended)
 
     @property
     def occupied(self) -> int:
@@ -251,14 +213,12 @@ class Batch:
     @property
     def waiting(self) -> int:
         """Prompts that wait for a row."""
-        return len(self._waiting)
+        return len(self._waits.waiting)
 
     def close(self, error: Exception | None = None) -> None:
         """End what is not done with `error`, by default `Cancelled`, and give the memory back. Waits for a step that
         runs; where a streamer calls it, that step ends everything."""
-        with self._changed:
-            self._closed, self._cause = True, self._cause or error
-            self._changed.notify_all()
+        self._waits.close(error)
         if self._stepper != threading.get_ident():
             with self._turn():
                 self._end_all()
@@ -285,9 +245,9 @@ class Batch:
                 self._advance(group)
             self._close_empty()
             with held_back():
-                if self._closed:
+                if self._waits.closed:
                     self._end_all()
-                elif not self._waiting:
+                elif not self.waiting:
                     for group in self._groups:
                         group.compact()
         self._tell()
@@ -310,8 +270,8 @@ class Batch:
 
     def _end_all(self) -> None:
         """End everything, once the batch is closed."""
-        with self._changed:
-            left = [*self._waiting, *(ticket for group in self._groups for ticket in group.tickets)]
+        with self._waits.changed:
+            left = [*self._waits.waiting, *(ticket for group in self._groups for ticket in group.tickets)]
         for ticket in left:
             if ticket is not None:
                 ticket.cancelled = True
@@ -390,9 +350,8 @@ class Batch:
 
     def _admit(self) -> None:
         while True:
-            with self._changed:
-                ticket = self._waiting[0] if self._waiting else None
-            if ticket is None or self._closed or self.occupied >= self.batch_size:
+            ticket = self._waits.first()
+            if ticket is None or self._waits.closed or self.occupied >= self.batch_size:
                 return
             try:
                 if not self._enter(ticket, *self._start(ticket)):
@@ -402,7 +361,7 @@ class Batch:
                     return
                 with held_back():
                     if not ticket.done:
-                        self._leave_queue(ticket)
+                        self._waits.leave(ticket)
                         self._end(ticket, self._failed(ticket, detached(error)))
 
     def _start(self, ticket: Ticket) -> tuple[Any, State]:
@@ -416,13 +375,13 @@ class Batch:
 
     def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
         """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
-        key = _key(method, ticket, state, self._on_device(method, ticket.request, state))
+        key = key_of(method, ticket, state, self._on_device(method, ticket.request, state))
         self._close_empty()  # a new one is no wider than the row
         group = next((group for group in self._groups if group.key == key), None)
         width = state.extent(np.zeros(1, np.int64))
         if group is not None:
             width = group.columns(width)
-        row = bytes_of_row(self.model, method, state, width)
+        row = bytes_of_row(self.model, state, width)
         others = sum(g.nbytes for g in self._groups if g is not group)
         most = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
         if self.max_memory is not None:
@@ -445,13 +404,11 @@ class Batch:
                 group.make_room(most, self.waiting, width)
                 slot = group.enter(ticket, state, self._model_of(ticket))
                 group.row_bytes = row
-                self._leave_queue(ticket)
-                self._feed(group, slot, ticket, Seen.of(group))
-                if ticket.done:  # its streamer failed
-                    group.dismiss(np.array([slot]))
+                self._waits.leave(ticket)
+                self._feed(group, (slot,))
         except Exception as error:
             if group in self._groups and not (out_of_memory(error) and group.occupied):
-                self._begin_anew(group)  # another error may have come between two of its changes
+                begin_anew(group, self._groups, self._waits)  # another error may have come between two of its changes
             raise
         return True
 
@@ -477,10 +434,6 @@ class Batch:
                 group.close()
                 self._groups.remove(group)
 
-    def _leave_queue(self, ticket: Ticket) -> None:
-        with self._changed:
-            self._waiting.remove(ticket)
-
     # ---- stepping -------------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
@@ -500,32 +453,48 @@ class Batch:
             except device_step.NotCapturable as found:
                 with held_back():
                     self._uncapturable = str(found)  # in the plain loop, from their beginning
-                    self._begin_anew(group)
+                    begin_anew(group, self._groups, self._waits)
                 return
             except Exception as found:
                 error = detached(found)
             with held_back():
-                if not isinstance(error, NotFinite) and not out_of_memory(error):
-                    self._isolate(group, error)
-                    return
-                if not isinstance(error, NotFinite):
-                    self._shrink(group, error, keep=between and not isinstance(group, DeviceGroup))
-                    return
-                for slot in error.rows.tolist():
-                    self._let_go(group, slot, FloatingPointError(_without_row(error)))
-                group.dismiss(error.rows, wipe=True)
+                if isinstance(error, NotFinite):
+                    for slot in error.rows.tolist():
+                        self._let_go(group, slot, FloatingPointError(str(error).replace(" for row ", " for slot ")))
+                    group.dismiss(error.rows, wipe=True)
+                    continue
+                if out_of_memory(error):
+                    keep = between and not isinstance(group, DeviceGroup)
+                    self._most_positions, failed = fit(group, self._groups, self._waits, keep)
+                else:
+                    failed = isolate(group, self._groups, self._waits)
+                for ticket in failed:
+                    self._end(ticket, self._failed(ticket, error))
+                return
 
     def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
-        running, seen = group.state.running, Seen.of(group)
-        for slot, ticket in enumerate(group.tickets):
-            if ticket is None:
-                continue
-            self._feed(group, slot, ticket, seen)
-            if ticket.done:  # its streamer failed
-                group.dismiss(np.array([slot]))
-            elif not running[slot]:
+        self._feed(group, range(len(group.tickets)))
+        for slot in np.flatnonzero(~group.state.running).tolist():
+            if group.tickets[slot] is not None:
                 self._let_go(group, slot, None)
+
+    def _feed(self, group: Group, slots: Sequence[int]) -> None:
+        """Give streamers what has become final; one that raises ends its ticket."""
+        if not group.heard:
+            return
+        seen = Seen.of(group)
+        for slot in slots:
+            ticket = group.tickets[slot]
+            if ticket is None or ticket.streamer is None:
+                continue
+            try:
+                seen.feed(slot, ticket)
+            except Exception as error:
+                output = self._read(group.state, slot, ticket, error)
+                group.tickets[slot] = None
+                self._end(ticket, output)
+                group.dismiss(np.array([slot]))
 
     def _let_go(self, group: Group, slot: int, error: Exception | None) -> None:
         """End the ticket of a slot, with what was decoded."""
@@ -553,140 +522,17 @@ class Batch:
         if ticket.on_done is not None:
             self._untold.append(ticket)
 
-    def _feed(self, group: Group, slot: int, ticket: Ticket, seen: Seen | None) -> None:
-        """Give a ticket's streamer what has become final; one that raises ends the ticket."""
-        streamer, state = ticket.streamer, group.state
-        if streamer is None or seen is None:
-            return
-        try:
-            row, final = seen.canvas[slot], int(seen.final[slot])
-            if ticket.sent is None:
-                ticket.sent = int(state.prompt_length[slot])
-                streamer.put(row[: ticket.sent].unsqueeze(0).clone())
-            if final > ticket.sent:
-                streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
-                ticket.sent = final
-            stop = int(state.end[slot])
-            drafts = getattr(streamer, "put_draft", None)
-            if drafts is not None and state.facts.hole_id is not None and final < stop:
-                drafts(row[final:stop].unsqueeze(0).clone())
-        except Exception as error:
-            output = self._read(state, slot, ticket, error)
-            group.tickets[slot] = None
-            self._end(ticket, output)
-
     def _cancel(self) -> None:
         """End what was taken back."""
-        with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in gone:
-                self._waiting.remove(ticket)
-        for ticket in gone:
-            self._end(ticket, self._failed(ticket, self._cause or Cancelled(f"prompt {ticket.number} was cancelled")))
+        for ticket in self._waits.cancelled():
+            cause = self._waits.cause or Cancelled(f"prompt {ticket.number} was cancelled")
+            self._end(ticket, self._failed(ticket, cause))
         for group in self._groups:
             for slot, running in enumerate(group.tickets):
                 if running is not None and running.cancelled:
-                    cause = self._cause or Cancelled(f"prompt {running.number} was cancelled")
+                    cause = self._waits.cause or Cancelled(f"prompt {running.number} was cancelled")
                     self._let_go(group, slot, cause)
                     group.dismiss(np.array([slot]))
-
-    def _shrink(self, group: Group, error: Exception, keep: bool) -> None:
-        """Memory was too small for the rows of a group: the younger half waits again, all of them where the state is
-        between two commits (`keep` False)."""
-        tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
-        self._most_positions = max(1, len(tickets) // 2) * group.width
-        if len(tickets) == 1 and self.occupied == 1:
-            group.tickets = [None] * len(group.tickets)
-            self._groups.remove(group)
-            self._end(tickets[0], self._failed(tickets[0], error))
-        else:
-            stay = tickets[: len(tickets) // 2] if keep else []
-            try:
-                group.keep([group.tickets.index(ticket) for ticket in stay])
-            except Exception as again:
-                if not out_of_memory(again):
-                    raise
-                stay = []
-            if not stay:
-                self._groups.remove(group)
-            self._wait_again([ticket for ticket in tickets if ticket not in stay])
-        gc.collect()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _begin_anew(self, group: Group) -> list[Ticket]:
-        """Let the rows of a group wait, to be decoded from their beginning; they are returned."""
-        self._groups.remove(group)
-        tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waiting]
-        self._wait_again(tickets)
-        return tickets
-
-    def _isolate(self, group: Group, error: Exception) -> None:
-        """A step of a group raised: each of its rows begins anew by itself; one that was by itself fails."""
-        for ticket in self._begin_anew(group):
-            if ticket.isolated:
-                self._leave_queue(ticket)
-                self._end(ticket, self._failed(ticket, error))
-            ticket.isolated = True
-
-    def _wait_again(self, tickets: Sequence[Ticket]) -> None:
-        """Let tickets wait at their old place: nothing that waits is older, but what came back before."""
-        with self._changed:
-            self._waiting = deque(sorted((*tickets, *self._waiting), key=lambda ticket: ticket.number))
-
-
-def method_of(model: Any, request: Request) -> Any:
-    """The sampler that a request is decoded with."""
-    method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
-    return sampler_on(model, method)
-
-
-def refusal(model: Any, request: Request) -> str | None:
-    """Why a batch cannot be refilled with such a request, in one line; None where it can be."""
-    for name, instead in REFUSED.items():
-        value = getattr(request, name)
-        if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
-            return f"{name}={shown(value)} does not work with batches that are refilled: {instead}"
-    if request.rng != "counter":
-        return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
-    method = method_of(model, request)
-    if method.lock_step:
-        return (
-            f"sampler {method.name!r} does not work with batches that are refilled: its rows take their steps together "
-            "and end together; use paradec.generate_images"
-        )
-    if method.family not in ("masked", "draft_verify"):
-        return (
-            f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; "
-            "'masked' and 'draft_verify' do"
-        )
-    return None
-
-
-def check_request(model: Any, request: Request) -> None:
-    """Raise ValueError where a batch cannot be refilled with such a request."""
-    if why := refusal(model, request):
-        raise ValueError(why)
-
-
-def _key(method: Any, ticket: Ticket, state: Any, on_device: bool) -> tuple[Any, ...]:
-    """What rows must have in common to share their calls."""
-    request, alone = ticket.request, ticket.number if ticket.isolated else None
-    own = OWN_MASKED if method.family == "masked" and not on_device else OWN
-    changes = {name: value for name, value in request.changes().items() if name not in (*own, "sampler")}
-    return method, changes, getattr(state, "blocks", None), alone, on_device
-
-
-def bytes_of_row(model: Any, method: Any, state: Any, width: int) -> int:
-    """Bytes that one row of so many columns takes in canvas, memory and stores, about."""
-    needed = state.memory.nbytes + 32 * width
-    branches = state.branches
-    if state.store is not None:
-        needed += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
-    drafting = getattr(state, "drafting", None)
-    if drafting is not None and drafting.store is not None:
-        needed += drafting.model.store_bytes(branches, width)
-    return int(needed)
 
 
 @torch.inference_mode(False)
@@ -699,58 +545,3 @@ def read(model: Any, state: Any, slot: int, ticket: Ticket, error: Exception | N
     output = output_of(model, alone, ticket.prompts, time.perf_counter() - ticket.began)
     output.error = error
     return output
-
-
-def row_of(state: Any, slot: int) -> Any:
-    """A copy of the state with one row, for what is decoded of it: without what it remembers and has stored."""
-    light = copy.copy(state)
-    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
-    if drafting := getattr(state, "drafting", None):
-        light.drafting = replace(drafting, store=None, broken=None, parents=None)
-    alone = light.taken(np.array([slot]))
-    alone.store = state.store
-    return alone
-
-
-def nothing(model: Any, ids: Sequence[int], error: Exception) -> Output:
-    """An output without an answer: the prompt's ids, if there are any, and the error."""
-    sequence = torch.tensor([list(ids)], dtype=torch.int64)
-    return Output(
-        text=None if model.tokenizer is None else "",
-        sequences=sequence,
-        new_tokens=sequence[:, :0],
-        attention_mask=torch.ones_like(sequence),
-        filled=torch.zeros_like(sequence, dtype=torch.bool),
-        row_nfe=[0],
-        row_forwards=0,
-        forwarded_tokens=0,
-        tokens=[0],
-        finished=[False],
-        seconds=0.0,
-        error=error.with_traceback(None),
-    )
-
-
-def detached(error: Exception) -> Exception:
-    """An error without its traceback, which would hold on to a step's tensors. One that no check raised, and that is
-    none of memory, has the traceback as a note."""
-    if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not out_of_memory(error):
-        error.add_note("".join(traceback.format_tb(error.__traceback__)))
-    return error.with_traceback(None)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was too small."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def _without_row(error: NotFinite) -> str:
-    """The message without the number of a row, which is none of the caller's."""
-    return str(error).replace(" for row ", " for slot ")
-
-
-def final_ids(output: Output) -> Tensor:
-    """[N] int64: the ids of an answer, its end token included and the padding after it excluded."""
-    return output.sequences[0, output.filled[0]][: output.tokens[0]]

@@ -16,7 +16,8 @@ import torch
 
 from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
 from paradec.api.pictures import ImageOutput
-from paradec.batching.batch import Batch, Ticket, row_of
+from paradec.batching.batch import Batch
+from paradec.batching.slots import Ticket, row_of
 from paradec.core.checks import shown
 from paradec.core.prompts import encode
 from paradec.core.rows import Rows

@@ -10,8 +10,10 @@ from typing import Any, Self, Unpack
 
 from paradec.api.generate import Output
 from paradec.api.pictures import ImageOutput
-from paradec.batching.batch import MADE, Batch, BatchClosed, Cancelled, Ticket, detached
+from paradec.batching.batch import Batch
 from paradec.batching.images import ImageBatch, check_refillable
+from paradec.batching.recovery import detached
+from paradec.batching.slots import MADE, BatchClosed, Cancelled, Ticket
 from paradec.core.checks import check_choice, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.protocol import Interrupted

@@ -1,23 +1,57 @@
-"""The slots of a batch that stays full, and the tickets that hold them: rows that share their calls, in one state or on
-the device."""
+"""What a batch that stays full is made of: tickets, the queue in which they wait, and groups of slots.
+
+`refusal` says which requests a batch can be refilled with, `key_of` which of them share a group, and so their calls.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from paradec.api.generate import Output
-from paradec.core.interrupts import held_back
+from paradec import samplers
+from paradec.api.generate import Output, sampler_on
+from paradec.core.checks import shown
 from paradec.core.prompts import Prompts
-from paradec.request import Request
-from paradec.samplers.masked.device.rows import DeviceRows
+from paradec.core.protocol import Memory
+from paradec.request import DEFAULTS, Request
 
+MADE = ("text", "codes", "masked image")
+"""Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
+OWN = ("seed", "max_new_tokens", "stop_strings", "chat")
+"""Fields of a request in which the rows of one batch may differ."""
+OWN_MASKED = (*OWN, "suppress_tokens")
+"""The same for masked samplers."""
+REFUSED = {
+    "num_return_sequences": "give the prompt as often as it is to be answered",
+    "race": "a race is one prompt's own batch; use paradec.generate",
+    "generator": "give a seed: what a row draws does not depend on when it begins",
+    "prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
+    "keep_prefix": "what rows that have left have stored is gone; use paradec.generate",
+    "share_prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
+    "attention": "sparse attention keeps a pattern of all rows; use paradec.generate",
+    "callback": "there is no state of one request to look at; give each prompt a streamer",
+    "streamer": "a streamer is one prompt's: give it with the prompt",
+    "trace": "a trace is of the rows that it began with; use paradec.generate",
+    "progress": "count the outputs as they come",
+}
+"""Fields that mean nothing here, and what to do instead."""
 WIDTHS = 32
 """Canvases that have to grow are rounded up to a multiple of this."""
+
+
+class Cancelled(Exception):
+    """A prompt was taken back before its answer was whole."""
+
+
+class BatchClosed(RuntimeError):
+    """A batch takes no prompts any more."""
 
 
 @dataclass(eq=False)
@@ -47,22 +81,68 @@ class Ticket:
         return self.output is not None
 
 
-@dataclass
-class Seen:
-    """What streamers are given of a group, read from the device once for all rows."""
+class Queue:
+    """The prompts that wait for a slot, in the order in which they came. Any thread may use it."""
 
-    canvas: Tensor
-    """[B, L] int64, on the host."""
-    final: np.ndarray
-    """[B] int64, of `State.final`."""
+    def __init__(self) -> None:
+        self.waiting: deque[Ticket] = deque()
+        self.changed = threading.Condition()
+        self.closed = False
+        self.cause: Exception | None = None
+        """Why it was closed."""
+        self.copies: Counter[bytes] = Counter()
+        self._number = 0
 
-    @classmethod
-    def of(cls, group: Group) -> Self | None:
-        """None where nobody listens."""
-        if all(ticket is None or ticket.streamer is None for ticket in group.tickets):
-            return None
-        group.told(np.arange(len(group.tickets)))
-        return cls(group.state.canvas.cpu(), group.state.final(np.arange(len(group.tickets))))
+    def add(self, ticket: Ticket, alone: bool) -> None:
+        """Give a ticket its number, and let it wait; `alone`: it does not count among equal ones.
+
+        Raises:
+            BatchClosed: the queue is closed.
+        """
+        prompts = ticket.prompts
+        identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
+        key = hashlib.blake2b(identity, digest_size=16).digest()
+        with self.changed:
+            if self.closed:
+                raise BatchClosed("this batch is closed")
+            # what `paradec.core.rng.row_keys` counts in a list
+            before = 0 if alone else self.copies[key]
+            if not alone:
+                self.copies[key] += 1
+            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
+            ticket.number = self._number
+            self._number += 1
+            self.waiting.append(ticket)
+            self.changed.notify_all()
+
+    def first(self) -> Ticket | None:
+        """The ticket that has waited longest."""
+        with self.changed:
+            return self.waiting[0] if self.waiting else None
+
+    def leave(self, ticket: Ticket) -> None:
+        """Take a ticket out."""
+        with self.changed:
+            self.waiting.remove(ticket)
+
+    def again(self, tickets: Sequence[Ticket]) -> None:
+        """Let tickets wait at their old place: nothing that waits is older, but what came back before."""
+        with self.changed:
+            self.waiting = deque(sorted((*tickets, *self.waiting), key=lambda ticket: ticket.number))
+
+    def cancelled(self) -> list[Ticket]:
+        """Take out the tickets that were taken back."""
+        with self.changed:
+            gone = [ticket for ticket in self.waiting if ticket.cancelled]
+            for ticket in gone:
+                self.waiting.remove(ticket)
+        return gone
+
+    def close(self, error: Exception | None) -> None:
+        """Take no more, because of `error`."""
+        with self.changed:
+            self.closed, self.cause = True, self.cause or error
+            self.changed.notify_all()
 
 
 class Group:
@@ -80,6 +160,11 @@ class Group:
     def occupied(self) -> int:
         """Slots that are taken."""
         return sum(ticket is not None for ticket in self.tickets)
+
+    @property
+    def heard(self) -> bool:
+        """Whether somebody listens to a row."""
+        return any(ticket is not None and ticket.streamer is not None for ticket in self.tickets)
 
     @property
     def width(self) -> int:
@@ -163,59 +248,66 @@ class Group:
         self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
 
 
-class DeviceGroup(Group):
-    """Rows that share their calls on the device (`compile=True`). The state on the host is told of a row when somebody
-    reads it. All slots are made at once: a graph is captured for a number of them."""
+def method_of(model: Any, request: Request) -> Any:
+    """The sampler that a request is decoded with."""
+    method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
+    return sampler_on(model, method)
 
-    rows: DeviceRows | None = None
-    """Made for the first row."""
 
-    def __init__(self, *given: Any, capture: bool):
-        super().__init__(*given)
-        self.capture = capture
+def refusal(model: Any, request: Request) -> str | None:
+    """Why a batch cannot be refilled with such a request, in one line; None where it can be."""
+    for name, instead in REFUSED.items():
+        value = getattr(request, name)
+        if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
+            return f"{name}={shown(value)} does not work with batches that are refilled: {instead}"
+    if request.rng != "counter":
+        return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
+    method = method_of(model, request)
+    if method.lock_step:
+        return (
+            f"sampler {method.name!r} does not work with batches that are refilled: its rows take their steps together "
+            "and end together; use paradec.generate_images"
+        )
+    if method.family not in ("masked", "draft_verify"):
+        return (
+            f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; "
+            "'masked' and 'draft_verify' do"
+        )
+    return None
 
-    def propose(self) -> Any:
-        assert self.rows is not None
-        with held_back():  # between two tensors the engine would not be at a commit
-            return self.rows.step()
 
-    def commit(self, proposal: Any) -> None:
-        self.state.finish(np.flatnonzero(~proposal))
+def check_request(model: Any, request: Request) -> None:
+    """Raise ValueError where a batch cannot be refilled with such a request."""
+    if why := refusal(model, request):
+        raise ValueError(why)
 
-    def told(self, slots: np.ndarray) -> None:
-        assert self.rows is not None
-        self.rows.write_back(self.state, slots)
 
-    def dismiss(self, slots: np.ndarray, wipe: bool = False) -> None:
-        assert self.rows is not None
-        self.rows.dismiss(slots, wipe)
-        self.state.dismiss(slots)
+def key_of(method: Any, ticket: Ticket, state: Any, on_device: bool) -> tuple[Any, ...]:
+    """What rows must have in common to share their calls."""
+    request, alone = ticket.request, ticket.number if ticket.isolated else None
+    own = OWN_MASKED if method.family == "masked" and not on_device else OWN
+    changes = {name: value for name, value in request.changes().items() if name not in (*own, "sampler")}
+    return method, changes, getattr(state, "blocks", None), alone, on_device
 
-    def enter(self, ticket: Ticket, state: Any, model: Any) -> int:
-        slot = super().enter(ticket, state, model)
-        if self.rows is None:
-            self.rows = DeviceRows(self.method, self.model, state, len(self.tickets), self.capture)
-        self.rows.put(slot, state)
-        return slot
 
-    def make_room(self, most: int, waiting: int, width: int) -> None:
-        if self.rows is None and most > len(self.tickets):
-            self._arrange([], most, self.width)
-        super().make_room(most, waiting, width)
+def bytes_of_row(model: Any, state: Any, width: int) -> int:
+    """Bytes that one row of so many columns takes in canvas, memory and stores, about."""
+    needed = state.memory.nbytes + 32 * width
+    branches = state.branches
+    if state.store is not None:
+        needed += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
+    drafting = getattr(state, "drafting", None)
+    if drafting is not None and drafting.store is not None:
+        needed += drafting.model.store_bytes(branches, width)
+    return int(needed)
 
-    def compact(self) -> None:
-        """Nothing is given back before the last row has ended."""
 
-    def close(self) -> None:
-        if self.rows is not None:
-            self.rows.close()
-
-    def _more(self, slots: int, most: int, waiting: int) -> int:
-        return most
-
-    def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        if self.rows is not None and slots != len(self.tickets):
-            self.rows.arrange(np.array(occupied), slots)
-        elif self.rows is not None:
-            occupied = range(slots)  # rows stay where they are
-        super()._arrange(occupied, slots, columns)
+def row_of(state: Any, slot: int) -> Any:
+    """A copy of the state with one row, for what is decoded of it: without what it remembers and has stored."""
+    light = copy.copy(state)
+    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
+    if drafting := getattr(state, "drafting", None):
+        light.drafting = replace(drafting, store=None, broken=None, parents=None)
+    alone = light.taken(np.array([slot]))
+    alone.store = state.store
+    return alone

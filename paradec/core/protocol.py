@@ -143,8 +143,18 @@ class State:
 
     @contextmanager
     def freed_store(self) -> Iterator[None]:
-        """Give back on exit what is kept outside of the state's tensors: nothing, unless a family has a store."""
-        yield
+        """Give the memory of `stores` back on exit, whatever happened: a traceback would keep the state alive."""
+        try:
+            yield
+        finally:
+            for store in self.stores():
+                if store is not None:
+                    store.release()
+
+    def stores(self) -> tuple[Any, ...]:
+        """What is kept outside of the state's tensors: nothing, unless a family has a store. None among them is
+        nothing."""
+        return ()
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
@@ -299,6 +309,14 @@ class NotFinite(FloatingPointError):
 
     def __reduce__(self) -> Any:
         return type(self), (str(self), self.rows)
+
+
+def check_finite(sound: Tensor, rows: np.ndarray, message: str) -> None:
+    """Raise NotFinite where some `rows` [R] are not `sound` [R] bool; `{row}` in the message is the first of these."""
+    found = sound.cpu().numpy()
+    if not found.all():
+        broken = rows[~found]
+        raise NotFinite(message.format(row=broken[0]), broken)
 
 
 class Interrupted(KeyboardInterrupt):

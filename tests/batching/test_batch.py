@@ -15,7 +15,7 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.batching.batch import Batch, BatchClosed, Cancelled, Ticket, refusal
+from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, refusal
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
@@ -229,7 +229,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             batch.step()
             if not later:
                 later = [batch.add([9, 9])]
-                assert [ticket.number for ticket in batch._waiting] == list(range(6))  # as they came
+                assert [ticket.number for ticket in batch._waits.waiting] == list(range(6))  # as they came
         drained(batch)
         assert batch.occupied == batch.waiting == 0
     for row, ticket in zip(rows, tickets):

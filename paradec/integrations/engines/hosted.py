@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec import samplers
-from paradec.batching.batch import OWN_MASKED
-from paradec.batching.slots import Group
+from paradec.batching.slots import OWN_MASKED, Group
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import NotFinite, Sampler

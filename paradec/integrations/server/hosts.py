@@ -20,7 +20,8 @@ from transformers.cli.serving.utils import (
     _StreamError,
 )
 
-from paradec.batching.batch import Cancelled, Ticket, final_ids
+from paradec.api.generate import Output
+from paradec.batching.slots import Cancelled, Ticket
 from paradec.core.checks import check_int
 from paradec.core.prompts import encode
 from paradec.integrations.server.asked import Asked, Refused
@@ -203,7 +204,7 @@ class Manager(BaseGenerateManager):
             status = 400 if isinstance(output.error, (ValueError, TypeError)) else 500
             raise HTTPException(status, str(output.error))
         gen_config.settle(output.finished[0])
-        return cut_off(str(output.text), gen_config.stops), inputs["input_ids"].shape[-1], final_ids(output).tolist()
+        return cut_off(str(output.text), gen_config.stops), inputs["input_ids"].shape[-1], _ids(output).tolist()
 
     def stop(self) -> None:
         """End the engine."""
@@ -258,6 +259,11 @@ class State(GenerationState):
     def shutdown(self) -> None:
         """End the engine."""
         self.manager.stop()
+
+
+def _ids(output: Output) -> torch.Tensor:
+    """[N] int64: the ids of an answer, its end token included and the padding after it excluded."""
+    return output.sequences[0, output.filled[0]][: output.tokens[0]]
 
 
 def _quoted(text: str) -> str:

@@ -36,6 +36,10 @@ class ScaleStore:
         """Its memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def release(self) -> None:
+        """Give the memory back."""
+        self.data = None
+
     def extended(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [R, heads, begin + n, head_dim] of a layer: those before `begin`, and the new ones
         [R, heads, n, head_dim], which are written down where there is room."""

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rng
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
 from paradec.core.prompts import Prompts, encode
-from paradec.core.protocol import NotFinite, Proposal, Sampler
+from paradec.core.protocol import Cost, Memory, NotFinite, Proposal, Sampler
 from paradec.core.query import Cost, Query
-from paradec.core.trace import Notes, Trace
+from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
-from paradec.request import Request, randomness, request_for, stop_texts
+from paradec.request import Request, request_for
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.guidance import guided
+from paradec.samplers.starting import keys_of, padded, stop_strings_of, suppressed_ids, trace_of
 
 __all__ = ["CausalSampler", "CausalState", "check_causal", "negative_rows", "proposed", "read_logits"]
 
@@ -108,14 +108,12 @@ class CausalSampler(Sampler):
             raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
         longest = int((lengths + shift).max()) + new
         facts.check_length(longest, new)
-        _, seeds = randomness(request, prompts)
+        keys, _ = keys_of(request, prompts, device, encoded.before)
         allowed, guess = self._allowed(facts, request, grid, device)
-        texts = self._texts(model, request, len(prompts))
+        texts = stop_strings_of(request, model)
         check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
 
         batch, width = len(prompts), self._width(new)
-        context = np.full((len(contexts), longest), facts.fill_token_id, np.int64)
-        context[np.arange(longest) < np.array([len(row) for row in contexts])[:, None]] = np.concatenate(contexts)
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
         state = self.state_type(
             batch=batch,
@@ -125,11 +123,11 @@ class CausalSampler(Sampler):
             facts=facts,
             request=request.without_objects(),
             pads=model.pads,
-            context=torch.as_tensor(context, device=device),
+            context=torch.as_tensor(padded(contexts, longest, facts.fill_token_id), device=device),
             shift=shift,
             prompt_length=lengths,
             length=lengths + new,
-            keys=torch.as_tensor(rng.row_keys(seeds, prompts, encoded.before), device=device),
+            keys=keys,
             width=width,
             guess=(guess / guess.sum()).to(dtype),
             guess_ids=guess.nonzero().squeeze(1),
@@ -139,18 +137,11 @@ class CausalSampler(Sampler):
             layout=None if grid is None else grid.layout.to(device),
             store=model.make_store(len(contexts), longest) if model.supports_store else None,
         )
-        state.texts = texts
+        state.texts = AnswerTexts(texts, model.tokenizer, batch) if texts else None
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
-        if request.trace:
-            rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
-            state.trace = Trace(
-                canvas=rows,
-                settings=self.to_dict() | request.sampling(),
-                family=self.family,
-                score="probability",
-                filled=[[(int(length), int(length) + new)] for length in lengths],
-            )
+        filled = [[(length, length + new)] for length in lengths.tolist()]
+        state.trace = trace_of(self, request, state.canvas, state.length, score="probability", filled=filled)
         self._open(state, model)
         return state
 
@@ -162,19 +153,6 @@ class CausalSampler(Sampler):
         new = model.default_max_new_tokens if new is None else new
         check_int("max_new_tokens", new, low=1)
         return new
-
-    def _texts(self, model: Any, request: Request, rows: int) -> AnswerTexts | None:
-        """What ends a row beside end tokens.
-
-        Raises:
-            ValueError: stop strings without a tokenizer.
-        """
-        texts, tokenizer = stop_texts(request.stop_strings), getattr(model, "tokenizer", None)
-        if texts and tokenizer is None:
-            raise ValueError(
-                f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none"
-            )
-        return AnswerTexts(texts, tokenizer, rows) if texts else None
 
     def _width(self, new: int) -> int:
         """Slots of a row's window, for an answer of so many tokens."""
@@ -192,10 +170,7 @@ class CausalSampler(Sampler):
     ) -> tuple[Tensor | None, Tensor]:
         """[V] bool of the tokens that may be drawn (None when all may), and [V] float64, 1 where a guess may fall."""
         allowed = torch.ones(facts.vocab_size, dtype=torch.bool) if grid is None else grid.allowed(facts.vocab_size)
-        out = [*request.suppress_tokens, *(facts.eos_token_ids if request.logits_eos_inf else ())]
-        for entry in out:
-            check_int("suppress_tokens", entry, low=0, high=facts.vocab_size - 1)
-        allowed[out] = False
+        allowed[suppressed_ids(request, facts)] = False
         if not allowed.any():
             raise ValueError("suppress_tokens leaves no token that may be drawn")
         allowed = allowed.to(device)

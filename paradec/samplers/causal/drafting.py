@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,12 +28,9 @@ from paradec.samplers.causal.block_drafts import draft_block
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.verification import DraftWindow, Verified, draw, probability
-
-if TYPE_CHECKING:
-    from paradec.caches.store import KeyValueStore
-
 
 PROBED = 256
 """Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""
@@ -550,61 +547,3 @@ def _right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
     """[R, width, D]: the first `counts` [R] of features [R, F, D], so that the last of them is at the end."""
     column = np.maximum(np.arange(width) - (width - counts)[:, None], 0)
     return features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
-
-
-def tree_query(
-    state: CausalState,
-    store: KeyValueStore | None,
-    rows: np.ndarray,
-    tree: TreeLayout,
-    drafts: Tensor,
-    begin: np.ndarray,
-    known: int,
-    wanted: np.ndarray,
-) -> Query:
-    """Evaluate final tokens, which the store takes in, and after them drafts of a tree, which it does not.
-
-    Args:
-        rows: [R]. drafts: [R, N] int64, -1 where a node has none.
-        begin: [branches, R] int64: the first final token to evaluate, by its position in each branch; the last final
-            token is the tree's root.
-        known: drafts to evaluate, counted from node 1.
-        wanted: [W] int64: nodes whose logits are wanted; the root only where it is evaluated.
-    """
-    device, branches = state.context.device, state.branches
-    committed = (state.committed[rows] + state.shift[:, rows]).reshape(-1)
-    fresh = committed - begin.reshape(-1)
-    width, count = int(fresh.max()), len(committed)
-    # the final tokens end at column `width`, however many a row has
-    final = committed[:, None] - width + np.arange(width)
-    below = torch.as_tensor(committed[:, None] - 1, device=device)
-    below = below + tree.depths[:, 1 : known + 1].to(device).repeat(branches if len(tree.parents) > 1 else 1, 1)
-    at_rows = np.concatenate([rows + branch * state.batch for branch in range(branches)])
-    at = torch.as_tensor(at_rows, device=device)
-    positions = torch.cat((torch.as_tensor(final, device=device), below), 1).clamp(0, state.context.shape[1] - 1)
-    nodes = drafts[:, 1 : known + 1].repeat(branches, 1)
-    real_final = final >= begin.reshape(-1, 1)
-    end = torch.as_tensor((state.length[rows] + state.shift[:, rows]).reshape(-1, 1), device=device)
-    real = torch.cat((torch.as_tensor(real_final, device=device), (below < end) & (nodes >= 0)), 1)
-    tokens = torch.cat((state.context[at.unsqueeze(1), positions[:, :width]], nodes.clamp(min=0)), 1)
-    trees = tree.ancestors[:, 1 : known + 1, 1 : known + 1].to(device)
-    sees = torch.ones((width + known, width + known), dtype=torch.bool, device=device).tril().repeat(len(trees), 1, 1)
-    sees[:, width:, width:] = trees
-    slots = np.concatenate((np.where(real_final, final, -1), np.full((count, known), -1)), 1)
-    return Query(
-        rows=rows,
-        tokens=tokens,
-        positions=positions,
-        wanted=torch.as_tensor(wanted + width - 1, device=device).expand(count, -1),
-        valid=real,
-        visible=sees.repeat(branches, 1, 1) if len(trees) > 1 else sees.expand(count, -1, -1),
-        store_rows=at,
-        slots=torch.as_tensor(slots, device=device),
-        store_index=at_rows,
-        visible_length=int(committed.max()),
-        step=state.commits,
-        branches=branches,
-        forwarded=fresh[: len(rows)] + known,
-        index=np.arange(len(rows)),
-        kind="window" if begin.any() else "full",
-    )

@@ -30,8 +30,8 @@ from paradec.core.protocol import Proposal
 from paradec.core.query import Query
 from paradec.samplers.causal.base import proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
-from paradec.samplers.causal.drafting import tree_query
 from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import TreeLayout
 from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 

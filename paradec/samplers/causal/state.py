@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -397,7 +395,7 @@ class CausalState(State):
         self.end[rows] = self.committed[rows]  # commits ask which rows have not reached their ends
         self.rows = np.setdiff1d(self.rows, rows)
         self.commits += 1
-        for store in (self.store, None if self.drafting is None else self.drafting.store):
+        for store in self.stores():
             if wipe and store is not None:
                 store.wipe(self._every(rows))
         if wipe:  # memory may hold it too
@@ -435,15 +433,8 @@ class CausalState(State):
     def _tokenizer(self, other: Self) -> Any:
         return next(state.texts.tokenizer for state in (self, other) if state.texts is not None)
 
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            for store in (self.store, None if self.drafting is None else self.drafting.store):
-                if store is not None:
-                    store.release()
+    def stores(self) -> tuple[KeyValueStore | None, ...]:
+        return self.store, None if self.drafting is None else self.drafting.store
 
     def cache_advice(self) -> None:
         """There is nothing to advise: the store is always exact."""

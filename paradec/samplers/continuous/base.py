@@ -16,11 +16,10 @@ from paradec.core.checks import check_int
 from paradec.core.memory import Memory
 from paradec.core.order_draws import keyed
 from paradec.core.order_sizes import left_after
-from paradec.core.orders import Cosine
-from paradec.core.protocol import Sampler, State
-from paradec.core.trace import Trace
+from paradec.core.orders import Cosine, left_after
+from paradec.core.protocol import Memory, Sampler, State
 from paradec.request import FIELDS, Request, request_for
-from paradec.samplers.labels import labels_of
+from paradec.samplers.labels import labels_of, trace_of_labels
 
 SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
 """Fields of a request that have a meaning for the family; `temperature` is a setting."""
@@ -135,10 +134,8 @@ class ContinuousSampler(Sampler):
             "guidance_scale": request.guidance_scale,
         }
         state = self._state(left_after(size, steps), fields)
-        if request.trace:
-            asked = {"labels": labels, "steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
-            empty: list[list[Any]] = [[None] * size for _ in labels]
-            state.trace = Trace(empty, self.to_dict() | asked, family=self.family)
+        asked = {"steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
+        state.trace = trace_of_labels(self, request, labels, size, **asked)
         return state
 
 

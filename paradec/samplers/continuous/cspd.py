@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.latents import LatentProposal
-from paradec.core.protocol import Commit, plain
+from paradec.core.protocol import Commit, Cost, LatentProposal, check_finite, plain
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
@@ -423,11 +423,10 @@ class CSpD(ContinuousSampler):
         """
         state.check_current(proposal)
         for who, found in (("model", proposal.target), ("draft model", proposal.draft)):
-            if found is not None and not torch.isfinite(found.mean).all():
-                raise FloatingPointError(
-                    f"the {who} returned NaN or infinite tokens at steps "
-                    f"{state.calls[state.index].start} to {state.calls[state.index][-1]}"
-                )
+            if found is not None:
+                steps = f"steps {state.calls[state.index].start} to {state.calls[state.index][-1]}"
+                message = f"the {who} returned NaN or infinite tokens at {steps} for row {{row}}"
+                check_finite(found.mean.flatten(1).isfinite().all(1), proposal.rows, message)
         values = proposal.values.to(state.tokens.dtype)
         at = proposal.positions.unsqueeze(-1).expand_as(values)
         state.tokens = state.tokens.scatter(1, at, values)

@@ -16,7 +16,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_number
 from paradec.core.latents import LatentProposal
-from paradec.core.protocol import Commit
+from paradec.core.protocol import Commit, Cost, LatentProposal, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.samplers.continuous.base import ContinuousSampler, ContinuousState, normal
@@ -188,8 +188,9 @@ class MAR(ContinuousSampler):
             FloatingPointError: the model returned NaN or infinite numbers. Nothing is written then.
         """
         state.check_current(proposal)
-        if not torch.isfinite(proposal.values).all():
-            raise FloatingPointError(f"the model returned NaN or infinite tokens at step {state.index}")
+        sound = proposal.values.flatten(1).isfinite().all(1)
+        message = f"the model returned NaN or infinite tokens at step {state.index} for row {{row}}"
+        check_finite(sound, proposal.rows, message)
         at = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
         state.tokens = state.tokens.scatter(1, at, proposal.values.to(state.tokens.dtype))
         state.kept = proposal.kept if proposal.kind == "full" else state.kept

@@ -7,8 +7,7 @@ Liu et al., "Distilled Decoding 1: One-step Sampling of Image Auto-regressive Mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,15 +19,16 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.latents import LatentProposal
 from paradec.core.memory import Memory
-from paradec.core.protocol import Commit, Sampler, State, plain
+from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, check_finite, plain
 from paradec.core.query import Cost
-from paradec.core.trace import Notes, Trace
+from paradec.core.trace import Notes
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
-from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.request import FIELDS, Request, request_for
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
-from paradec.samplers.labels import labels_of
+from paradec.samplers.labels import labels_of, trace_of_labels
+from paradec.samplers.starting import keys_of
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""
@@ -81,14 +81,8 @@ class DistilledState(State):
         """The forwards of the teacher for every row, which `nfe` has too."""
         return sum(kind == "teacher" for kind, _ in self.plan[: self.index])
 
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the teacher's store back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            if self.teaching is not None:
-                self.teaching.release()
+    def stores(self) -> tuple[Any, ...]:
+        return () if self.teaching is None else (self.teaching.store,)
 
     def uniform(self, positions: Tensor) -> Tensor:
         """[B, W] float64 in (0, 1): the numbers that the teacher draws tokens at positions [W] with."""
@@ -226,9 +220,8 @@ class Distilled(Sampler):
         split = stages.split if self.split is None else self.split
         check_int("split", split, low=0, high=stages.last)
         plan = self.plan(stages, request.steps)
-        _, seeds = randomness(request, [[label] for label in labels])
         device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)
-        keys = torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device)
+        keys, seeds = keys_of(request, [[label] for label in labels], device)
         shape = (len(labels), stages.kept[-1], facts.channels)
         noise = normal(keys, shape) if noise is None else torch.as_tensor(noise)
         if noise.shape != shape or not noise.is_floating_point():
@@ -251,11 +244,9 @@ class Distilled(Sampler):
         if self.teacher is not None:
             model.check_teacher(self.teacher)
             state.teaching = teaching_of(self.teacher, labels, stages, request, self.masked_prefix)
-        if request.trace:
-            asked = {"labels": labels, "steps": request.steps, "seed": seeds}
-            taught = {name: getattr(request, name) for name in TAUGHT} if self.teacher is not None else {}
-            empty: list[list[Any]] = [[None] * shape[1] for _ in labels]
-            state.trace = Trace(empty, self.to_dict() | asked | taught, family=self.family)
+        taught = {name: getattr(request, name) for name in TAUGHT} if self.teacher is not None else {}
+        asked = {"steps": request.steps, "seed": seeds} | taught
+        state.trace = trace_of_labels(self, request, labels, shape[1], **asked)
         return state
 
     def plan(self, stages: Stages, steps: int | None) -> list[tuple[str, int]]:
@@ -352,8 +343,9 @@ class Distilled(Sampler):
         assert proposal.logits is not None
         # a teacher's filters and -inf of its own are no error; a distribution without a finite logit is
         seen = proposal.logits if kind == "student" else proposal.logits.amax(-1)
-        if not (torch.isfinite(seen).all() and torch.isfinite(proposal.values).all()):
-            raise FloatingPointError(f"the {kind} returned NaN or infinite numbers at step {state.index}")
+        sound = seen.flatten(1).isfinite().all(1) & proposal.values.flatten(1).isfinite().all(1)
+        message = f"the {kind} returned NaN or infinite numbers at step {state.index} for row {{row}}"
+        check_finite(sound, proposal.rows, message)
         stop = proposal.first + proposal.values.shape[1]
         state.tokens = torch.cat((state.tokens[:, : proposal.first], proposal.values, state.tokens[:, stop:]), 1)
         state.ids = torch.cat((state.ids[:, : proposal.first], proposal.ids, state.ids[:, stop:]), 1)

@@ -20,6 +20,9 @@ from paradec.samplers.scales.base import guidance_at
 class Teaching(Protocol):
     """A teacher in one request, and what it has read of the picture. `B` rows."""
 
+    store: Any
+    """Keys and values of what it has read; `release` gives them back."""
+
     def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> Any:
         """The call for cell or scale `at`; ids [B, N] int64 and codes [V, C] say which tokens are before it."""
         ...
@@ -38,10 +41,6 @@ class Teaching(Protocol):
 
     def read_up_to(self, at: int) -> None:
         """What `query` asked for is decided."""
-        ...
-
-    def release(self) -> None:
-        """Give the store's memory back."""
         ...
 
 
@@ -91,9 +90,6 @@ class CellTeaching:
 
     def read_up_to(self, at: int) -> None:
         self.stored = at + 1
-
-    def release(self) -> None:
-        self.store.release()
 
 
 class ScaleTeaching:
@@ -146,9 +142,6 @@ class ScaleTeaching:
 
     def read_up_to(self, at: int) -> None:
         self.stored = at + 1
-
-    def release(self) -> None:
-        self.store.data = None
 
 
 def teaching_of(teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool) -> Teaching:

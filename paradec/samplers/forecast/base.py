@@ -25,7 +25,7 @@ from paradec.core import rng
 from paradec.core.checks import check_int, check_number
 from paradec.core.latents import LatentProposal, LatentQuery
 from paradec.core.memory import Memory, MemorySpec
-from paradec.core.protocol import Commit, Sampler, State
+from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Trace
 from paradec.samplers.forecast.refresh import RunProgress
@@ -226,12 +226,8 @@ class ForecastSampler(Sampler):
         state.check_current(proposal)
         full = proposal.kind != "forecast"
         if full:
-            finite = proposal.values.flatten(1).isfinite().all(1).cpu()
-            if not finite.all():
-                row = int(finite.int().argmin())
-                raise FloatingPointError(
-                    f"the model returned NaN or infinite values for row {row} at step {state.index}"
-                )
+            message = f"the model returned NaN or infinite values for row {{row}} at step {state.index}"
+            check_finite(proposal.values.flatten(1).isfinite().all(1), proposal.rows, message)
         remembered, notes = self.remember(state, proposal.values, full)
         before = state.input
         state.advance(proposal.values, full)  # first: a scheduler that raises leaves the memory as it was

@@ -7,8 +7,6 @@ what was decided up to some group, wherever it lies in the picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,15 +20,15 @@ from paradec.core.memory import Memory
 from paradec.core.order_draws import keyed
 from paradec.core.orders import Groups, Order
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Commit, Proposal, Sampler, State
+from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
-from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
-from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.request import FIELDS, Request, request_for
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
+from paradec.samplers.starting import keys_of, padded, trace_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -113,13 +111,8 @@ class GroupState(State):
         """[B, ...] -> [branches * B, ...]."""
         return rows.repeat(self.branches, *[1] * (rows.ndim - 1))
 
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            self.store.release()
+    def stores(self) -> tuple[Any, ...]:
+        return (self.store,)
 
 
 @dataclass(frozen=True)
@@ -143,11 +136,8 @@ class GroupWriter(Sampler):
         """
         state.check_current(proposal)
         sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
-        if not sound.all():
-            row = int(sound.int().argmin())
-            raise FloatingPointError(
-                f"the model returned NaN or infinite logits for row {row} at its step {state.index}"
-            )
+        message = f"the model returned NaN or infinite logits for row {{row}} at its step {state.index}"
+        check_finite(sound, proposal.rows, message)
         branches = len(state.context) // state.batch
         positions, tokens = proposal.positions.repeat(branches, 1), proposal.values.repeat(branches, 1)
         state.context = state.context.scatter(1, positions, tokens)
@@ -232,19 +222,16 @@ class GroupSampler(GroupWriter):
             branches, contexts = 2, [*rows, *negative]
         elif negative_prompt is not None:
             raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
-        _, seeds = randomness(request, rows)
-        keys = torch.as_tensor(rng.row_keys(seeds, rows))
+        keys, _ = keys_of(request, rows, torch.device("cpu"))
         groups = self.order_for(request.steps).groups(grid.height, grid.width, keyed(keys))
         length = len(rows[0])
-        context = torch.full((len(contexts), length + grid.length), model.blank_id, dtype=torch.int64)
-        context[:, :length] = torch.tensor(contexts)
         cells = length + grid.cell_offsets[torch.as_tensor(groups.order.copy())]
         state = GroupState(
             batch=len(rows),
             memory=Memory({}, len(rows), {}, device),
             facts=facts,
             request=request.without_objects(),
-            context=context.to(device),
+            context=torch.as_tensor(padded(contexts, length + grid.length, model.blank_id), device=device),
             groups=groups,
             cells=cells.to(device),
             prompt_length=np.full(len(rows), length),
@@ -254,14 +241,8 @@ class GroupSampler(GroupWriter):
             branches=branches,
             store=model.make_store(len(contexts), length + grid.length),
         )
-        if request.trace:
-            state.trace = Trace(
-                canvas=state.canvas.tolist(),
-                settings=self.to_dict() | request.sampling(),
-                family=self.family,
-                score="probability",
-                mask_id=model.blank_id,
-            )
+        ends = state.prompt_length + grid.length
+        state.trace = trace_of(self, request, state.canvas, ends, score="probability", mask_id=model.blank_id)
         return state
 
     # ---- steps ----------------------------------------------------------------------------------------------------

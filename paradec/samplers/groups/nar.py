@@ -5,8 +5,6 @@ He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation"
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,14 +18,14 @@ from paradec.core.checks import check_int
 from paradec.core.memory import Memory
 from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
-from paradec.core.protocol import Proposal, State
+from paradec.core.protocol import Cost, Memory, Proposal, State
 from paradec.core.query import Cost, Query
-from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
-from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.request import FIELDS, Request, request_for
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
 from paradec.samplers.guidance import guided
+from paradec.samplers.starting import keys_of, padded, trace_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -79,13 +77,8 @@ class NARState(State):
     def progress(self) -> tuple[int, int]:
         return self.decided * self.batch, self.grid.length * self.batch
 
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            self.store.release()
+    def stores(self) -> tuple[Any, ...]:
+        return (self.store,)
 
     def positions(self, cells: Tensor) -> Tensor:
         """[B, W] int64: where cells [W] are in the rows."""
@@ -166,29 +159,20 @@ class NAR(GroupWriter):
             contexts = [*prompts, *negative]
         longest = int(lengths.max()) + grid.length
         model.facts.check_length(longest, grid.length)
-        _, seeds = randomness(request, prompts)
-        context = np.full((len(contexts), longest), model.facts.fill_token_id, np.int64)
-        for row, ids in zip(context, contexts, strict=True):
-            row[: len(ids)] = ids
+        keys, _ = keys_of(request, prompts, model.device, encoded.before)
         state = NARState(
             batch=len(prompts),
             memory=Memory({}, len(prompts), {}, model.device),
             request=request.without_objects(),
             grid=grid,
-            context=torch.as_tensor(context, device=model.device),
+            context=torch.as_tensor(padded(contexts, longest, model.facts.fill_token_id), device=model.device),
             prompt_length=lengths,
-            keys=torch.as_tensor(rng.row_keys(seeds, prompts, encoded.before), device=model.device),
+            keys=keys,
             store=model.make_store(len(contexts), longest),
         )
-        if request.trace:
-            rows = [row[: length + grid.length].tolist() for row, length in zip(context, lengths)]
-            state.trace = Trace(
-                canvas=rows,
-                settings=self.to_dict() | request.sampling(),
-                family=self.family,
-                score="probability",
-                filled=[[(int(length), int(length) + grid.length)] for length in lengths],
-            )
+        filled = [[(length, length + grid.length)] for length in lengths.tolist()]
+        ends = lengths + grid.length
+        state.trace = trace_of(self, request, state.canvas, ends, score="probability", filled=filled)
         return state
 
     def query(self, state: NARState) -> list[Query]:

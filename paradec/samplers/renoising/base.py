@@ -24,7 +24,7 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, check_number
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
-from paradec.core.protocol import Commit, Proposal, Sampler
+from paradec.core.protocol import Commit, Cost, NotFinite, Proposal, Sampler
 from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
@@ -386,9 +386,8 @@ def _copied(generator: torch.Generator | None) -> torch.Generator | None:
 
 
 def _check_finite(state: DenoisingState, rows: np.ndarray, entropy: np.ndarray) -> None:
-    """Raise FloatingPointError where the model's answer is not finite: the mean entropy is NaN then."""
+    """Raise NotFinite where the model's answer is not finite: the mean entropy is NaN then."""
     if not math.isfinite(np.add.reduce(entropy)):
-        row = int(rows[np.isfinite(entropy).argmin()])
-        raise FloatingPointError(
-            f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
-        )
+        broken = rows[~np.isfinite(entropy)]
+        step = int(state.row_step[broken[0]])
+        raise NotFinite(f"the model returned NaN or infinite logits for row {broken[0]} at its step {step}", broken)

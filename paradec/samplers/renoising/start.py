@@ -16,13 +16,22 @@ from paradec.core.facts import HOLE, ModelFacts
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.trace import Trace, spans
-from paradec.request import DEFAULTS, Request, randomness, stop_texts
+from paradec.core.protocol import Memory
+from paradec.core.trace import spans
+from paradec.request import DEFAULTS, Request, randomness
 from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.settled import Settled
 from paradec.samplers.renoising.state import DenoisingState
+from paradec.samplers.starting import (
+    answer_starts,
+    new_tokens,
+    padded,
+    stop_strings_of,
+    suppressed_ids,
+    trace_of,
+)
 
 REFUSED: Mapping[str, str] = {
     "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
@@ -52,45 +61,32 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows = prompts.rows
     holes = any(HOLE in row for row in rows)
-    new = _new_tokens(model, rows, request.max_new_tokens, holes)
+    new = new_tokens(model, rows, request.max_new_tokens, HOLE, "hole")
+    _check_begins(facts, rows)
     defaults = model.denoising
     rule = rules.checked(sampler.rule_for(defaults), sampler.name)
     suppressed = _suppressed(request, facts)
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = _randomness(request, rows, holes)
-    stop_rules, early = check_stop(request.stop, SimpleNamespace(multi_step=False, mask_probes=False))
-    if early:
-        raise ValueError(
-            f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "
-            f"(settings of sampler {sampler.name!r})"
-        )
-    texts = stop_texts(request.stop_strings)
-    if texts and model.tokenizer is None:
-        raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {facts.name} has none")
+    stop_rules = _stop_rules(sampler, request)
+    texts = stop_strings_of(request, model)
     images = prompts.images or []
-    reuse = _reuse(request.prefix, model, rows, images)
-    if request.keep_prefix and any(part is not None for part in images):
-        raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")
+    reuse = _reuse(request, model, rows, images)
 
     width = facts.block_length
     assert width is not None  # what models with canvases state
     lengths = np.array([len(row) for row in rows], np.int64)
     asked = lengths + new
     starts = [_starts(row, int(end), width) for row, end in zip(rows, asked, strict=True)]
-    answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != HOLE), 0) for r in rows], np.int64)
+    answers = answer_starts(rows, HOLE)
     ends = np.array([row[-1] + width for row in starts], np.int64)
     longest = int(np.maximum(ends, asked).max())
-    canvas = np.full((len(rows), longest), HOLE, np.int64)
-    canvas[np.arange(longest) < lengths[:, None]] = np.concatenate(rows)
+    canvas = padded(rows, longest, HOLE)
     given = canvas != HOLE
-    steps = _steps(sampler, request, defaults, starts)
-    temperatures = _temperatures(sampler, defaults)
-    settled = _settled(sampler, defaults)
-    rule_list: list[StopRule] = [*stop_rules]
     if request.eos_early_stop and facts.eos_token_ids:
-        rule_list.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else None))
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else None))
     if texts:
-        rule_list.append(StopStrings(texts, model.tokenizer, HOLE, canvas, answers))
+        stop_rules.append(StopStrings(texts, model.tokenizer, HOLE, canvas, answers))
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
@@ -98,9 +94,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         facts=facts,
         request=request.without_objects(),
         rule=rule,
-        steps=steps,
-        temperatures=temperatures,
-        settled=settled,
+        steps=_steps(sampler, request, defaults, starts),
+        temperatures=_temperatures(sampler, defaults),
+        settled=_settled(sampler, defaults),
         encode_wait=sampler.encode_wait,
         canvas=torch.as_tensor(np.where(given, canvas, facts.fill_token_id), device=device),
         given=torch.as_tensor(given, device=device),
@@ -114,7 +110,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         generator=generator,
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
-        stop_rules=tuple(rule_list),
+        stop_rules=tuple(stop_rules),
         images=images,
         store=model.make_store(len(rows), longest),
     )
@@ -122,15 +118,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         source, counts = reuse
         state.store.load(request.prefix, source, counts)
         state.encoded, state.reused = counts.copy(), counts
-    if request.trace:
-        begin = state.canvas.cpu()
-        state.trace = Trace(
-            canvas=[begin[row, : ends[row]].tolist() for row in range(len(rows))],
-            settings=sampler.to_dict() | request.sampling(),
-            family=sampler.family,
-            score="probability",
-            filled=[spans(state.to_fill(row)) for row in range(len(rows))],
-        )
+    filled = [spans(state.to_fill(row)) for row in range(len(rows))] if request.trace else None
+    state.trace = trace_of(sampler, request, state.canvas, ends, score="probability", filled=filled)
     if request.logprobs is not None:
         state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
     return state
@@ -145,22 +134,24 @@ def _refuse(sampler: Any, request: Request) -> None:
             raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
 
 
-def _new_tokens(model: Any, rows: list[list[int]], asked: int | None, holes: bool) -> int:
-    """How many positions are appended to every row."""
-    facts, new = model.facts, asked
-    if new is None:
-        new = 0 if holes else model.default_max_new_tokens
-    check_int("max_new_tokens", new, low=0 if holes else 1)
+def _check_begins(facts: ModelFacts, rows: list[list[int]]) -> None:
+    """Raise ValueError for a row without a token before its first canvas."""
     for index, row in enumerate(rows):
-        if not new and HOLE not in row:
-            raise ValueError(f"the prompt of row {index} has no hole to fill; give it one, or max_new_tokens above 0")
         if row[0] == HOLE:
             raise ValueError(
                 f"the prompt of row {index} begins with a hole; {facts.name} reads at least one token before a canvas"
             )
-    longest = max(map(len, rows)) + new
-    facts.check_length(longest, new)
-    return new
+
+
+def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
+    """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
+    found, early = check_stop(request.stop, SimpleNamespace(multi_step=False, mask_probes=False))
+    if early:
+        raise ValueError(
+            f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "
+            f"(settings of sampler {sampler.name!r})"
+        )
+    return [*found]
 
 
 def _starts(row: list[int], end: int, width: int) -> np.ndarray:
@@ -175,12 +166,10 @@ def _starts(row: list[int], end: int, width: int) -> np.ndarray:
 
 def _suppressed(request: Request, facts: ModelFacts) -> list[int]:
     """Ids that are never proposed, ascending. (Noise may hold them.)"""
-    for token in request.suppress_tokens:
-        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    suppressed = {*request.suppress_tokens, *(facts.eos_token_ids if request.logits_eos_inf else ())}
-    if len(suppressed | ({*facts.eos_token_ids} if request.holes_eos_inf else set())) >= facts.vocab_size:
+    suppressed = suppressed_ids(request, facts)
+    if len({*suppressed, *(facts.eos_token_ids if request.holes_eos_inf else ())}) >= facts.vocab_size:
         raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
-    return sorted(suppressed)
+    return suppressed
 
 
 def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[torch.Generator | None, list[int]]:
@@ -192,14 +181,23 @@ def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[t
     return randomness(request, [row[:1] for row in rows])
 
 
-def _reuse(prefix: Any, model: Any, rows: list[list[int]], images: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which rows of `prefix` each row takes over, and how many of its tokens: both [B] int64. The encoder is causal, so
-    that any number of them is as exact as none."""
+def _reuse(
+    request: Request, model: Any, rows: list[list[int]], images: list[Any]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Which rows of the request's prefix each row takes over, and how many of its tokens: both [B] int64. The encoder
+    is causal, so that any number of them is as exact as none.
+
+    Raises:
+        ValueError: a prefix that is none of this model, or one to keep or to take over where the prompt has images.
+    """
+    prefix, pictured = request.prefix, any(part is not None for part in images)
+    if request.keep_prefix and pictured:
+        raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")
     if prefix is None:
         return None
     if not isinstance(prefix, KeptPrefix):
         raise ValueError(f"prefix={shown(prefix)} must be the `prefix` of an output made with keep_prefix=True")
-    if any(part is not None for part in images):
+    if pictured:
         raise ValueError("prefix=... is looked up by tokens, and the prompt has images: leave it out")
     prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]
     source, counts = prefix.common(rows)

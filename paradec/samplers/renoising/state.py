@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -207,13 +206,8 @@ class DenoisingState(State):
         tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]
         return KeptPrefix(model.module, tokens, self.store.leading(int(counts.max())), True)
 
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            self.store.release()
+    def stores(self) -> tuple[Any, ...]:
+        return (self.store,)
 
     # ---- what commits change --------------------------------------------------------------------------------------
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.core.memory import Memory
-from paradec.core.protocol import Commit, Proposal, Sampler, State
+from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
-from paradec.core.trace import Trace
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
-from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.request import FIELDS, Request, request_for
 from paradec.samplers.distributions import argmax, tempered
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.labels import labels_of
+from paradec.samplers.labels import labels_of, trace_of_labels
+from paradec.samplers.starting import keys_of
 
 SERVED = (
     "sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback", "trace", "progress",
@@ -90,6 +90,9 @@ class ScaleState(State):
     def begin(self, scale: int) -> int:
         """Tokens before a scale."""
         return self.ends[scale - 1] if scale else 0
+
+    def stores(self) -> tuple[ScaleStore | None, ...]:
+        return self.store, self.after
 
     @property
     def branches(self) -> int:
@@ -181,7 +184,7 @@ class ScaleSampler(Sampler):
         facts = model.facts
         self.check_lists(len(facts.scales))
         labels = labels_of(prompt, facts.classes)
-        _, seeds = randomness(request, [[label] for label in labels])
+        keys, seeds = keys_of(request, [[label] for label in labels], model.device)
         device, length, side = model.device, facts.ends[-1], facts.scales[-1]
         dtype = torch.promote_types(model.dtype, torch.float32)
         state = ScaleState(
@@ -192,15 +195,13 @@ class ScaleSampler(Sampler):
             features=torch.zeros(len(labels), facts.code_dim, side, side, dtype=dtype, device=device),
             inputs=torch.zeros(len(labels), length - 1, facts.code_dim, dtype=dtype, device=device),
             labels=torch.tensor(labels, device=device),
-            keys=torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device),
+            keys=keys,
             request=request,
             codes=torch.zeros(len(labels), length, facts.code_dim, dtype=dtype, device=device) if self.smooth else None,
         )
         state.store = model.store(state.branches * state.batch, len(facts.scales) - 1)
-        if request.trace:
-            asked = {"labels": labels, "guidance_scale": request.guidance_scale, "seed": seeds}
-            empty: list[list[Any]] = [[None] * length for _ in labels]
-            state.trace = Trace(empty, self.to_dict() | asked, family=self.family)
+        asked = {"guidance_scale": request.guidance_scale, "seed": seeds}
+        state.trace = trace_of_labels(self, request, labels, length, **asked)
         return state
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -309,8 +310,9 @@ class ScaleSampler(Sampler):
         """
         state.check_current(proposal)
         assert proposal.features is not None and proposal.last is not None
-        if not (torch.isfinite(proposal.scores).all() and torch.isfinite(proposal.features).all()):
-            raise FloatingPointError(f"the model returned NaN or infinite logits at scale {state.index}")
+        sound = proposal.scores.isfinite().all(1) & proposal.features.flatten(1).isfinite().all(1)
+        message = f"the model returned NaN or infinite logits for row {{row}} at scale {state.index}"
+        check_finite(sound, proposal.rows, message)
         begin, stop = state.begin(state.index), state.ends[state.index]
         state.tokens = torch.cat((state.tokens[:, :begin], proposal.values, state.tokens[:, stop:]), 1)
         state.features = proposal.features

@@ -14,8 +14,8 @@ import torch
 
 import paradec
 from paradec.api.generate import own_defaults
-from paradec.batching.batch import refusal
 from paradec.batching.many import generate_many
+from paradec.batching.slots import refusal
 from paradec.core.checks import check_bool, check_int, check_model
 from paradec.core.prompts import ids_of
 from paradec.request import Preset, Request

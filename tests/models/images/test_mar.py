@@ -17,7 +17,7 @@ from places import golden, golden_file
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paradec.core.protocol import decode
+from paradec.core.protocol import NotFinite, decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.mar import MAR, PRESETS, MARModel, load_mar
 from paradec.samplers.continuous.base import left_after
@@ -257,9 +257,10 @@ def test_bad_requests(model: MARModel, request_: dict[str, Any], message: str) -
 
 def test_numbers_that_are_not_finite_are_named(model: MARModel) -> None:
     sampler = Sampler(head_steps=2)
-    state = sampler.start(model, [1], steps=4, seed=0)
+    state = sampler.start(model, [1, 2], steps=4, seed=0)
     proposal = sampler.step(model, state)
-    proposal.values[0, 0, 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="NaN or infinite tokens at step 0"):
+    proposal.values[1, 0, 0] = torch.nan
+    with pytest.raises(NotFinite, match="NaN or infinite tokens at step 0 for row 1") as caught:
         sampler.commit(state, proposal)
+    assert caught.value.rows.tolist() == [1]
     assert state.index == 0 and not state.tokens.any()

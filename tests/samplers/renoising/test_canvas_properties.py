@@ -18,7 +18,7 @@ from tiny_models import tiny
 import paradec
 from paradec import samplers
 from paradec.caches.canvas_store import canvas_store_bytes
-from paradec.core.protocol import decode
+from paradec.core.protocol import NotFinite, decode
 from paradec.core.trace import Trace, TraceStep
 from paradec.samplers.renoising import base, rules
 from paradec.samplers.renoising.noise import BLOCK, draw
@@ -455,8 +455,9 @@ def test_steps_that_fail_change_nothing(rng: str) -> None:
     queries = method.query(state)
     outputs = [own(query, state.store) for query in queries]
     outputs[-1][2, 3, 4] = torch.nan
-    with pytest.raises(FloatingPointError, match=r"NaN or infinite logits for row 2 at its step 1"):
+    with pytest.raises(NotFinite, match=r"NaN or infinite logits for row 2 at its step 1") as caught:
         method.commit(state, method.propose(state, outputs, queries))
+    assert caught.value.rows.tolist() == [2]
     assert same(snapshot(state), before)
     soften, proposal.soften = proposal.soften, None
     with pytest.raises(TypeError):

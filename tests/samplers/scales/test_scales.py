@@ -14,7 +14,7 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.core.protocol import decode
+from paradec.core.protocol import NotFinite, decode
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig, load_multi_scale_vq
 from paradec.models.images.var import VARModel, load_var
 from paradec.samplers.scales.base import inverse
@@ -266,9 +266,11 @@ def test_broken_weights_are_named_before_anything_is_written() -> None:
     before = state.tokens.clone()
     with torch.no_grad():
         model.module.head.bias[3] = torch.nan
-    with pytest.raises(FloatingPointError, match="scale 1"):
+    with state.freed_store(), pytest.raises(NotFinite, match="row 0 at scale 1") as caught:
         decode(sampler, model, state)
     assert torch.equal(state.tokens, before) and state.index == 1
+    assert caught.value.rows.tolist() == [0, 1, 2] and state.store is not None
+    assert state.store.data is None  # its memory is given back
 
 
 def test_an_interrupt_loses_nothing() -> None:

@@ -1,0 +1,89 @@
+"""How a request begins: what the starts of several families share, beside the canvas that each lays out itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Sampler
+from paradec.core.trace import Trace
+from paradec.request import Request, randomness, stop_texts
+
+
+def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
+    """How many undecided positions are appended to every row, whose `hole` ids are to be filled, too; a message calls
+    them `name`.
+
+    Raises:
+        ValueError: a number out of its range, a row without anything to fill, or one that is too long.
+    """
+    holes = any(hole in row for row in rows)
+    new = asked
+    if new is None:
+        new = 0 if holes else model.default_max_new_tokens
+    check_int("max_new_tokens", new, low=0 if holes else 1)
+    for index, row in enumerate(rows):
+        if not new and hole not in row:
+            raise ValueError(f"the prompt of row {index} has no {name} to fill; give it one, or max_new_tokens above 0")
+    model.facts.check_length(max(map(len, rows)) + new, new)
+    return new
+
+
+def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
+    """[B] int64: the position after the last given token of each row, from which on text may end it."""
+    return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
+
+
+def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
+    """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
+    for token in request.suppress_tokens:
+        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
+    return sorted({*request.suppress_tokens, *(facts.eos_token_ids if request.logits_eos_inf else ())})
+
+
+def stop_strings_of(request: Request, model: Any) -> tuple[str, ...]:
+    """Texts that end a row. Raises ValueError where there is no tokenizer to find them with."""
+    texts = stop_texts(request.stop_strings)
+    if texts and getattr(model, "tokenizer", None) is None:
+        raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none")
+    return texts
+
+
+def keys_of(
+    request: Request, rows: list[list[int]], device: torch.device, before: Sequence[int] | None = None
+) -> tuple[Tensor, list[int]]:
+    """Random keys [B, 2] int64 of the rows, and the seeds [B] that they are made of.
+
+    Args:
+        before: how many equal rows come before each; None counts them among `rows`.
+    """
+    _, seeds = randomness(request, rows)
+    return torch.as_tensor(rng.row_keys(seeds, rows, before), device=device), seeds
+
+
+def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
+    """[B, columns] int64: the rows from column 0 on, and `fill` after them."""
+    out = np.full((len(rows), columns), fill, np.int64)
+    for row, ids in zip(out, rows, strict=True):
+        row[: len(ids)] = ids
+    return out
+
+
+def trace_of(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **said: Any) -> Trace | None:
+    """What a request is recorded in, if it asks for that.
+
+    Args:
+        canvas: [B, L] int64: what decoding starts from. ends: [B] int64: the columns of each row.
+        said: further fields of `paradec.core.trace.Trace`.
+    """
+    if not request.trace:
+        return None
+    rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]
+    return Trace(rows, sampler.to_dict() | request.sampling(), family=sampler.family, **said)
