@@ -9,6 +9,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -129,7 +130,8 @@ def generate_images(
         warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
     try:
-        with state.freed_store(), bar(request.progress, state, request.callback) as after_commit:
+        watched = bar(state, request.callback) if request.progress else nullcontext(request.callback)
+        with state.freed_store(), watched as after_commit:
             decode(method, laid.model, state, after_commit)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.api.generate import Output, output_of, own_defaults, sampler_on
+from paradec.api.generate import output_of, own_defaults, sampler_on
+from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
 from paradec.batching.slots import DeviceGroup, Group, Seen, Ticket
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown

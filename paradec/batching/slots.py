@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
-from paradec.api.generate import Output
+from paradec.api.output import Output
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import Prompts
 from paradec.request import Request

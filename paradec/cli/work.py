@@ -15,7 +15,7 @@ from paradec.cli import options, ranks, show
 from paradec.core.checks import check_int, check_model, check_text
 
 if TYPE_CHECKING:
-    from paradec.api.generate import Output
+    from paradec.api.output import Output
     from paradec.core.prompts import Prompts
     from paradec.request import Request
 
