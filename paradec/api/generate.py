@@ -24,7 +24,8 @@ from paradec.core.contract import TextState
 from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import Interrupted, decode
 from paradec.core.trace_texts import name_tokens
-from paradec.request import FIELDS, Arguments, Preset, Request, takes_arguments, warn_of_unused
+from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
+from paradec.request_fields import FIELDS
 
 MADE = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) that write ids without being told where a picture ends."""

@@ -24,7 +24,8 @@ from paradec.core.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.core.thumbnails import of_images, of_stage, pillow, to_pil
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
-from paradec.request import Preset, Request, check_names, request_for, takes_arguments, warn_of_unused
+from paradec.request import Preset, Request, request_for, takes_arguments, warn_of_unused
+from paradec.request_fields import check_names
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 

@@ -37,29 +37,18 @@ from paradec.core.interrupts import held_back
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Memory, NotFinite, State
 from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments, warn_of_unused
+from paradec.request_fields import FIELDS, refused_by
 from paradec.samplers.masked.device import step as device_step
 
 __all__ = ["OWN", "Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]
 
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
-OWN = ("seed", "max_new_tokens", "stop_strings", "chat")
+OWN = tuple(name for name, said in FIELDS.items() if said.own == "all")
 """Fields of a request in which the rows of one batch may differ."""
-OWN_MASKED = (*OWN, "suppress_tokens")
+OWN_MASKED = tuple(name for name, said in FIELDS.items() if said.own)
 """The same for masked samplers."""
-REFUSED = {
-    "num_return_sequences": "give the prompt as often as it is to be answered",
-    "race": "a race is one prompt's own batch; use paradec.generate",
-    "generator": "give a seed: what a row draws does not depend on when it begins",
-    "prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
-    "keep_prefix": "what rows that have left have stored is gone; use paradec.generate",
-    "share_prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
-    "attention": "sparse attention keeps a pattern of all rows; use paradec.generate",
-    "callback": "there is no state of one request to look at; give each prompt a streamer",
-    "streamer": "a streamer is one prompt's: give it with the prompt",
-    "trace": "a trace is of the rows that it began with; use paradec.generate",
-    "progress": "count the outputs as they come",
-}
+REFUSED = refused_by("batch")
 """Fields that mean nothing here, and what to do instead."""
 
 

@@ -25,6 +25,7 @@ from paradec.core.protocol import Cost, Memory, MemorySpec, NotFinite, Proposal,
 from paradec.core.trace import Notes, Trace
 from paradec.models.images.grid import Grid
 from paradec.request import Request, randomness, request_for, stop_texts
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.statistics import guided
@@ -43,10 +44,7 @@ class CausalSampler(Sampler):
 
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
-    unsupported: ClassVar[tuple[str, ...]] = (
-        *("blocks", "block_length", "steps", "stop", "confidence_eos_eot_inf", "rng"),
-        *("cache", "attention", "prefix", "keep_prefix", "share_prefix", "suffix"),
-    )
+    unsupported: ClassVar[tuple[str, ...]] = unserved_by("draft_verify")
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     uses_steps: ClassVar[bool] = False
     lossless: ClassVar[bool] = True

@@ -16,11 +16,10 @@ from paradec.core.checks import check_int
 from paradec.core.orders import Cosine, keyed, left_after
 from paradec.core.protocol import Memory, Sampler, State
 from paradec.core.trace import Trace
-from paradec.request import FIELDS, Request, request_for
+from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.labels import labels_of
 
-SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
-"""Fields of a request that have a meaning for the family; `temperature` is a setting."""
 DEFAULT_STEPS = 64
 
 
@@ -63,7 +62,7 @@ class ContinuousSampler(Sampler):
     family = "continuous"
     models = ("continuous image",)
     uses_steps = True
-    unsupported = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = unserved_by("continuous")  # `temperature` is a setting
 
     def _state(self, left: np.ndarray, fields: dict[str, Any]) -> Any:
         """The state of a request.
@@ -89,7 +88,7 @@ class ContinuousSampler(Sampler):
         Args:
             model: a `paradec.models.images.mar.MARModel`.
             prompt: the class labels, one per image.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning: `steps` is T,
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count: `steps` is T,
                 1 to S, 64 by default as in the paper's fast setting (256 in its best one); `guidance_scale` of the
                 published models is 2.9, 3.0 and 3.2; in a trace a token is its numbers, None where undecided.
             order: [B, S] int64, the random order to use, last position first; None draws it.

@@ -24,18 +24,13 @@ from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
-from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.request import Request, randomness, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.statistics import filtered_distribution, guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
-
-SERVED = (
-    *("sampler", "steps", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
-    *("trace", "progress"),
-)
-"""Fields of a request that have a meaning for the family."""
 
 
 @dataclass
@@ -162,7 +157,7 @@ class GroupSampler(GroupWriter):
 
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
-    unsupported: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported: ClassVar[tuple[str, ...]] = unserved_by("groups")
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -201,7 +196,7 @@ class GroupSampler(GroupWriter):
         Args:
             model: an image model that is fed groups.
             prompt: rows of ids, all of one length, as `model.request` lays them out.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning; `steps` is
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count; `steps` is
                 the number of groups, for orders that say none; temperature is 1 by default.
             grid: the raster; the model's own by default.
             negative_prompt: the unconditional branch's prompts under guidance.

@@ -22,19 +22,14 @@ from paradec.core.prompts import encode
 from paradec.core.protocol import Cost, Memory, Proposal, Query, State
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
-from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.request import Request, randomness, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
 from paradec.samplers.statistics import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
-
-SERVED = (
-    *("sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator"),
-    *("callback", "trace", "progress", "chat"),
-)
-"""Fields of a request that have a meaning for the method."""
 
 
 @dataclass
@@ -120,7 +115,7 @@ class NAR(GroupWriter):
     paper = "NAR"
     arxiv = "2503.10696"
     summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
-    unsupported = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = unserved_by("nar")
 
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)
@@ -142,7 +137,7 @@ class NAR(GroupWriter):
         Args:
             model: a `paradec.models.images.nar.NARModel`, or the copy of it that its `request` gives for captions.
             prompt: rows of ids, as `NARModel.request` lays them out.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning.
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count.
             grid: of the picture; by default the model's own.
             negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance above 1.
 

@@ -18,23 +18,13 @@ from paradec.core.prompts import encode
 from paradec.core.protocol import Memory
 from paradec.core.trace import Trace, spans
 from paradec.request import DEFAULTS, Request, randomness, stop_texts
+from paradec.request_fields import refused_by
 from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.settled import Settled
 from paradec.samplers.renoising.state import DenoisingState
 
-REFUSED: Mapping[str, str] = {
-    "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
-    "attention": "its lists of keys are made for one block of masks",
-    "suffix": "a canvas is evaluated whole, and nothing comes after it",
-    "blocks": "a canvas has the length that the model was trained with",
-    "block_length": "a canvas has the length that the model was trained with",
-    "temperature": "it falls with the steps: t_max and t_min are settings of the sampler",
-    "guidance_scale": "without a mask token there is no unconditional form of the prompt",
-    "share_prefix": "every row encodes its own prompt; prefix=... takes over what an earlier request encoded",
-    "confidence_eos_eot_inf": "a canvas closes as a whole, so that no token comes after the others",
-    "compile": "rows open canvases, and are encoded, when the host finds that they have settled",
-}
+REFUSED = refused_by("renoising")
 """Fields of a request that mean nothing on canvases, and why."""
 
 

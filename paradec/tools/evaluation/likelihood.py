@@ -36,7 +36,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite, Query
-from paradec.request import LARGEST_GUIDANCE
+from paradec.request_fields import LARGEST_GUIDANCE
 from paradec.samplers.statistics import guided
 from paradec.tools.evaluation import maskings
 from paradec.tools.evaluation.maskings import Masking, MaskingSpan
