@@ -30,7 +30,8 @@ import torch
 from provenance import write_result
 
 import paradec
-from paradec.batching.batch import Batch, Ticket
+from paradec.batching.batch import Batch
+from paradec.batching.slots import Ticket
 
 SHORTEST, LONGEST = 4, 128
 REQUEST: dict[str, Any] = {"sampler": "low_confidence", "eos_early_stop": False, "block_length": 32, "seed": 0}

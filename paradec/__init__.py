@@ -22,8 +22,10 @@ from paradec.core.version import __version__  # noqa: F401
 from paradec.tools import traces  # noqa: F401 - which register what they have
 
 if TYPE_CHECKING:
-    from paradec.api.generate import Output, generate, infill
+    from paradec.api.generate import generate
     from paradec.api.images import generate_images
+    from paradec.api.infill import infill
+    from paradec.api.output import Output
     from paradec.attention.sparsed import SparseD
     from paradec.batching.many import generate_many
     from paradec.caches.suffix import Suffix
@@ -83,7 +85,7 @@ LATER = {
     "CheckpointError": "paradec.models.checkpoint",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
-    "Output": "paradec.api.generate",
+    "Output": "paradec.api.output",
     "PipelinedBlocks": "paradec.core.pipelined_blocks",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
@@ -97,7 +99,7 @@ LATER = {
     "generate_images": "paradec.api.images",
     "generate_many": "paradec.batching.many",
     "hf_generate": "paradec.integrations.transformers",
-    "infill": "paradec.api.generate",
+    "infill": "paradec.api.infill",
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
@@ -109,7 +111,8 @@ LATER = {
 
 def __getattr__(name: str) -> Any:
     if name in LATER:
-        return getattr(importlib.import_module(LATER[name]), name)
+        globals()[name] = found = getattr(importlib.import_module(LATER[name]), name)  # asked for here once
+        return found
     # a module, as if it had been imported by its name: `paradec.api.images.contact_sheet`
     if not name.startswith("_"):
         try:

@@ -10,57 +10,28 @@ import dataclasses
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import attention as attentions
-from paradec import caches
 from paradec.attention.sparsed import SparseD
 from paradec.caches.base import Cache
 from paradec.caches.kept import KeptPrefix
 from paradec.caches.suffix import Suffix
 from paradec.core.block_policies import POLICIES
-from paradec.core.blocks import LONGEST_BLOCK, BlockPolicy
-from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import check_choice, shown
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown
 from paradec.core.text_files import read_json, write_json
+from paradec.request_fields import FIELDS, LIVE, check_names
 
-MOST_STEPS = 1_000_000
-LARGEST_GUIDANCE = 1e6
-MOST_ANSWERS = 1_000_000
-"""Rows that one prompt can become."""
-LIVE = ("prefix", "generator", "streamer", "callback")
-"""Fields that hold objects of this process: they are never saved, and a state does not keep them."""
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "logits_eos_inf", "holes_eos_inf"),
-    *("top_n_sigma", "confidence_eos_eot_inf", "suppress_tokens", "steps", "rng"),
-)
-"""Fields that say how tokens are drawn and rows end: all that a step reads of a request."""
 FILTERS = ("top_p", "top_k", "top_n_sigma")
 """Fields that restrict what tokens are drawn from."""
-ELSEWHERE = {
-    "gen_length": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "cfg": "guidance_scale",
-    "cfg_scale": "guidance_scale",
-    "diffusion_steps": "steps",
-    "num_inference_steps": "steps",
-    "alg": "sampler",
-    "algorithm": "sampler",
-    "remasking": "sampler",
-    "num_samples": "num_return_sequences",
-    "n": "num_return_sequences",
-    "negative_prompt_ids": "guidance_scale",
-}
-"""Names of other libraries, and what they are called here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,51 +139,17 @@ class Request:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        samplers = Registry.by_kind["sampler"]
-        if isinstance(self.sampler, str):
-            samplers.check(self.sampler)
-        elif not isinstance(self.sampler, Sampler):
-            raise TypeError(f"sampler={shown(self.sampler)} must be a name or made by paradec.samplers.create")
-        if isinstance(self.cache, str):
-            caches.registry.check(self.cache)
-        elif self.cache is not None and not isinstance(self.cache, Cache):
-            raise ValueError(
-                f"cache={shown(self.cache)} must be one of {caches.names()} or made by paradec.caches.create"
-            )
-        if isinstance(self.attention, str):
-            check_choice("attention", self.attention, ["dense", *attentions.names()])
-        if isinstance(self.blocks, str):
-            check_choice("blocks", self.blocks, POLICIES)
-        check_int("block_length", self.block_length, low=1, high=LONGEST_BLOCK, none=True)
-        check_int("steps", self.steps, low=1, high=MOST_STEPS, none=True)
-        check_int("max_new_tokens", self.max_new_tokens, low=0, none=True)
-        check_temperature("temperature", self.temperature)
-        check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
-        check_int("top_k", self.top_k, low=1, none=True)
-        check_number("top_n_sigma", self.top_n_sigma, low=0, none=True, open_low=True)
-        check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST_GUIDANCE)
-        for name in BOOLEANS:
-            check_bool(name, getattr(self, name))
-        if self.chat is not None:
-            check_bool("chat", self.chat)
-        check_choice("rng", self.rng, ("counter", "reference"))
-        check_int("num_return_sequences", self.num_return_sequences, low=1, high=MOST_ANSWERS)
-        check_int("race", self.race, low=1, high=MOST_ANSWERS, none=True)
-        check_int("logprobs", self.logprobs, low=0, none=True)
-        if self.callback is not None and not callable(self.callback):
-            raise TypeError(f"callback={shown(self.callback)} must be callable")
-        if self.generator is not None and not isinstance(self.generator, torch.Generator):
-            raise ValueError(f"generator={shown(self.generator)} must be a torch.Generator")
+        for name, default in DEFAULTS.items():
+            value = getattr(self, name)
+            if value is default:
+                continue
+            said = FIELDS[name]
+            if said.registered and isinstance(value, str):
+                Registry.by_kind[name].check(value)
+            elif said.check is not None and (kept := said.check(name, value)) is not None:
+                object.__setattr__(self, name, kept)
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
-        frozen = {
-            "suffix": Suffix.of(self.suffix),
-            "seed": _seeds(self.seed),
-            "suppress_tokens": _ids("suppress_tokens", self.suppress_tokens),
-            "stop_strings": _kept(self.stop_strings),
-        }
-        for name, value in frozen.items():
-            object.__setattr__(self, name, value)
 
     # ---- making one ---------------------------------------------------------------------------------------------
 
@@ -241,11 +178,12 @@ class Request:
 
         Raises: as `of`.
         """
-        check_names(arguments)
+        if not arguments.keys() <= FIELDS.keys():
+            check_names(arguments)
         if preset is None:
-            changes: Mapping[str, Any] = {}
-        elif isinstance(preset, Request):
-            changes = preset.changes()
+            return dict(arguments)
+        if isinstance(preset, Request):
+            changes: Mapping[str, Any] = preset.changes()
         else:
             changes = cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)
         return {**changes, **arguments}
@@ -255,12 +193,13 @@ class Request:
         return {name: getattr(self, name) for name in FIELDS if not _same(getattr(self, name), DEFAULTS[name])}
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `SAMPLING`."""
-        return {name: getattr(self, name) for name in SAMPLING}
+        """The fields that a step reads: how tokens are drawn and rows end."""
+        return {name: getattr(self, name) for name, said in FIELDS.items() if said.stepwise}
 
     def without_objects(self) -> Request:
-        """The same without what belongs to this process alone (`LIVE`): what a state keeps."""
-        return dataclasses.replace(self, prefix=None, generator=None, streamer=None, callback=None)
+        """The same without what belongs to this process alone: what a state keeps."""
+        nothing: dict[str, Any] = dict.fromkeys(LIVE)
+        return dataclasses.replace(self, **nothing)
 
     # ---- data ---------------------------------------------------------------------------------------------------
 
@@ -281,11 +220,10 @@ class Request:
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
+        saved = [name for name in FIELDS if name not in LIVE]
         for name in data:
-            if name not in FIELDS or name in LIVE:
-                raise ValueError(
-                    unknown("argument in a preset", name, [field for field in FIELDS if field not in LIVE])
-                )
+            if name not in saved:
+                raise ValueError(unknown("argument in a preset", name, saved))
         return {name: _from_data(name, value) for name, value in data.items()}
 
     def save(self, path: str | Path) -> None:
@@ -325,8 +263,6 @@ Preset = Request | str | Path | Mapping[str, Any]
 """What a request can start from."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Request)}
 """Every field with its default."""
-FIELDS = tuple(DEFAULTS)
-BOOLEANS = tuple(name for name, value in DEFAULTS.items() if isinstance(value, bool))
 
 
 class Arguments(TypedDict, total=False):
@@ -367,33 +303,6 @@ class Arguments(TypedDict, total=False):
     compile: bool
     logprobs: int | None
     progress: bool
-
-
-def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:
-    """Raise TypeError for a name that is no argument, with what was probably meant."""
-    for name in given:
-        if name in allowed:
-            continue
-        if ELSEWHERE.get(name) in allowed:
-            raise TypeError(f"unknown argument: {name!r}; it is called {ELSEWHERE[name]!r} here")
-        if name == "do_sample":
-            raise TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
-        owner = _sampler_with(name)
-        if owner is not None:
-            raise TypeError(
-                f"unknown argument: {name!r}; it is a setting of a sampler: sampler=paradec.samplers.create({owner!r}, "
-                f"{name}=...)"
-            )
-        raise TypeError(unknown("argument", name, allowed))
-
-
-def _sampler_with(setting: str) -> str | None:
-    """A sampler that has a setting of this name; the one that is called so, if there is one."""
-    samplers = Registry.by_kind["sampler"]
-    for name in [setting, *samplers.names()]:
-        if name in samplers and setting in samplers.get(name).settings():
-            return name
-    return None
 
 
 def takes_arguments(
@@ -469,43 +378,9 @@ def _same(value: Any, default: Any) -> bool:
 # ---- single arguments -----------------------------------------------------------------------------------------------
 
 
-def _ids(name: str, value: Any) -> tuple[Any, ...]:
-    """A sequence of ids as a tuple; None is empty. Whether they are in the vocabulary is checked with the model."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        value = value.tolist()
-    if value is None:
-        return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
-        raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
-    for entry in value:
-        check_int(name, entry, low=0)
-    return tuple(value)
-
-
-def _seeds(value: Any) -> Any:
-    """An int, a tuple of them, or None. How many there must be is checked with the prompts."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        value = value.tolist()
-    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    for entry in value if several else [value]:
-        check_int("seed", entry, low=0, high=2**63 - 1, none=not several)
-    return tuple(value) if several else value
-
-
-def _kept(value: Any) -> Any:
-    """Stop strings as they were given, but a list as a tuple."""
-    texts = stop_texts(value)
-    return value if value is None or isinstance(value, str) else texts
-
-
-def stop_texts(value: Any) -> tuple[str, ...]:
-    """A text or a sequence of texts as a tuple; None is empty. Raises ValueError for anything else."""
-    if value is None:
-        return ()
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"stop_strings={shown(value)} must be a text or a sequence of texts, none of them empty")
-    return tuple(texts)
+def stop_texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """A request's stop strings as a tuple."""
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 def _as_data(name: str, value: Any) -> Any:
@@ -530,9 +405,8 @@ def _as_data(name: str, value: Any) -> Any:
 
 def _from_data(name: str, value: Any) -> Any:
     """Inverse of `_as_data`."""
-    registries = {"sampler": Registry.by_kind["sampler"], "cache": caches.registry, "attention": attentions.registry}
-    if name in registries and isinstance(value, Mapping):
-        return registries[name].from_dict(value)
+    if name in Registry.by_kind and isinstance(value, Mapping):
+        return Registry.by_kind[name].from_dict(value)
     if name == "blocks" and isinstance(value, Mapping):
         settings = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if key != "blocks"}
         check_choice("blocks", value.get("blocks"), POLICIES)

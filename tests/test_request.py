@@ -18,7 +18,8 @@ from paradec import caches, samplers
 from paradec.core.adaptive_blocks import AdaptiveBlocks
 from paradec.core.blocks import FixedBlocks
 from paradec.models.adapter import Model
-from paradec.request import DEFAULTS, ELSEWHERE, FIELDS, LIVE, Arguments, Request
+from paradec.request import DEFAULTS, Arguments, Request
+from paradec.request_fields import ELSEWHERE, FIELDS, LIVE
 
 OTHER_VALUES: dict[str, Any] = {
     "sampler": samplers.create("localleap", radius=2),
@@ -56,6 +57,15 @@ OTHER_VALUES: dict[str, Any] = {
 
 def test_every_field_has_another_value_here() -> None:
     assert {*OTHER_VALUES} == {*FIELDS} - {*LIVE, "stop"}
+
+
+def test_every_field_says_who_serves_it_by_names_that_somebody_asks_for() -> None:
+    assert [*FIELDS] == [*DEFAULTS]
+    families = {samplers.get(name).family for name in samplers.names()} - {"masked", "renoising", "forecast"}
+    assert {user for said in FIELDS.values() for user in said.served.split()} == families | {
+        *("nar", "hf", "server", "engine", "tune")
+    }
+    assert {user for said in FIELDS.values() for user in said.refused} == {"renoising", "batch"}
 
 
 def test_the_typed_arguments_are_the_fields() -> None:

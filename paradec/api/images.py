@@ -9,6 +9,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -23,7 +24,8 @@ from paradec.core.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.core.thumbnails import of_images, of_stage, pillow, to_pil
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
-from paradec.request import Preset, Request, check_names, request_for, takes_arguments, warn_of_unused
+from paradec.request import Preset, Request, request_for, takes_arguments, warn_of_unused
+from paradec.request_fields import check_names
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
@@ -129,7 +131,8 @@ def generate_images(
         warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
     try:
-        with state.freed_store(), bar(request.progress, state, request.callback) as after_commit:
+        watched = bar(state, request.callback) if request.progress else nullcontext(request.callback)
+        with state.freed_store(), watched as after_commit:
             decode(method, laid.model, state, after_commit)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")

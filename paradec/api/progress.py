@@ -12,17 +12,13 @@ from paradec.core.protocol import Commit, State
 
 @contextmanager
 def bar(
-    wanted: bool, state: State | TextState, callback: Callable[[Any, Commit], bool | None] | None
-) -> Iterator[Callable[[Any, Commit], bool | None] | None]:
-    """A callback for `paradec.core.protocol.decode` that moves a bar, then calls `callback`; `callback` itself unless
-    `wanted`.
+    state: State | TextState, callback: Callable[[Any, Commit], bool | None] | None
+) -> Iterator[Callable[[Any, Commit], bool | None]]:
+    """A callback for `paradec.core.protocol.decode` that moves a bar, then calls `callback`.
 
     Args:
         state: before its first step.
     """
-    if not wanted:
-        yield callback
-        return
     from tqdm.auto import tqdm  # of notebooks, where it runs in one
 
     with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as shown:

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import numpy as np
 import torch
 
-from paradec.api.generate import Output, output_of, own_defaults
+from paradec.api.generate import output_of, own_defaults
+from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
 from paradec.batching.device import DeviceGroup
 from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, Unpack
 
-from paradec.api.generate import Output
+from paradec.api.output import Output
 from paradec.api.pictures import ImageOutput
 from paradec.batching.batch import Batch
 from paradec.batching.images import ImageBatch, check_refillable

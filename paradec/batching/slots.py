@@ -16,31 +16,21 @@ from typing import Any
 import numpy as np
 
 from paradec import samplers
-from paradec.api.generate import Output, sampler_on
+from paradec.api.generate import sampler_on
+from paradec.api.output import Output
 from paradec.core.checks import shown
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
 from paradec.request import DEFAULTS, Request
+from paradec.request_fields import FIELDS, refused_by
 
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
-OWN = ("seed", "max_new_tokens", "stop_strings", "chat")
+OWN = tuple(name for name, said in FIELDS.items() if said.own == "all")
 """Fields of a request in which the rows of one batch may differ."""
-OWN_MASKED = (*OWN, "suppress_tokens")
+OWN_MASKED = tuple(name for name, said in FIELDS.items() if said.own)
 """The same for masked samplers."""
-REFUSED = {
-    "num_return_sequences": "give the prompt as often as it is to be answered",
-    "race": "a race is one prompt's own batch; use paradec.generate",
-    "generator": "give a seed: what a row draws does not depend on when it begins",
-    "prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
-    "keep_prefix": "what rows that have left have stored is gone; use paradec.generate",
-    "share_prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
-    "attention": "sparse attention keeps a pattern of all rows; use paradec.generate",
-    "callback": "there is no state of one request to look at; give each prompt a streamer",
-    "streamer": "a streamer is one prompt's: give it with the prompt",
-    "trace": "a trace is of the rows that it began with; use paradec.generate",
-    "progress": "count the outputs as they come",
-}
+REFUSED = refused_by("batch")
 """Fields that mean nothing here, and what to do instead."""
 WIDTHS = 32
 """Canvases that have to grow are rounded up to a multiple of this."""

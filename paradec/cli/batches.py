@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paradec.api.generate import Output
+from paradec.api.output import Output
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Interrupted
 

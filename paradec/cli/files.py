@@ -29,7 +29,7 @@ from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
 
 if TYPE_CHECKING:
-    from paradec.api.generate import Output
+    from paradec.api.output import Output
     from paradec.core.prompts import Prompts
 
 SOME_FAILED = 1

@@ -23,7 +23,7 @@ from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import lines_of
 
 if TYPE_CHECKING:
-    from paradec.api.generate import Output
+    from paradec.api.output import Output
     from paradec.core.prompts import Prompts
 
 Prompt = Annotated[

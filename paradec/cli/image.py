@@ -242,7 +242,7 @@ def check_options(request: dict[str, Any]) -> None:
         ValueError: an option out of its range; the message names it.
     """
     from paradec.api.pictures import MOST_IMAGES
-    from paradec.request import LARGEST_GUIDANCE
+    from paradec.request_fields import LARGEST_GUIDANCE
 
     check_int("--num-images", request["num_images"], low=1, high=MOST_IMAGES)
     for name in ("steps", "height", "width"):

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from paradec.core.checks import count
 
 if TYPE_CHECKING:
-    from paradec.api.generate import Output
     from paradec.api.images import ImageOutput
+    from paradec.api.output import Output
     from paradec.attention.sparsed import AttentionCost
     from paradec.cli.sheets import Made
     from paradec.core.protocol import Commit, State

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from paradec.api.generate import Output
+    from paradec.api.output import Output
 
 UNDECIDED = "\N{LIGHT SHADE}"
 """Shown for one token that is not final yet."""

@@ -15,7 +15,7 @@ from paradec.cli import options, ranks, show
 from paradec.core.checks import check_int, check_model, check_text
 
 if TYPE_CHECKING:
-    from paradec.api.generate import Output
+    from paradec.api.output import Output
     from paradec.core.prompts import Prompts
     from paradec.request import Request
 
@@ -229,7 +229,8 @@ def check_options(function: str, request: dict[str, Any], answers: int) -> Reque
     """
     from paradec.core.blocks import LONGEST_BLOCK
     from paradec.core.prompts import check_placeholder
-    from paradec.request import FIELDS, Request
+    from paradec.request import Request
+    from paradec.request_fields import FIELDS
 
     fields = {name: value for name, value in request.items() if name in FIELDS}
     asked = Request(num_return_sequences=answers, **fields)

@@ -17,6 +17,7 @@ from paradec.api.generate import generate
 from paradec.core.checks import shown
 from paradec.models.wrapping import wrap
 from paradec.request import Preset, takes_arguments
+from paradec.request_fields import served_by
 
 READ_FROM_CONFIG = frozenset(
     {
@@ -49,11 +50,7 @@ KEPT_BACK = {
 """Arguments of transformers' `generate` that it hands to its own decoding methods alone."""
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
-SERVED = (
-    *("sampler", "cache", "attention", "suffix", "blocks", "block_length", "steps", "seed", "eos_early_stop"),
-    *("logits_eos_inf", "top_n_sigma", "holes_eos_inf", "confidence_eos_eot_inf", "stop_strings", "callback"),
-    *("streamer", "progress"),
-)
+SERVED = served_by("hf")
 """Fields of a request that `hf_generate` takes by name; transformers' own arguments say the others."""
 
 

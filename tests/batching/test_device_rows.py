@@ -12,8 +12,9 @@ from tiny_models import tiny
 
 import paradec
 from paradec import samplers
-from paradec.batching.batch import Batch, Cancelled
+from paradec.batching.batch import Batch
 from paradec.batching.device import DeviceGroup
+from paradec.batching.slots import Cancelled
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs

@@ -15,7 +15,8 @@ from tiny_models import tiny
 
 import paradec
 from paradec import Interrupted, Request, generate_many
-from paradec.batching.batch import Batch, Cancelled
+from paradec.batching.batch import Batch
+from paradec.batching.slots import Cancelled
 from paradec.models.adapter import Model
 
 ROWS = [[index, *range(index % 5)] for index in range(12)]

@@ -12,7 +12,8 @@ from tiny_models import VOCAB, tiny
 
 import paradec
 from paradec import caches, samplers
-from paradec.batching.batch import Batch, Ticket
+from paradec.batching.batch import Batch
+from paradec.batching.slots import Ticket
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Model

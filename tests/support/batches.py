@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.batching.batch import Batch, Ticket
+from paradec.batching.batch import Batch
+from paradec.batching.slots import Ticket
 from paradec.models.adapter import Model
 
 ROWS = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for draw in map(random.Random, range(6))]

@@ -26,13 +26,11 @@ from paradec.core.protocol import NotFinite, Sampler
 from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.request import DEFAULTS, Request
+from paradec.request_fields import served_by
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
-FIELDS = (
-    *("max_new_tokens", "block_length", "steps", "temperature", "top_p", "top_k", "top_n_sigma", "seed"),
-    *("eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
-)
+FIELDS = served_by("engine")
 """Fields of `paradec.Request` that a hosted row may have. The others are the engine's business, or need the model."""
 MOST_ROWS = 2**20
 """That share a state."""

@@ -11,17 +11,13 @@ from typing import Any
 from paradec.core.checks import shown
 from paradec.core.registry import unknown
 from paradec.request import Request
+from paradec.request_fields import served_by
 
 OWN = "paradec"
 """The body's field that holds fields of `paradec.Request`, and `drafts`; OpenAI's clients send it as `extra_body`."""
 PRESET = "preset"
 """The body's field that names one of the server's presets."""
-FIELDS = (
-    *("sampler", "cache", "suffix", "blocks", "block_length", "steps", "max_new_tokens"),
-    *("temperature", "top_p", "top_k"),
-    *("guidance_scale", "seed", "eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf"),
-    *("suppress_tokens", "stop_strings", "chat"),
-)
+FIELDS = served_by("server")
 """Fields of `paradec.Request` that a body may hold under `OWN`."""
 SAMPLING = ("temperature", "top_p", "seed", "stop", "max_tokens", "max_completion_tokens")
 """What OpenAI's schema has of a request."""

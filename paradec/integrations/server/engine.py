@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paradec.api.generate import generate
-from paradec.batching.batch import Batch, BatchClosed, Cancelled, Ticket
+from paradec.batching.batch import Batch
+from paradec.batching.slots import BatchClosed, Cancelled, Ticket
 from paradec.core.checks import shown
 
 log = logging.getLogger(__name__)

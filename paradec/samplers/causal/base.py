@@ -21,11 +21,12 @@ from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
 from paradec.core.prompts import Prompts, encode
-from paradec.core.protocol import Cost, Memory, NotFinite, Proposal, Sampler
+from paradec.core.protocol import NotFinite, Proposal, Sampler
 from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.guidance import guided
@@ -45,10 +46,7 @@ class CausalSampler(Sampler):
 
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
-    unsupported: ClassVar[tuple[str, ...]] = (
-        *("blocks", "block_length", "steps", "stop", "confidence_eos_eot_inf", "rng"),
-        *("cache", "attention", "prefix", "keep_prefix", "share_prefix", "suffix"),
-    )
+    unsupported: ClassVar[tuple[str, ...]] = unserved_by("draft_verify")
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     uses_steps: ClassVar[bool] = False
     lossless: ClassVar[bool] = True

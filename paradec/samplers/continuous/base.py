@@ -16,13 +16,12 @@ from paradec.core.checks import check_int
 from paradec.core.memory import Memory
 from paradec.core.order_draws import keyed
 from paradec.core.order_sizes import left_after
-from paradec.core.orders import Cosine, left_after
-from paradec.core.protocol import Memory, Sampler, State
-from paradec.request import FIELDS, Request, request_for
+from paradec.core.orders import Cosine
+from paradec.core.protocol import Sampler, State
+from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.labels import labels_of, trace_of_labels
 
-SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
-"""Fields of a request that have a meaning for the family; `temperature` is a setting."""
 DEFAULT_STEPS = 64
 
 
@@ -65,7 +64,7 @@ class ContinuousSampler(Sampler):
     family = "continuous"
     models = ("continuous image",)
     uses_steps = True
-    unsupported = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = unserved_by("continuous")  # `temperature` is a setting
 
     def _state(self, left: np.ndarray, fields: dict[str, Any]) -> Any:
         """The state of a request.
@@ -91,7 +90,7 @@ class ContinuousSampler(Sampler):
         Args:
             model: a `paradec.models.images.mar.MARModel`.
             prompt: the class labels, one per image.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning: `steps` is T,
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count: `steps` is T,
                 1 to S, 64 by default as in the paper's fast setting (256 in its best one); `guidance_scale` of the
                 published models is 2.9, 3.0 and 3.2; in a trace a token is its numbers, None where undecided.
             order: [B, S] int64, the random order to use, last position first; None draws it.

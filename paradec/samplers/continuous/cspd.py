@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.latents import LatentProposal
-from paradec.core.protocol import Commit, Cost, LatentProposal, check_finite, plain
+from paradec.core.protocol import Commit, check_finite, plain
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request

@@ -19,11 +19,12 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.latents import LatentProposal
 from paradec.core.memory import Memory
-from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, check_finite, plain
+from paradec.core.protocol import Commit, Sampler, State, check_finite, plain
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
-from paradec.request import FIELDS, Request, request_for
+from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
@@ -32,8 +33,6 @@ from paradec.samplers.starting import keys_of
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""
-SERVED = ("sampler", "steps", "seed", "generator", "callback", "trace", "progress", *TAUGHT)
-"""Fields of a request that have a meaning for the method."""
 NOISE_STREAM = 3
 """Of `paradec.core.rng`: the noise that a picture is made from, apart from the teacher's draws."""
 
@@ -143,7 +142,7 @@ class Distilled(Sampler):
     arxiv = "2412.17153"
     summary = "a student makes all tokens from noise in one call or two, with its teacher in between if wanted"
     uses_steps = True
-    unsupported = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = unserved_by("distilled")
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llamagen_b": {"t_list": (0, 80), "split": 80},
@@ -202,7 +201,7 @@ class Distilled(Sampler):
         Args:
             model: a student, of `paradec.models.images.distilled`.
             prompt: the class labels, one per picture.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning: `steps` is
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count: `steps` is
                 1 or 2 (the default); what shapes the teacher's distribution is refused without one.
             noise: [B, N, C] standard normal numbers to make the pictures from; None draws them.
 

@@ -20,11 +20,12 @@ from paradec.core.memory import Memory
 from paradec.core.order_draws import keyed
 from paradec.core.orders import Groups, Order
 from paradec.core.prompts import Prompts
-from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State, check_finite
+from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
-from paradec.request import FIELDS, Request, request_for
+from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
@@ -32,12 +33,6 @@ from paradec.samplers.starting import keys_of, padded, trace_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
-
-SERVED = (
-    *("sampler", "steps", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
-    *("trace", "progress"),
-)
-"""Fields of a request that have a meaning for the family."""
 
 
 @dataclass
@@ -156,7 +151,7 @@ class GroupSampler(GroupWriter):
 
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
-    unsupported: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported: ClassVar[tuple[str, ...]] = unserved_by("groups")
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -195,7 +190,7 @@ class GroupSampler(GroupWriter):
         Args:
             model: an image model that is fed groups.
             prompt: rows of ids, all of one length, as `model.request` lays them out.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning; `steps` is
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count; `steps` is
                 the number of groups, for orders that say none; temperature is 1 by default.
             grid: the raster; the model's own by default.
             negative_prompt: the unconditional branch's prompts under guidance.

@@ -18,10 +18,11 @@ from paradec.core.checks import check_int
 from paradec.core.memory import Memory
 from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
-from paradec.core.protocol import Cost, Memory, Proposal, State
+from paradec.core.protocol import Proposal, State
 from paradec.core.query import Cost, Query
 from paradec.models.images.grid import Grid
-from paradec.request import FIELDS, Request, request_for
+from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
 from paradec.samplers.guidance import guided
@@ -29,12 +30,6 @@ from paradec.samplers.starting import keys_of, padded, trace_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
-
-SERVED = (
-    *("sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator"),
-    *("callback", "trace", "progress", "chat"),
-)
-"""Fields of a request that have a meaning for the method."""
 
 
 @dataclass
@@ -115,7 +110,7 @@ class NAR(GroupWriter):
     paper = "NAR"
     arxiv = "2503.10696"
     summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
-    unsupported = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = unserved_by("nar")
 
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)
@@ -137,7 +132,7 @@ class NAR(GroupWriter):
         Args:
             model: a `paradec.models.images.nar.NARModel`, or the copy of it that its `request` gives for captions.
             prompt: rows of ids, as `NARModel.request` lays them out.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning.
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count.
             grid: of the picture; by default the model's own.
             negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance above 1.
 

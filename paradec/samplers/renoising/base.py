@@ -24,7 +24,7 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, check_number
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
-from paradec.core.protocol import Commit, Cost, NotFinite, Proposal, Sampler
+from paradec.core.protocol import Commit, NotFinite, Proposal, Sampler
 from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for

@@ -16,9 +16,9 @@ from paradec.core.facts import HOLE, ModelFacts
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.protocol import Memory
 from paradec.core.trace import spans
 from paradec.request import DEFAULTS, Request, randomness
+from paradec.request_fields import refused_by
 from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 from paradec.samplers.renoising import rules
@@ -33,18 +33,7 @@ from paradec.samplers.starting import (
     trace_of,
 )
 
-REFUSED: Mapping[str, str] = {
-    "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
-    "attention": "its lists of keys are made for one block of masks",
-    "suffix": "a canvas is evaluated whole, and nothing comes after it",
-    "blocks": "a canvas has the length that the model was trained with",
-    "block_length": "a canvas has the length that the model was trained with",
-    "temperature": "it falls with the steps: t_max and t_min are settings of the sampler",
-    "guidance_scale": "without a mask token there is no unconditional form of the prompt",
-    "share_prefix": "every row encodes its own prompt; prefix=... takes over what an earlier request encoded",
-    "confidence_eos_eot_inf": "a canvas closes as a whole, so that no token comes after the others",
-    "compile": "rows open canvases, and are encoded, when the host finds that they have settled",
-}
+REFUSED = refused_by("renoising")
 """Fields of a request that mean nothing on canvases, and why."""
 
 

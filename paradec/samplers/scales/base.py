@@ -18,19 +18,16 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.core.memory import Memory
-from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State, check_finite
+from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
-from paradec.request import FIELDS, Request, request_for
+from paradec.request import Request, request_for
+from paradec.request_fields import unserved_by
 from paradec.samplers.distributions import argmax, tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.labels import labels_of, trace_of_labels
 from paradec.samplers.starting import keys_of
 
-SERVED = (
-    "sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback", "trace", "progress",
-)  # fmt: skip
-"""Fields of a request that have a meaning for the family."""
 SMOOTH_STREAM = 2
 """Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""
 
@@ -139,7 +136,7 @@ class ScaleSampler(Sampler):
     family: ClassVar[str] = "scales"
     models: ClassVar[tuple[str, ...]] = ("scale image",)
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
-    unsupported: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported: ClassVar[tuple[str, ...]] = unserved_by("scales")
 
     def __post_init__(self) -> None:
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
@@ -174,7 +171,7 @@ class ScaleSampler(Sampler):
         Args:
             model: a `paradec.models.images.var.VARModel`.
             prompt: class labels, one per picture; the number of classes itself is no class.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning.
+            request: a `paradec.Request`; or its fields by name instead. All but `unsupported` count.
 
         Raises:
             TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.

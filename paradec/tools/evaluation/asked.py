@@ -8,7 +8,8 @@ from typing import Any
 from paradec import samplers
 from paradec.core.checks import check_int, shown
 from paradec.core.registry import unknown
-from paradec.request import FIELDS, Preset, Request
+from paradec.request import Preset, Request
+from paradec.request_fields import FIELDS
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the answer's length in a task's generation_kwargs; the first that is there counts, as in the harness."""

@@ -37,7 +37,7 @@ from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Query
-from paradec.request import LARGEST_GUIDANCE
+from paradec.request_fields import LARGEST_GUIDANCE
 from paradec.samplers.guidance import guided
 from paradec.tools.evaluation import maskings
 from paradec.tools.evaluation.maskings import Masking, MaskingSpan

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
 
 import paradec
-from paradec.batching.batch import Cancelled
+from paradec.batching.slots import Cancelled
 from paradec.integrations.server import asked
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.gate import Gate

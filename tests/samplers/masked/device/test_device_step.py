@@ -19,7 +19,7 @@ from transformers.utils import import_utils
 
 import paradec
 from paradec import caches, samplers
-from paradec.api.generate import _device_loop
+from paradec.api.compiled import device_loop
 from paradec.caches import store
 from paradec.core.protocol import decode
 from paradec.kernels.token_stats import read as statistics
@@ -693,10 +693,10 @@ def test_generate_takes_a_boolean_for_compile() -> None:
 def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])
     with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
-        loop = _device_loop(method, MODELS["same"], state, callback, None)
+        loop = device_loop(method, MODELS["same"], state, callback, None)
     assert loop is decode and len(caught) == 1
     method, state = start("threshold", MODELS["same"])
-    assert _device_loop(method, MODELS["same"], state, None, None) is not decode
+    assert device_loop(method, MODELS["same"], state, None, None) is not decode
 
 
 def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,7 +716,7 @@ def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.M
     decode(method, model, plain)
     method, state = start("threshold", model, cache="dual")
     with torch.inference_mode(), pytest.warns(UserWarning, match="no effect: a step .* it waits") as caught:
-        _device_loop(method, model, state, None, None)(method, model, state, None)
+        device_loop(method, model, state, None, None)(method, model, state, None)
     assert len(caught) == 1 and not model.engines
     assert torch.equal(state.canvas, plain.canvas) and (state.counts == plain.counts).all()
 

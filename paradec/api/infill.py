@@ -1,0 +1,62 @@
+"""`infill`: what is masked in a text is filled, with any sampler."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from paradec.api.generate import MADE, answer, check_source, own_defaults
+from paradec.api.output import Output
+from paradec.core.checks import check_model
+from paradec.core.prompts import encode
+from paradec.request import Arguments, Preset, Request, takes_arguments
+
+
+@takes_arguments()
+def infill(
+    model: Any,
+    prompt: Any = None,
+    *,
+    input_ids: Any = None,
+    attention_mask: Any = None,
+    mask: str = "<mask>",
+    preset: Preset | None = None,
+    **arguments: Unpack[Arguments],
+) -> Output:
+    """Fill the masked tokens of a text; everything else stays as it is.
+
+    >>> paradec.infill(model, "The cat <mask> on the <mask:2>.").text    # doctest: +SKIP
+
+    A bidirectional model sees what is on both sides of a hole. By default all holes are one block; with
+    `block_length` blocks count from the first mask, and those without a mask are passed over (`steps` counts them all
+    the same). An end token inside a hole would end nothing, given text comes after it, and would be left out of the
+    text, like every special token: holes are filled without end tokens. Masks that nothing given follows, those of
+    `max_new_tokens` among them, are an answer, which may end.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`.
+        prompt: text, a chat whose contents hold masks, input ids that hold the mask id, or a list of any one of these.
+            Text is taken as it is (with the special tokens around it that a masked language model was trained on); a
+            chat's last turn, if it is the assistant's, is the text that is completed.
+        input_ids, attention_mask: as in `generate`.
+        mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. A space
+            before it is left to the model.
+        preset, arguments: as in `generate`, but for two defaults: `max_new_tokens` is 0 (masks appended after the
+            text), and `holes_eos_inf` True (False lets the model leave a part of a hole empty).
+
+    Returns:
+        An `Output`: `text` is the completed text, `fills` the text of each hole, `filled` where holes were.
+
+    Raises:
+        ValueError: a prompt without a mask, a model or tokenizer without a mask token. Otherwise as `generate`.
+    """
+    check_model("infill", model, MADE)
+    check_source(prompt, input_ids)
+    hole = model.facts.hole_id
+    if hole is None:
+        raise ValueError(f"infill needs a model with a mask token; {model.facts.name} is autoregressive")
+    request = Request.of(arguments, preset, max_new_tokens=0, holes_eos_inf=True, **own_defaults(model))
+    prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat, placeholder=mask)
+    for index, row in enumerate(prompts.rows):
+        if hole not in row:
+            raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
+    return answer(model, prompts, request, arguments)

@@ -1,0 +1,146 @@
+"""What `generate` and `infill` return."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.attention.sparsed import AttentionCost
+from paradec.caches.cost import CacheCost
+from paradec.caches.kept import KeptPrefix
+from paradec.core.checks import count
+from paradec.core.logprobs import LogProbs
+from paradec.core.prompts import right_aligned
+from paradec.core.trace import Trace, drawing
+
+MOST_SHOWN = 100
+"""Characters of a text that an output's `repr` shows."""
+
+
+@dataclass(repr=False)
+class Output:
+    """What `generate` and `infill` return. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks)."""
+
+    text: str | list[str] | None
+    """The answer up to its end token or with its stop string; where the prompt had masks in it, the completed text (the
+    last turn of a chat). A string for one prompt, a list for several rows, None without a tokenizer."""
+    sequences: Tensor
+    """[B, P + N] int64: prompts (padded on the left to P) and answers; `sequences[:, P:]` is `new_tokens`."""
+    new_tokens: Tensor
+    """[B, N] int64: answers, padded after their end token. Positions still undecided (only after a callback or an
+    interrupt ended the decoding early) hold the mask id; in an open canvas the best tokens of its last step."""
+    attention_mask: Tensor
+    """[B, P + N] int64: 0 on the padding of prompts."""
+    filled: Tensor
+    """[B, P + N] bool: the positions of `sequences` that were masks: holes of the prompt, and the new tokens."""
+    row_nfe: list[int]
+    """Forward calls that each row took part in."""
+    row_forwards: int
+    """Rows evaluated, all calls together (a guidance pair counts 2)."""
+    forwarded_tokens: int
+    """Positions evaluated, all rows together, padding excluded."""
+    tokens: list[int]
+    """Tokens that each row filled, its end token included and the padding after it excluded."""
+    finished: list[bool]
+    """Whether each row ended with an end token or a stop string."""
+    seconds: float
+    """Wall time of the decoding loop."""
+    fills: list[str] | list[list[str]] | None = None
+    """Where the prompt had masks in it: the text of each run of filled positions, in reading order, per row."""
+    trace: Trace | None = None
+    """What each step did, when asked for."""
+    race_winner: int | None = None
+    """With `race`: which of the copies this is; its row in `trace` and `cost`."""
+    cost: CacheCost | None = None
+    """Whole and partial forwards and positions evaluated, per row, and the bytes that the cache held."""
+    attention: AttentionCost | None = None
+    """What the calls attended to; None where all attended to everything."""
+    prefix: KeptPrefix | None = None
+    """With `keep_prefix`: keys and values of prompts and answers, for the `prefix` of the next request."""
+    encoder_calls: list[int] | None = None
+    """On models with canvases: of each row's forward calls those that encoded what was final."""
+    denoising_calls: list[int] | None = None
+    """On models with canvases: of each row's forward calls those that its open canvas needed. (In lock step, with
+    `rng="reference"`, a row takes part in more.)"""
+    draft_nfe: list[int] | None = None
+    """Forward calls of the model that drafts, for each row; None where there is none."""
+    logprobs: LogProbs | None = None
+    """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
+    index: int | None = None
+    """From `generate_many`: which prompt this answers, from 0."""
+    id: Any = None
+    """From `generate_many`: what the caller named the prompt."""
+    error: Exception | None = None
+    """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
+
+    @property
+    def nfe(self) -> int:
+        """Number of function evaluations: forward calls of the row that took part in most."""
+        return max(self.row_nfe)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Answer tokens per forward call, mean over all rows' calls; padding after the end does not count."""
+        return sum(self.tokens) / max(1, sum(self.row_nfe))
+
+    @property
+    def tokens_per_denoising_call(self) -> list[float] | None:
+        """On models with canvases: answer tokens of each row per call that its canvases needed, encoding left out.
+        (transformers' `tokens_per_forward` counts all tokens of whole canvases that are not the padding's id.)"""
+        if self.denoising_calls is None:
+            return None
+        return [tokens / max(1, calls) for tokens, calls in zip(self.tokens, self.denoising_calls, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data that JSON can hold: every field that is there, tensors as lists, but for `prefix`; and the two
+        numbers `nfe` and `tokens_per_forward`."""
+        found = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "prefix"}
+        data = {name: _plain(value) for name, value in found.items() if value is not None}
+        return data | {"nfe": self.nfe, "tokens_per_forward": self.tokens_per_forward}
+
+    def __repr__(self) -> str:
+        rows, end = len(self.tokens), sum(self.finished)
+        texts = [] if self.text is None else [self.text] if isinstance(self.text, str) else self.text
+        shown = [repr(text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "...") for text in texts[:2]]
+        said = ", ".join(entry if len(entry) <= 2 * MOST_SHOWN else "..." for entry in shown)
+        said = f"{said}, ... {len(texts) - 2} more" if len(texts) > 2 else said or "no text"
+        of_rows = "" if rows == 1 else f"{rows} rows, "
+        ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
+        more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
+        return (
+            f"Output({said}: {of_rows}{count(sum(self.tokens), 'token')}, {count(self.nfe, 'forward')}, "
+            f"{self.tokens_per_forward:.1f} tokens per forward, {ended}, {self.seconds:.2f} s{more})"
+        )
+
+    def _repr_html_(self) -> str:
+        return str(drawing("output")(self))
+
+
+def _plain(value: Any) -> Any:
+    """A field of an output as data that JSON can hold."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {value}"
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def aligned(found: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
+    """In the columns of `Output.sequences`, with nothing where `keep` [B, L] bool is not."""
+
+    def place(tensor: Tensor, fill: Any) -> Tensor:
+        return right_aligned(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
+
+    return found.placed(place)
+
+
+def runs(flags: Tensor) -> list[tuple[int, int]]:
+    """Start and end (exclusive) of every run of True in flags [L]."""
+    edges = torch.cat((flags.new_zeros(1), flags, flags.new_zeros(1))).int().diff()
+    return list(zip((edges > 0).nonzero().squeeze(1).tolist(), (edges < 0).nonzero().squeeze(1).tolist(), strict=True))
