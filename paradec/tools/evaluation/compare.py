@@ -33,7 +33,7 @@ from paradec.core.version import __version__
 from paradec.models.base import Model
 from paradec.models.loading import load
 from paradec.request import Request, seed_matters
-from paradec.samplers.masked.start import attention_of, block_policy
+from paradec.samplers.masked.fitting import attention_of, block_policy
 from paradec.tools.evaluation.metrics import aup, wilson
 from paradec.tools.evaluation.questions import Question, packaged_questions
 

@@ -19,7 +19,7 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import check_int
 from paradec.core.protocol import plain
 from paradec.request import Request
-from paradec.samplers.masked.start import block_policy
+from paradec.samplers.masked.fitting import block_policy
 from paradec.tools.evaluation.compare import BASELINE, COMBINATIONS, Configuration
 
 REFERENCE = "low_confidence"
