@@ -34,7 +34,8 @@ from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
-from paradec.models.images.llamagen import LlamaGenModel, angles
+from paradec.models.images.llamagen import LlamaGenModel
+from paradec.models.images.llamagen_network import angles
 from paradec.models.layout import lay_columns_first
 from paradec.models.weights import read_weights
 

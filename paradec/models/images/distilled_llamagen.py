@@ -18,15 +18,13 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
 from paradec.models.images.grid import Grid
-from paradec.models.images.llamagen import (
+from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
+from paradec.models.images.llamagen_network import (
     Block,
-    Format,
     LabelEmbedding,
     LlamaGenConfig,
-    LlamaGenModel,
     RMSNorm,
     angles,
-    read_network,
 )
 from paradec.models.images.vq import VQModel
 from paradec.models.weights import NESTED

@@ -16,16 +16,14 @@ from torch import Tensor, nn
 
 from paradec.core.query import Query
 from paradec.core.registry import unknown
-from paradec.models.images.llamagen import (
+from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
+from paradec.models.images.llamagen_network import (
     PRESETS,
     Block,
-    Format,
     LlamaGen,
     LlamaGenConfig,
-    LlamaGenModel,
     RMSNorm,
     angles,
-    read_network,
 )
 from paradec.models.images.vq import VQModel
 
