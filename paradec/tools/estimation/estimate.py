@@ -75,53 +75,27 @@ def estimate(
     Raises:
         ValueError, CheckpointError, TypeError: an argument out of its range, a model or cache that this is not for.
     """
-    for name, value, high in (
-        ("batch", batch, MOST_ROWS),
-        ("prompt", prompt, LONGEST),
-        ("answer", answer, MOST_NEW),
-        ("group", group, 1024),
-    ):
-        check_int(name, value, low=1, high=high)
-    check_int("block", block, low=1, none=True)
-    check_number("tokens_per_forward", tokens_per_forward, low=1, high=MOST_NEW)
-    check_number("efficiency", efficiency, low=0, high=1, open_low=True)
-    check_number("price_per_hour", price_per_hour, low=0, none=True)
+    _check_numbers(batch, prompt, answer, group, block, tokens_per_forward, efficiency, price_per_hour)
     if dtype is not None:
         check_dtype(dtype)
-    sparse = _attention(attention)
-    plan = _cache(cache)
-    window = Suffix.of(suffix)
-    found = _device(device)
-    shape = shape_of(config_or_model)
+    sparse, plan, window = _attention(attention), _cache(cache), Suffix.of(suffix)
+    found, shape = _device(device), shape_of(config_or_model)
     dtype = dtype or shape.dtype or "bfloat16"
     check_dtype(dtype)
     _check(shape, plan, sparse, prompt, answer, group)
-    if window is not None and (why := _no_suffix(shape, plan, sparse)):
-        raise ValueError(f"suffix={shown(window)} does not work here: {why}")
+    _check_suffix(shape, plan, sparse, window)
     width = _block(shape, block, answer, tokens_per_forward)
-    if found is None:
-        from paradec.tools.estimation.probe import probed
+    found = _checked_device(found, dtype, group)
 
-        found = probed(dtype)
-    _check_device(found, dtype, group)
-
-    causal = shape.topology == "causal"
-    # block-causal models decode whole blocks; what comes after the answer is thrown away
-    unit = shape.block_length or 1 if shape.topology == "block_causal" else 1
-    decided = answer + -(prompt + answer) % unit
-    if shape.max_length is not None:
-        decided = min(decided, shape.max_length - prompt)
-    if causal:
-        course = causal_course(prompt, answer, width, tokens_per_forward)
-    else:
-        course = masked_course(shape, plan, sparse, prompt, decided, width, tokens_per_forward, window)
+    causal, decided = shape.topology == "causal", _decided(shape, prompt, answer)
+    known = (prompt, decided, width, tokens_per_forward)
+    course = causal_course(*known) if causal else masked_course(shape, plan, sparse, *known, window)
     stores = causal or plan.uses_store
     kept = getattr(plan, "store_dtype", None) if stores else None
     times = {
         each: forward_cost(shape, found, dtype, batch, each, group, stores, kept).scaled(1 / efficiency)
         for each in course
     }
-    steps = _steps(course, times)
     forwards = sum(course.values())
     total = sum((times[each].scaled(count) for each, count in course.items()), Parts())
 
@@ -147,7 +121,7 @@ def estimate(
         efficiency=efficiency,
         tokens_per_forward=decided / forwards,
         forwards=forwards,
-        steps=steps,
+        steps=_steps(course, times),
         step=total.scaled(1 / forwards),
         seconds=total.total,
         tokens_per_second=speed,
@@ -156,6 +130,27 @@ def estimate(
         price_per_hour=price_per_hour,
         cost_per_million=None if price_per_hour is None else price_per_hour * group / 3600 / speed * 1e6,
     )
+
+
+def _check_numbers(
+    batch: Any, prompt: Any, answer: Any, group: Any, block: Any, tokens_per_forward: Any, efficiency: Any, price: Any
+) -> None:
+    """Raise ValueError for an argument of `estimate` that is out of its range."""
+    check_int("batch", batch, low=1, high=MOST_ROWS)
+    check_int("prompt", prompt, low=1, high=LONGEST)
+    check_int("answer", answer, low=1, high=MOST_NEW)
+    check_int("group", group, low=1, high=1024)
+    check_int("block", block, low=1, none=True)
+    check_number("tokens_per_forward", tokens_per_forward, low=1, high=MOST_NEW)
+    check_number("efficiency", efficiency, low=0, high=1, open_low=True)
+    check_number("price_per_hour", price, low=0, none=True)
+
+
+def _decided(shape: Shape, prompt: int, answer: int) -> int:
+    """Tokens that are decoded: block-causal models decode whole blocks; what comes after the answer is thrown away."""
+    unit = shape.block_length or 1 if shape.topology == "block_causal" else 1
+    whole = answer + -(prompt + answer) % unit
+    return whole if shape.max_length is None else min(whole, shape.max_length - prompt)
 
 
 def _steps(course: Counter[Evaluation], times: dict[Evaluation, Parts]) -> tuple[Step, ...]:
@@ -197,13 +192,16 @@ def _attention(attention: Any) -> SparseD | None:
     return found
 
 
-def _no_suffix(shape: Shape, cache: Any, sparse: SparseD | None) -> str | None:
-    """Why a model, cache or attention cannot have a suffix, as a clause; None where they can."""
+def _check_suffix(shape: Shape, cache: Any, sparse: SparseD | None, suffix: Suffix | None) -> None:
+    """Raise ValueError where a model, cache or attention cannot have this suffix."""
     if shape.topology != "bidirectional":
-        return f"{shape.name} sees nothing after its block anyway"
-    if not cache.suffixes:
-        return f"cache={cache.name!r} counts on all of a row"
-    return None if sparse is None else "the lists of 'sparsed' are of whole rows"
+        why = f"{shape.name} sees nothing after its block anyway"
+    elif not cache.suffixes:
+        why = f"cache={cache.name!r} counts on all of a row"
+    else:
+        why = "" if sparse is None else "the lists of 'sparsed' are of whole rows"
+    if suffix is not None and why:
+        raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")
 
 
 def _check(shape: Shape, cache: Any, sparse: SparseD | None, prompt: int, answer: int, group: int) -> None:
@@ -258,9 +256,14 @@ def _block(shape: Shape, block: int | None, answer: int, tokens_per_forward: flo
     return width
 
 
-def _check_device(device: Device, dtype: str, group: int) -> None:
-    """Raise ValueError where a device lacks what is asked of it."""
+def _checked_device(device: Device | None, dtype: str, group: int) -> Device:
+    """The device, which is measured here if it is None. Raises ValueError where it lacks what is asked of it."""
+    if device is None:
+        from paradec.tools.estimation.probe import probed
+
+        device = probed(dtype)
     if dtype not in device.flops:
         raise ValueError(f"dtype={dtype!r} was not measured on {device.name}; it knows {', '.join(device.flops)}")
     if group > 1 and not device.link:
         raise ValueError(f"group={group} needs a device with a link to others; {device.name} has none")
+    return device

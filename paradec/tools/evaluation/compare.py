@@ -371,32 +371,18 @@ def compare(
     model = load() if model is None else model
     attention_of(Request(attention=attention), Configuration(BASELINE).make(), model)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
+    request: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
+    request |= {"max_new_tokens": new, "block_length": block_length}
     if names is None:
-        asked: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix}
-        asked |= {"max_new_tokens": new, "block_length": block_length}
+        asked = {name: value for name, value in request.items() if name != "seed"}
         todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
-    setup = {
-        "model": model.facts.name,
-        "cache": cache,
-        "seed": seed,
-        "max_new_tokens": new,
-        "blocks": repr(block_policy(Configuration(BASELINE).make(), model, None, block_length)),
-        "baseline": BASELINE,
-        "tasks": dict(Counter(question.task for question in questions)),
-        "questions": hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16],
-    }
-    if attention is not None:  # earlier results have no such entry
-        setup["attention"] = attention if isinstance(attention, str) else attention.to_dict()
-    if suffix is not None:
-        setup["suffix"] = suffix.to_dict()
+    setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     finished = {} if resume is None else _finished(resume, setup)
     work = [_expected_forwards(configuration, new) for configuration in todo]
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
     comparison.results = [finished[name] for name in order if name in finished]
-    request = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
-    request |= {"max_new_tokens": new, "block_length": block_length}
     done = 0.0
 
     try:
@@ -416,6 +402,23 @@ def compare(
         raise stopped from interrupt
     comparison.complete = True
     return comparison
+
+
+def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any]) -> dict[str, Any]:
+    """What two comparisons must share to be compared with each other."""
+    policy = block_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
+    setup = {
+        "model": model.facts.name,
+        "cache": request["cache"],
+        "seed": request["seed"],
+        "max_new_tokens": request["max_new_tokens"],
+        "blocks": repr(policy),
+        "baseline": BASELINE,
+        "tasks": dict(Counter(question.task for question in questions)),
+        "questions": hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16],
+    }
+    # None has no entry, as in earlier results
+    return setup | {name: plain(request[name]) for name in ("attention", "suffix") if request[name] is not None}
 
 
 def _measure(

@@ -134,21 +134,8 @@ def tune(
     )
     names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
     space = work.build_space(names, _cache_names(caches, objective), blocks)
-    setup = {
-        "schema": SCHEMA,
-        "model": model.facts.name,
-        "weights": weights_of(model),
-        "prompts": {"choose": len(first), "report": len(second), "text": fingerprint(asked)},
-        "score": scorer.kind,
-        "checker": None if checker is None else getattr(checker, "__qualname__", type(checker).__name__),
-        "objective": objective,
-        "mask": mask,
-        "request": Request(**arguments).to_dict(),
-        "space": space.to_data(),
-        "loss": loss,
-        "eta": eta,
-        "seed": seed,
-    }
+    judge = None if checker is None else getattr(checker, "__qualname__", type(checker).__name__)
+    setup = work.setup(space, asked, checker=judge, objective=objective, mask=mask, loss=loss)
     directions = ["maximize", *("minimize" for _ in work.costs)]
     with Study(study, setup, directions, seed) as opened:
         try:
@@ -240,6 +227,22 @@ class _Work:
             with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).freed_store():
                 pass
         return spaces.build_space(self.model, self.choosing.prompts.part(0, 1), self.base, names, cache_names, lengths)
+
+    def setup(self, space: Space, asked: Sequence[Asked], **said: Any) -> dict[str, Any]:
+        """What two processes or sittings must share to work on one study."""
+        prompts = {"choose": len(self.choosing), "report": len(self.reporting), "text": fingerprint(asked)}
+        return {
+            "schema": SCHEMA,
+            "model": self.model.facts.name,
+            "weights": weights_of(self.model),
+            "prompts": prompts,
+            "score": self.scorer.kind,
+            **said,
+            "request": Request(**self.base).to_dict(),
+            "space": space.to_data(),
+            "eta": self.eta,
+            "seed": self.seed,
+        }
 
     def request_of(self, candidate: Candidate) -> Request:
         """The request of a point, without a seed."""
