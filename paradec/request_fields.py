@@ -1,7 +1,7 @@
 """What each field of `paradec.Request` says of itself: its check, who serves it, and its option on the command line.
 
-Lists of fields elsewhere are made from this one: what a family of samplers refuses (`unserved_by`), what an entry point
-takes (`served_by`), and the parameters of commands. Importing it imports no torch, which commands do without for long.
+Lists of fields elsewhere are made from this one: what a family of samplers refuses (`unsupported_by`), what an entry
+point takes (`served_by`), and the parameters of commands. Importing it imports no torch: commands are listed without.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ class Option:
     metavar: str | None = None
 
 
+def _anything(name: str, value: Any) -> None:
+    """The check of what samplers check themselves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """What a field says of itself. (`paradec.Request` has its type, its default and what it means.)"""
 
-    check: Callable[[str, Any], Any] | None = None
+    check: Callable[[str, Any], Any] = _anything
     """Called with the name and a value other than the default: raises ValueError or TypeError; may return what is kept
     in the place of the value."""
     registered: bool = False
@@ -368,7 +372,7 @@ def served_by(user: str) -> tuple[str, ...]:
     return tuple(name for name, said in FIELDS.items() if user in said.served.split())
 
 
-def unserved_by(family: str) -> tuple[str, ...]:
+def unsupported_by(family: str) -> tuple[str, ...]:
     """The others, for `Sampler.unsupported`."""
     return tuple(name for name, said in FIELDS.items() if family not in said.served.split())
 

@@ -266,8 +266,8 @@ def module_path(name: str) -> Path | None:
 
 
 LAYERS = (
-    *("core", "kernels", "attention", "caches", "models", "request_fields", "request", "samplers", "api", "batching", "tools"),
-    *("integrations schedulers", "cli"),
+    *("core", "kernels", "attention", "caches", "models", "request_fields", "request", "samplers", "api", "batching"),
+    *("tools", "integrations schedulers", "cli"),
 )
 """Packages from below to above: each imports those before it. Diffusers' hooks and schedulers share a layer."""
 FLOORS = {package: floor for floor, packages in enumerate(LAYERS) for package in packages.split()}

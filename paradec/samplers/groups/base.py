@@ -25,7 +25,7 @@ from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, randomness, request_for
-from paradec.request_fields import unserved_by
+from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.statistics import filtered_distribution, guided
 
@@ -157,7 +157,7 @@ class GroupSampler(GroupWriter):
 
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
-    unsupported: ClassVar[tuple[str, ...]] = unserved_by("groups")
+    unsupported: ClassVar[tuple[str, ...]] = unsupported_by("groups")
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
