@@ -179,7 +179,6 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         option=Option(
             kind=str,
             default="threshold",
-            names=("--sampler",),
             help="A name that `paradec samplers` lists, or several: 'credit+localleap' commits what either would, "
             "'threshold&klass' what both would.",
         ),
@@ -192,7 +191,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
             "renoising": "keys and values of what is final are always kept, and those of an open canvas change at "
             "every step"
         },
-        option=Option(kind=str, default="none", names=("--cache",), help="A name that `paradec caches` lists."),
+        option=Option(kind=str, default="none", help="A name that `paradec caches` lists."),
     ),
     "prefix": Field(live=True, refused={"batch": _TOGETHER}),
     "keep_prefix": Field(
@@ -212,11 +211,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
             "batch": "sparse attention keeps a pattern of all rows; use paradec.generate",
             "renoising": "its lists of keys are made for one block of masks",
         },
-        option=Option(
-            kind=str | None,
-            names=("--attention",),
-            help="dense, or sparsed for prompts from about 8000 tokens on.",
-        ),
+        option=Option(kind=str | None, help="dense, or sparsed for prompts from about 8000 tokens on."),
     ),
     "suffix": Field(
         check=_suffix,
@@ -224,7 +219,6 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         refused={"renoising": "a canvas is evaluated whole, and nothing comes after it"},
         option=Option(
             kind=str | None,
-            names=("--suffix",),
             metavar="WINDOW",
             help="Evaluate no masks further after the open block than this: 64; or thinned out, gaussian:256.",
         ),
