@@ -146,7 +146,7 @@ class Request:
             said = FIELDS[name]
             if said.registered and isinstance(value, str):
                 Registry.by_kind[name].check(value)
-            elif said.check is not None and (kept := said.check(name, value)) is not None:
+            elif (kept := said.check(name, value)) is not None:
                 object.__setattr__(self, name, kept)
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")

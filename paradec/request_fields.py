@@ -1,7 +1,7 @@
 """What each field of `paradec.Request` says of itself: its check, who serves it, and its option on the command line.
 
-Lists of fields elsewhere are made from this one: what a family of samplers refuses (`unserved_by`), what an entry point
-takes (`served_by`), and the parameters of commands. Importing it imports no torch, which commands do without for long.
+Lists of fields elsewhere are made from this one: what a family of samplers refuses (`unsupported_by`), what an entry
+point takes (`served_by`), and the parameters of commands. Importing it imports no torch: commands are listed without.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ class Option:
     metavar: str | None = None
 
 
+def _anything(name: str, value: Any) -> None:
+    """The check of what samplers check themselves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """What a field says of itself. (`paradec.Request` has its type, its default and what it means.)"""
 
-    check: Callable[[str, Any], Any] | None = None
+    check: Callable[[str, Any], Any] = _anything
     """Called with the name and a value other than the default: raises ValueError or TypeError; may return what is kept
     in the place of the value."""
     registered: bool = False
@@ -175,7 +179,6 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         option=Option(
             kind=str,
             default="threshold",
-            names=("--sampler",),
             help="A name that `paradec samplers` lists, or several: 'credit+localleap' commits what either would, "
             "'threshold&klass' what both would.",
         ),
@@ -188,7 +191,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
             "renoising": "keys and values of what is final are always kept, and those of an open canvas change at "
             "every step"
         },
-        option=Option(kind=str, default="none", names=("--cache",), help="A name that `paradec caches` lists."),
+        option=Option(kind=str, default="none", help="A name that `paradec caches` lists."),
     ),
     "prefix": Field(live=True, refused={"batch": _TOGETHER}),
     "keep_prefix": Field(
@@ -208,11 +211,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
             "batch": "sparse attention keeps a pattern of all rows; use paradec.generate",
             "renoising": "its lists of keys are made for one block of masks",
         },
-        option=Option(
-            kind=str | None,
-            names=("--attention",),
-            help="dense, or sparsed for prompts from about 8000 tokens on.",
-        ),
+        option=Option(kind=str | None, help="dense, or sparsed for prompts from about 8000 tokens on."),
     ),
     "suffix": Field(
         check=_suffix,
@@ -220,7 +219,6 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         refused={"renoising": "a canvas is evaluated whole, and nothing comes after it"},
         option=Option(
             kind=str | None,
-            names=("--suffix",),
             metavar="WINDOW",
             help="Evaluate no masks further after the open block than this: 64; or thinned out, gaussian:256.",
         ),
@@ -368,7 +366,7 @@ def served_by(user: str) -> tuple[str, ...]:
     return tuple(name for name, said in FIELDS.items() if user in said.served.split())
 
 
-def unserved_by(family: str) -> tuple[str, ...]:
+def unsupported_by(family: str) -> tuple[str, ...]:
     """The others, for `Sampler.unsupported`."""
     return tuple(name for name, said in FIELDS.items() if family not in said.served.split())
 

@@ -68,6 +68,11 @@ def test_every_field_says_who_serves_it_by_names_that_somebody_asks_for() -> Non
     assert {user for said in FIELDS.values() for user in said.refused} == {"renoising", "batch"}
 
 
+def test_options_begin_from_what_requests_begin_from() -> None:
+    ours = {name: said.option.default for name, said in FIELDS.items() if said.option is not None}
+    assert ours == {name: DEFAULTS[name] for name in ours} | {"cache": "none", "holes_eos_inf": True}
+
+
 def test_the_typed_arguments_are_the_fields() -> None:
     annotations = {field.name: field.type for field in dataclasses.fields(Request)}
     assert {name: kind.__forward_arg__ for name, kind in Arguments.__annotations__.items()} == annotations

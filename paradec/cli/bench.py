@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.cli import options, show
+from paradec.cli import options
 from paradec.cli.compare import Limit, Out, Plot, Resume, Seed, check_files, measured, tell
 
 bench = typer.Typer(help="Measure what samplers are worth.", rich_markup_mode=None, no_args_is_help=True)
@@ -34,25 +34,18 @@ def _bench() -> None:
 
 
 @bench.command("parallel")
+@options.takes("model cache suffix batch max_new_tokens block_length dtype device as_json")
 def parallel(
-    model: options.Model = None,
     samplers: Samplers = None,
     settings: Settings = 5,
     form: Form = None,
     tasks: Tasks = None,
     limit: Limit = None,
-    cache: options.Cache = "none",
-    suffix: options.Suffix = None,
-    batch: options.Batch = 1,
     seed: Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    block_length: options.BlockLength = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
     out: Out = None,
     plot: Plot = None,
     resume: Resume = False,
-    as_json: options.AsJson = False,
+    **shared: Any,
 ) -> None:
     """Sweep samplers over ParallelBench's waiting lines and Latin squares: score over tokens per forward, and AUP."""
     check_files(out, plot, resume)
@@ -63,21 +56,13 @@ def parallel(
     names = options.names(samplers)
     for name in benches.SWEEPS if names is None else names:
         benches.sweep(name, settings)
-    wanted: dict[str, Any] = {"form": form or ("packaged" if model is None else "names"), "tasks": options.names(tasks)}
-    wanted |= {"limit": limit, "names": names, "settings": settings, "batch": batch, "seed": seed}
-    wanted |= {"cache": cache, "suffix": paradec.Suffix.of(suffix)}
+    form = form or ("packaged" if shared["model"] is None else "names")
+    wanted: dict[str, Any] = {"form": form, "tasks": options.names(tasks), "limit": limit, "names": names}
+    wanted |= {"settings": settings, "seed": seed}
+    as_json, shared["suffix"] = shared.pop("as_json"), paradec.Suffix.of(shared["suffix"])
     benches.parallel_questions(wanted["form"], wanted["tasks"], limit)
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
-    show.quiet_loading()
-    loaded = paradec.load(model, dtype=dtype, device=device)
-    found, code = measured(
-        benches.parallel,
-        loaded,
-        out,
-        resume=earlier,
-        max_new_tokens=max_new_tokens,
-        block_length=block_length,
-        **wanted,
-    )
+    loaded = options.load(shared)
+    found, code = measured(benches.parallel, loaded, out, resume=earlier, **wanted, **shared)
     tell(found, code, out, plot, as_json)
     raise typer.Exit(code)

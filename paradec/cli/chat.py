@@ -47,59 +47,25 @@ FAILED = 1
 """The exit code where turns of standard input failed; on a terminal they were seen."""
 
 
+@options.takes(
+    "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k top_n_sigma seed dtype "
+    "device"
+)
 def chat(
     context: typer.Context,
-    model: options.Model = None,
     system: System = None,
-    sampler: options.Sampler = "threshold",
-    set_: options.Set = None,
-    preset: options.Preset = None,
     cache: Cache = None,
-    suffix: options.Suffix = None,
-    block_length: options.BlockLength = None,
-    steps: options.Steps = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    top_n_sigma: options.TopNSigma = None,
-    seed: options.Seed = None,
     history: History = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
+    **shared: Any,
 ) -> None:
     """Talk to a model: a turn a line, /help for commands. Turns come from standard input where that is no terminal."""
     if sys.stdin is None:
         raise ValueError("standard input is closed; chat reads turns from it")
     check_text("--system", system or "")
     given = options.given(context) - ({"cache"} if cache is None else set())
-    work = prepare(
-        "generate",
-        None,
-        source=model,
-        preset=preset,
-        given=given,
-        sampler=sampler,
-        settings=set_,
-        dtype=dtype,
-        device=device,
-        attention=None,
-        attention_settings=None,
-        num_return_sequences=1,
-        cache=cache or "none",
-        suffix=suffix,
-        block_length=block_length,
-        steps=steps,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        top_n_sigma=top_n_sigma,
-        guidance_scale=1.0,
-        seed=seed,
-    )
+    work = prepare("generate", None, given=given, cache=cache or "none", **shared)
     chosen = cache is not None or work.cache_name not in ("none", "causal")  # here or by the preset
-    talk = Talk(work, system, history if history is not None else model is not None, chosen)
+    talk = Talk(work, system, history if history is not None else shared["model"] is not None, chosen)
     raise typer.Exit(talk.run(sys.stdin.isatty()))
 
 

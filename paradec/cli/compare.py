@@ -40,26 +40,18 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --out ho
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")]
 
 
+@options.takes("model cache suffix attention attention_set batch max_new_tokens block_length dtype device")
 def compare(
-    model: options.Model = None,
     prompts: Prompts = None,
     tasks: Tasks = None,
     limit: Limit = None,
     samplers: Samplers = None,
-    cache: options.Cache = "none",
-    suffix: options.Suffix = None,
-    attention: options.Attention = None,
-    attention_set: options.AttentionSet = None,
-    batch: options.Batch = 1,
     seed: Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    block_length: options.BlockLength = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
     out: Out = None,
     plot: Plot = None,
     resume: Resume = False,
     as_json: AsJson = False,
+    **shared: Any,
 ) -> None:
     """Compare samplers, each with several settings: right answers beside the forwards that they took."""
     check_files(out, plot, resume)
@@ -70,23 +62,20 @@ def compare(
     # Everything is checked before the model is loaded, which may take minutes.
     names = options.names(samplers)
     evaluation.configurations(names)
-    paradec.caches.create(cache)
-    attends = options.attention_of(attention, attention_set)
-    window = paradec.Suffix.of(suffix)
-    check_int("batch", batch, low=1)
+    paradec.caches.create(shared["cache"])
+    shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
+    shared["suffix"] = paradec.Suffix.of(shared["suffix"])
+    check_int("batch", shared["batch"], low=1)
     check_int("seed", seed, low=0, high=2**63 - 1)
-    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
-        check_int(name, value, low=1, none=True)
+    for name in ("max_new_tokens", "block_length"):
+        check_int(name, shared[name], low=1, none=True)
     if prompts is None:
         questions = evaluation.packaged_questions(options.names(tasks), limit)
     else:
         questions = evaluation.read_questions(prompts, options.names(tasks), limit)
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
-    show.quiet_loading()
-    request = {"cache": cache, "suffix": window, "attention": attends, "batch": batch, "seed": seed}
-    request |= {"max_new_tokens": max_new_tokens, "block_length": block_length}
-    loaded = paradec.load(model, dtype=dtype, device=device)
-    found, code = measure(loaded, out, questions=questions, names=names, resume=earlier, **request)
+    loaded = options.load(shared)
+    found, code = measure(loaded, out, questions=questions, names=names, resume=earlier, seed=seed, **shared)
     tell(found, code, out, plot, as_json)
     raise typer.Exit(code)
 

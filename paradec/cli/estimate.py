@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +45,7 @@ Efficiency = Annotated[float, typer.Option(help="Share of the peaks that is reac
 AsJson = Annotated[bool, typer.Option("--json", help="Print the estimate as JSON.")]
 
 
+@options.takes("suffix")
 def estimate(
     model: Source,
     device: DeviceName = "h100",
@@ -53,7 +54,6 @@ def estimate(
     answer: Answer = 256,
     cache: CacheName = "none",
     cache_set: CacheSettings = None,
-    suffix: options.Suffix = None,
     attention: AttentionName = None,
     attention_set: AttentionSettings = None,
     tokens_per_forward: TokensPerForward = 1.0,
@@ -63,6 +63,7 @@ def estimate(
     group: Group = 1,
     efficiency: Efficiency = 1.0,
     as_json: AsJson = False,
+    **shared: Any,
 ) -> None:
     """Calculate what decoding takes on a device: time per step, memory, tokens per second, cost.
 
@@ -79,7 +80,6 @@ def estimate(
             prompt=prompt,
             answer=answer,
             cache=paradec.caches.create(cache, **settings),
-            suffix=suffix,
             attention=options.attention_of(attention, attention_set),
             tokens_per_forward=tokens_per_forward,
             price_per_hour=price_per_hour,
@@ -87,5 +87,6 @@ def estimate(
             dtype=dtype,
             group=group,
             efficiency=efficiency,
+            **shared,
         )
     typer.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else str(found))

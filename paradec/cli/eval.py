@@ -69,21 +69,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, and
 On = Annotated[str, typer.Option("--estimate-on", help="The device of that estimate, as in `paradec estimate`.")]
 
 
+@options.takes("model dtype device block_length steps max_new_tokens preset as_json")
 def evaluate(
     context: typer.Context,
     recipe: RecipeFile = None,
     tasks: Tasks = None,
-    model: options.Model = None,
     revision: Revision = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
     sampler: Sampler = None,
     cache: Cache = None,
-    block_length: options.BlockLength = None,
-    steps: options.Steps = None,
-    max_new_tokens: options.MaxNewTokens = None,
     request: Request = None,
-    preset: options.Preset = None,
     shots: Shots = None,
     chat: Chat = None,
     multiturn: Multiturn = True,
@@ -101,11 +95,11 @@ def evaluate(
     out: Out = None,
     dry_run: DryRun = False,
     estimate_on: On = "h100",
-    as_json: options.AsJson = False,
+    **shared: Any,
 ) -> None:
     """Run lm-evaluation-harness on a paradec model: tasks with scores, and the forwards that they took."""
     options.check_readable("the recipe", recipe)
-    options.check_readable("--preset", preset)
+    options.check_readable("--preset", shared["preset"])
     options.check_writable("--out", out)
     given = options.given(context)
     values = {name: context.params[name] for name in given}
@@ -115,7 +109,7 @@ def evaluate(
 
     if dry_run:
         said = running.plan(wanted, estimate_on)
-        typer.echo(json.dumps(said, indent=1, ensure_ascii=False) if as_json else plan_text(said))
+        typer.echo(json.dumps(said, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(said))
         return
     for sentence in running.other_versions(wanted):
         print(f"warning: {sentence}", file=sys.stderr)
@@ -125,7 +119,10 @@ def evaluate(
     raise_again()
     try:
         found = running.evaluate(
-            wanted, device=device, use_cache=None if use_cache is None else str(use_cache), log_samples=log_samples
+            wanted,
+            device=shared["device"],
+            use_cache=None if use_cache is None else str(use_cache),
+            log_samples=log_samples,
         )
     except KeyboardInterrupt:
         kept = f"; what was answered is in {str(use_cache)!r}" if use_cache is not None else ""
@@ -135,7 +132,7 @@ def evaluate(
     text = json.dumps(found, indent=1, ensure_ascii=False, default=str)
     if out is not None:
         write_bytes(out, f"{text}\n".encode("utf-8", "backslashreplace"))
-    if as_json:
+    if shared["as_json"]:
         typer.echo(text)
         return
     tables.table(("task", "metric", "value", "standard error", "prompts"), scores(found))

@@ -39,7 +39,6 @@ BlockFull = Annotated[
     float | None,
     typer.Option(help="Of pipelined blocks: the decided share from which on the next one must progress too."),
 ]
-EosEarlyStop = Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")]
 Drafter = Annotated[
@@ -65,37 +64,17 @@ BatchSize = Annotated[int | None, typer.Option("--batch", help="Rows decoded tog
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --out holds; failed prompts are tried again.")]
 
 
+@options.takes(
+    "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
+    "top_p top_k top_n_sigma guidance_scale seed num_return_sequences eos_early_stop dtype device trace live as_json"
+)
 def generate(
     context: typer.Context,
     prompt: Prompt = None,
-    model: options.Model = None,
-    sampler: options.Sampler = "threshold",
-    set_: options.Set = None,
-    preset: options.Preset = None,
-    cache: options.Cache = "none",
-    suffix: options.Suffix = None,
-    attention: options.Attention = None,
-    attention_set: options.AttentionSet = None,
     blocks: Blocks = None,
-    block_length: options.BlockLength = None,
     block_add: BlockAdd = None,
     block_full: BlockFull = None,
-    steps: options.Steps = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    top_n_sigma: options.TopNSigma = None,
-    guidance_scale: options.GuidanceScale = 1.0,
-    seed: options.Seed = None,
-    num_return_sequences: options.Answers = 1,
-    eos_early_stop: EosEarlyStop = True,
     stop: Stop = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    trace: options.TraceFile = None,
-    live: options.Live = False,
-    as_json: options.AsJson = False,
     raw: Raw = False,
     lines: Lines = False,
     drafter: Drafter = None,
@@ -103,46 +82,22 @@ def generate(
     out: Out = None,
     batch: BatchSize = None,
     resume: Resume = False,
+    **shared: Any,
 ) -> None:
     """Answer a prompt, and say what it took."""
+    trace, live, as_json = (shared.pop(name) for name in ("trace", "live", "as_json"))
     asked = None if in_ is None else file_job(in_, out, prompt, resume, live=live, trace=trace, lines=lines)
     if asked is None and (out is not None or resume):
         raise ValueError(f"--{'resume' if out is None else 'out'} goes with --in FILE: answers are printed otherwise")
     text = "" if asked is not None else options.read_text(one_prompt(prompt, "generate"))
     check_int("--batch", batch, low=1, none=True)
-    policy, length = pipelined(blocks, block_length, block_add, block_full)
-    common: dict[str, Any] = {
-        "source": model,
-        "preset": preset,
-        "given": options.given(context),
-        "sampler": sampler,
-        "settings": set_,
-        "dtype": dtype,
-        "device": device,
-        "cache": cache,
-        "suffix": suffix,
-        "attention": attention,
-        "attention_settings": attention_set,
-        "blocks": policy,
-        "block_length": length,
-        "steps": steps,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "top_n_sigma": top_n_sigma,
-        "guidance_scale": guidance_scale,
-        "seed": seed,
-        "num_return_sequences": num_return_sequences,
-        "eos_early_stop": eos_early_stop,
-        "stop_strings": stop,
-        "chat": False if raw else None,
-        "drafter": drafter,
-    }
+    shared["blocks"], shared["block_length"] = pipelined(blocks, shared["block_length"], block_add, block_full)
+    shared |= {"given": options.given(context), "stop_strings": stop, "chat": False if raw else None}
     if asked is not None:
-        asked.answer(prepare("generate", None, agree=asked.agree, **common), batch, as_json=as_json)
+        work = prepare("generate", None, agree=asked.agree, drafter=drafter, **shared)
+        asked.answer(work, batch, as_json=as_json)
     prompts = [line for _, line in lines_of(text)] if lines and text.strip() else text
-    decode("generate", prompts, trace=trace, live=live, as_json=as_json, batch=batch, **common)
+    decode("generate", prompts, trace=trace, live=live, as_json=as_json, batch=batch, drafter=drafter, **shared)
 
 
 def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:

@@ -18,8 +18,9 @@ import paradec
 from paradec import caches
 from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
-from paradec.core.checks import MODELS, check_int, check_number, check_temperature, check_text, shown
+from paradec.core.checks import MODELS, check_int, check_text, shown
 from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.request_fields import FIELDS
 
 NEED_A_DRAFTER = {
     "speculative": "a smaller model of the family, or an EAGLE or DFlash drafter",
@@ -27,8 +28,8 @@ NEED_A_DRAFTER = {
     "code": "a larger VAR with the same VQ, which makes the first scales",
 }
 """Samplers that draft with another model, and which."""
-MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
-"""Largest values of options."""
+LONGEST_SIDE = 2**16
+"""Pixels that --height and --width may be."""
 
 Out = Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")]
 Model = Annotated[
@@ -85,14 +86,13 @@ TracePictures = Annotated[
 ]
 
 
+@options.takes("set_ preset top_p top_n_sigma seed dtype device as_json")
 def image(
     out: Out,
     model: Model = "digits-ar",
     prompt: Prompts = None,
     class_: Classes = None,
     sampler: Sampler = None,
-    set_: options.Set = None,
-    preset: options.Preset = None,
     interval: Interval = None,
     order: Order = None,
     steps: Steps = None,
@@ -103,10 +103,7 @@ def image(
     negative_prompt: NegativePrompt = None,
     guidance_scale: GuidanceScale = None,
     temperature: Temperature = None,
-    top_p: options.TopP = None,
     top_k: TopK = None,
-    top_n_sigma: options.TopNSigma = None,
-    seed: options.Seed = None,
     compare: Compare = False,
     columns: Columns = None,
     enlarge: Enlarge = None,
@@ -114,25 +111,22 @@ def image(
     vq: VQ = None,
     vae: VAE = None,
     trace: TracePictures = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    as_json: options.AsJson = False,
+    **shared: Any,
 ) -> None:
     """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
     options.check_writable("--out", out)
     options.check_writable("--trace", trace)
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
-    settings = options.settings(set_)
-    for name, value in (("interval", interval), ("order", order)):
-        if value is not None and name in settings:
-            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
-        settings |= {} if value is None else {name: value}
+    settings = settings_of(shared.pop("set_"), {"interval": interval, "order": order})
     with show.waiting(f"loading {model}"):
         show.quiet_loading()
         index = pipeline_index(model)
+    place = {name: shared.pop(name) for name in ("dtype", "device")}
+    preset, as_json = shared.pop("preset"), shared.pop("as_json")
     common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
-    common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
-    tokens: dict[str, Any] = {"cache": cache, "top_p": top_p, "top_k": top_k, "top_n_sigma": top_n_sigma}
+    common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature}
+    common["seed"] = shared.pop("seed")
+    tokens: dict[str, Any] = {"cache": cache, "top_k": top_k, **shared}
     chosen: Any = sampler
     if preset is not None and index is None:
         said = of_preset(preset)
@@ -142,7 +136,6 @@ def image(
         for asked in (common, tokens):
             asked |= {name: said[name] for name in said if name in asked and asked[name] is None}
     check_options(common | tokens)
-    place: dict[str, Any] = {"dtype": dtype, "device": device}
     files: dict[str, Any] = {"vq": vq, "vae": vae}
     if index is not None:
         from paradec.cli.pipeline import PipelineJob
@@ -159,6 +152,20 @@ def image(
     with show.waiting(f"loading {model}"):
         loaded, method = load_with_sampler(model, chosen, settings, drafter, common | tokens, place, given)
     raise typer.Exit(make_pictures(job, loaded, method, common | tokens, as_json))
+
+
+def settings_of(pairs: list[str] | None, options_of_taylorseer: dict[str, int | None]) -> dict[str, Any]:
+    """The settings of the sampler, of which some have options of their own.
+
+    Raises:
+        ValueError: a setting that is given twice, and as `options.settings`.
+    """
+    settings = options.settings(pairs)
+    for name, value in options_of_taylorseer.items():
+        if value is not None and name in settings:
+            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
+        settings |= {} if value is None else {name: value}
+    return settings
 
 
 def of_preset(path: Path) -> dict[str, Any]:
@@ -242,17 +249,14 @@ def check_options(request: dict[str, Any]) -> None:
         ValueError: an option out of its range; the message names it.
     """
     from paradec.api.pictures import MOST_IMAGES
-    from paradec.request_fields import LARGEST_GUIDANCE
 
     check_int("--num-images", request["num_images"], low=1, high=MOST_IMAGES)
-    for name in ("steps", "height", "width"):
-        check_int(f"--{name}", request[name], low=1, high=MOST[name], none=True)
-    check_int("--seed", request["seed"], low=0, high=2**63 - 1, none=True)
-    check_number("--guidance-scale", request["guidance_scale"], low=0, high=LARGEST_GUIDANCE, none=True)
-    check_temperature("--temperature", request["temperature"], none=True)
-    check_number("--top-p", request["top_p"], low=0, high=1, none=True, open_low=True)
+    for name in ("height", "width"):
+        check_int(f"--{name}", request[name], low=1, high=LONGEST_SIDE, none=True)
     check_int("--top-k", request["top_k"], low=0, none=True)
-    check_number("--top-n-sigma", request["top_n_sigma"], low=0, none=True, open_low=True)
+    for name in ("steps", "seed", "guidance_scale", "temperature", "top_p", "top_n_sigma"):
+        if request[name] is not None:
+            FIELDS[name].check("--" + name.replace("_", "-"), request[name])
     if isinstance(request["cache"], str):
         caches.create(request["cache"])
     if request["negative_prompt"] is not None:

@@ -46,24 +46,20 @@ def _learn2pd() -> None:
 
 
 @learn2pd.command()
+@options.takes("model block_length max_new_tokens batch dtype device", batch=16)
 def train(
     out: Out,
-    model: options.Model = None,
     prompts: Prompts = None,
     per_task: PerTask = 28,
     kind: Kind = "block",
-    block_length: options.BlockLength = None,
-    max_new_tokens: options.MaxNewTokens = None,
     cache: Caches = None,
-    batch: options.Batch = 16,
     epochs: Epochs = 4000,
     lr: LearningRate = 3e-3,
     threshold: Threshold = 0.96,
     false_accept_weight: FalseAcceptWeight = 1.0,
     seed: Seed = 0,
     records: Records = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
+    **shared: Any,
 ) -> None:
     """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to what was final."""
     options.check_readable("--prompts", prompts)
@@ -79,16 +75,14 @@ def train(
     training.check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
     for name in cache or []:
         paradec.caches.create(name)
-    check_int("batch", batch, low=1)
-    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
-        check_int(name, value, low=1, none=True)
+    check_int("batch", shared["batch"], low=1)
+    for name in ("max_new_tokens", "block_length"):
+        check_int(name, shared[name], low=1, none=True)
 
     texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
     earlier = training.Records.load(records) if records is not None and records.exists() else None
-    show.quiet_loading()
-    loaded = paradec.load(model, dtype=dtype, device=device)
-    decoding: dict[str, Any] = {"block_length": block_length, "max_new_tokens": max_new_tokens, "batch": batch}
-    decoding |= {"caches": cache or ["none"], "resume": earlier}
+    loaded = options.load(shared)
+    decoding = shared | {"caches": cache or ["none"], "resume": earlier}
     fitting: dict[str, Any] = {"kind": kind, "epochs": epochs, "lr": lr, "threshold": threshold, "seed": seed}
     fitting["false_accept_weight"] = false_accept_weight
     facts, network = collect_and_train(loaded, texts, records, decoding, fitting)

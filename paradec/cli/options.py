@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 import paradec
-from paradec.cli import ranks
+from paradec.cli import ranks, show
 from paradec.core.checks import check_choice, check_text
 from paradec.core.text_files import decoded
+from paradec.request_fields import FIELDS
 
 # Declarations ----------------------------------------------------------------------------------------------------
 
 Model = Annotated[str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")]
-Sampler = Annotated[
-    str,
-    typer.Option(
-        "--sampler",
-        help="A name that `paradec samplers` lists, or several: 'credit+localleap' commits what either would, "
-        "'threshold&klass' what both would.",
-    ),
-]
 Preset = Annotated[
     Path | None,
     typer.Option(
@@ -39,18 +33,6 @@ Preset = Annotated[
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; may be repeated.")
 ]
-Cache = Annotated[str, typer.Option("--cache", help="A name that `paradec caches` lists.")]
-Suffix = Annotated[
-    str | None,
-    typer.Option(
-        "--suffix",
-        metavar="WINDOW",
-        help="Evaluate no masks further after the open block than this: 64; or thinned out, gaussian:256.",
-    ),
-]
-Attention = Annotated[
-    str | None, typer.Option("--attention", help="dense, or sparsed for prompts from about 8000 tokens on.")
-]
 AttentionSet = Annotated[
     list[str] | None,
     typer.Option(
@@ -59,19 +41,6 @@ AttentionSet = Annotated[
         help="A setting of the attention (select, skip, block_size, preset=short, ...); may be repeated.",
     ),
 ]
-BlockLength = Annotated[int | None, typer.Option(help="Tokens per block; by default the model's own.")]
-Steps = Annotated[int | None, typer.Option(help="Steps, for samplers that follow a schedule.")]
-MaxNewTokens = Annotated[int | None, typer.Option(help="Length of the canvas after the prompt.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens with this mass.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens.")]
-TopNSigma = Annotated[
-    float | None,
-    typer.Option(help="Draw from tokens this many standard deviations of the logits below the best at most."),
-]
-GuidanceScale = Annotated[float, typer.Option(help="Classifier-free guidance; 1 is off.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the random draws.")]
-Answers = Annotated[int, typer.Option("--num-return-sequences", "-n", help="Answers, each with its own draws.")]
 Batch = Annotated[int, typer.Option(help="Prompts decoded together.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -87,6 +56,51 @@ TraceFile = Annotated[
 Live = Annotated[bool, typer.Option("--live", help="Show the tokens being filled in, on a terminal.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
+
+SHARED: dict[str, tuple[Any, Any]] = {
+    name: (Annotated[said.kind, typer.Option(*said.names, metavar=said.metavar, help=said.help)], said.default)
+    for name, said in ((name, field.option) for name, field in FIELDS.items())
+    if said is not None
+} | {
+    "model": (Model, None),
+    "set_": (Set, None),
+    "preset": (Preset, None),
+    "attention_set": (AttentionSet, None),
+    "batch": (Batch, 1),
+    "dtype": (Dtype, None),
+    "device": (Device, None),
+    "trace": (TraceFile, None),
+    "live": (Live, False),
+    "as_json": (AsJson, False),
+}
+"""Parameters of commands, each with its default."""
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
+    """A decorator: a command gets the options `names` of `SHARED` by `**keywords`. In its help they come before those
+    that it declares itself, but for those without a default. defaults: where they are others than in `SHARED`."""
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shared = []
+        for name in names.split():
+            annotation, default = SHARED[name]
+            default = defaults.get(name, default)
+            shared.append(inspect.Parameter(name, own[0].KEYWORD_ONLY, default=default, annotation=annotation))
+        needed = [parameter for parameter in own if parameter.default is parameter.empty]
+        parameters = [*needed, *shared, *(parameter for parameter in own if parameter not in needed)]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def load(shared: dict[str, Any]) -> Any:
+    """The model that `--model`, `--dtype` and `--device` say, which are taken out of `shared`."""
+    show.quiet_loading()
+    return paradec.load(shared.pop("model"), dtype=shared.pop("dtype"), device=shared.pop("device"))
 
 
 # What they say ---------------------------------------------------------------------------------------------------

@@ -36,37 +36,29 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 KEY = "PARADEC_API_KEY"
 
 
+@options.takes("model sampler set_ preset cache suffix max_new_tokens temperature dtype device")
 def serve(
     context: typer.Context,
-    model: options.Model = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     name: Name = None,
     batch: BatchSize = 8,
     max_memory: MaxMemory = None,
-    sampler: options.Sampler = "threshold",
-    set_: options.Set = None,
-    preset: options.Preset = None,
     presets: Presets = None,
-    cache: options.Cache = "none",
-    suffix: options.Suffix = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
     api_key_file: KeyFile = None,
     max_answer: MaxAnswer = 4096,
     max_body: MaxBody = 2**20,
     max_requests: MaxRequests = 512,
     timeout: Timeout = 60.0,
+    **shared: Any,
 ) -> None:
     """Serve a model at /v1/chat/completions and /v1/completions, with batches that stay full."""
     check_int("--port", port, low=0, high=65535)
     check_int("--batch", batch, low=1)
     check_int("--max-memory", max_memory, low=1, high=LARGEST_INT64, none=True)
-    check_int("--max-answer", max_answer, low=1)
-    check_int("--max-body", max_body, low=1)
-    check_int("--max-requests", max_requests, low=1)
+    limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
+    for limit, value in limits.items():
+        check_int(f"--{limit.replace('_', '-')}", value, low=1)
     check_number("--timeout", timeout, low=0, open_low=True)
     key = read_key(api_key_file)
     from paradec.integrations.server import check_installed, listen
@@ -79,26 +71,7 @@ def serve(
     from paradec.integrations.server.asked import read_presets
 
     offered = read_presets(presets)
-    work = prepare(
-        "generate",
-        None,
-        source=model,
-        preset=preset,
-        given=options.given(context),
-        sampler=sampler,
-        settings=set_,
-        dtype=dtype,
-        device=device,
-        attention=None,
-        attention_settings=None,
-        num_return_sequences=1,
-        cache=cache,
-        suffix=suffix,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        guidance_scale=1.0,
-        seed=None,
-    )
+    work = prepare("generate", None, given=options.given(context), **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
@@ -106,18 +79,9 @@ def serve(
 
         check_served(work.model, max_memory, sampler=work.method, **request)
         engine = Engine(work.model, batch_size=batch, max_memory=max_memory, sampler=work.method, **request)
-    called = name or ("packaged" if model is None else model)
+    called = name or shared["model"] or "packaged"
     try:
-        built = app.build_app(
-            engine,
-            name=called,
-            presets=offered,
-            api_key=key,
-            max_answer=max_answer,
-            max_body=max_body,
-            max_requests=max_requests,
-            timeout=timeout,
-        )
+        built = app.build_app(engine, name=called, presets=offered, api_key=key, timeout=timeout, **limits)
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"{called}: http://{shown}:{listening.getsockname()[1]}/v1")
         sys.stdout.flush()

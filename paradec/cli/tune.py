@@ -70,8 +70,8 @@ Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and t
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]
 
 
+@options.takes("model batch max_new_tokens temperature dtype device", batch=8)
 def tune(
-    model: options.Model = None,
     prompts: Prompts = None,
     limit: Limit = None,
     score: Score = None,
@@ -88,13 +88,9 @@ def tune(
     report: Report = None,
     point: PointNumber = None,
     tolerance: Tolerance = 1.0,
-    batch: options.Batch = 8,
     seed: Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
     as_json: AsJson = False,
+    **shared: Any,
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; half of them choose, the other
     half is reported."""
@@ -106,46 +102,23 @@ def tune(
     for option, file in (("--out", out), ("--report", report), ("--study", study)):
         options.check_writable(option, file)
     check_int("point", point, low=1, none=True)
-    check_int("max_new_tokens", max_new_tokens, low=0 if mask else 1, none=True)
-    check_temperature("temperature", temperature)
-    names, allowed = options.names(samplers), options.names(caches)
-    for name in names or ():
-        paradec.samplers.create(name)
-    for name in allowed or ():
-        paradec.caches.create(name)
-    lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
-    judge = None if checker is None else load_checker(checker)
+    check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
+    check_temperature("temperature", shared["temperature"])
+    wanted: dict[str, Any] = space_of(samplers, caches, blocks)
+    wanted |= {"objective": objective, "trials": trials, "minutes": minutes, "tolerance": tolerance}
+    wanted |= {"batch": shared.pop("batch"), "seed": seed}
+    wanted |= {"score": score, "checker": None if checker is None else load_checker(checker)}
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts
     from paradec.tools.tuning.run import check_search
     from paradec.tools.tuning.scoring import Scorer
 
-    check_search(objective, trials, minutes, tolerance, batch, seed)
+    check_search(objective, trials, minutes, tolerance, wanted["batch"], seed)
     asked = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
-    Scorer.of(asked, score, judge)
-    show.quiet_loading()
-    loaded = paradec.load(model, dtype=dtype, device=device)
-    request: dict[str, Any] = {"temperature": temperature}
-    if max_new_tokens is not None:
-        request["max_new_tokens"] = max_new_tokens
-    found, code = search(
-        loaded,
-        asked,
-        score=score,
-        checker=judge,
-        mask=mask,
-        samplers=names,
-        caches=allowed,
-        blocks=lengths,
-        objective=objective,
-        trials=trials,
-        minutes=minutes,
-        study=study,
-        tolerance=tolerance,
-        batch=batch,
-        seed=seed,
-        **request,
-    )
+    Scorer.of(asked, score, wanted["checker"])
+    loaded = options.load(shared)
+    request = {name: value for name, value in shared.items() if value is not None}
+    found, code = search(loaded, asked, mask=mask, study=study, **wanted, **request)
     typer.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else str(found))
     if report is not None:
         found.to_json(report)
@@ -157,6 +130,21 @@ def tune(
     if code:
         print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
     raise typer.Exit(code)
+
+
+def space_of(samplers: list[str] | None, caches: list[str] | None, blocks: list[str] | None) -> dict[str, Any]:
+    """What these options say, as arguments of `paradec.tune`.
+
+    Raises:
+        ValueError: an unknown name, or what is no length.
+    """
+    names, allowed = options.names(samplers), options.names(caches)
+    for name in names or ():
+        paradec.samplers.create(name)
+    for name in allowed or ():
+        paradec.caches.create(name)
+    lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
+    return {"samplers": names, "caches": allowed, "blocks": lengths}
 
 
 def search(model: Any, prompts: Any, **arguments: Any) -> tuple[Any, int]:

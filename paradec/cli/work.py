@@ -92,16 +92,18 @@ def prepare(
     function: str,
     prompt: Any,
     *,
-    source: str | None,
+    model: str | None,
     preset: Path | None,
     given: set[str],
     sampler: str,
-    settings: list[str] | None,
+    set_: list[str] | None,
     dtype: str | None,
     device: str | None,
-    attention: str | None,
-    attention_settings: list[str] | None,
-    num_return_sequences: int,
+    attention: str | None = None,
+    attention_set: list[str] | None = None,
+    num_return_sequences: int = 1,
+    guidance_scale: float = 1.0,
+    seed: int | None = None,
     drafter: str | None = None,
     agree: Callable[[dict[str, Any]], int | None] | None = None,
     **request: Any,
@@ -118,13 +120,14 @@ def prepare(
         ValueError, TypeError, OSError: what cannot be used; and what `agree` raises.
     """
     # said at once: the libraries take seconds to import
-    with show.waiting(f"loading {'the packaged model' if source is None else source}"):
+    with show.waiting(f"loading {'the packaged model' if model is None else model}"):
         from paradec.request import DEFAULTS
 
-        values = options.settings(settings)
+        values = options.settings(set_)
         check_texts(prompt, request)
-        request |= {"sampler": sampler, "num_return_sequences": num_return_sequences}
-        request["attention"] = options.attention_of(attention, attention_settings)
+        request |= {"sampler": sampler, "num_return_sequences": num_return_sequences, "seed": seed}
+        request["guidance_scale"] = guidance_scale
+        request["attention"] = options.attention_of(attention, attention_set)
         renamed = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
         request = options.with_preset(request, preset, {renamed.get(name, name) for name in given})
         chosen = request.pop("sampler")
@@ -132,9 +135,7 @@ def prepare(
         if isinstance(chosen, str):
             method = paradec.samplers.create(chosen, **values)
         elif values:
-            raise ValueError(
-                f"--set {settings[0] if settings else ''}: --preset has a sampler with settings; give --sampler"
-            )
+            raise ValueError(f"--set {set_[0] if set_ else ''}: --preset has a sampler with settings; give --sampler")
         else:
             method = chosen
         check_drafter(method, drafter)
@@ -148,11 +149,11 @@ def prepare(
         left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not values
         if agree is not None:
             named = {} if left_open else {"sampler": method.to_dict() | late}
-            said: dict[str, Any] = {"model": "packaged" if source is None else Path(source).as_posix(), "dtype": dtype}
+            said: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
             said |= {"drafter": drafter, "request": asked.to_dict() | named}
             request["seed"] = agree({name: value for name, value in said.items() if value is not None})
         show.quiet_loading()
-        loaded = paradec.load(source, dtype=dtype, **ranks.plan(device))
+        loaded = paradec.load(model, dtype=dtype, **ranks.plan(device))
         from paradec.api.generate import MADE, own_defaults, sampler_on
         from paradec.request import seed_matters
 

@@ -24,7 +24,7 @@ from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.request import Request, request_for
-from paradec.request_fields import unserved_by
+from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
@@ -142,7 +142,7 @@ class Distilled(Sampler):
     arxiv = "2412.17153"
     summary = "a student makes all tokens from noise in one call or two, with its teacher in between if wanted"
     uses_steps = True
-    unsupported = unserved_by("distilled")
+    unsupported = unsupported_by("distilled")
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llamagen_b": {"t_list": (0, 80), "split": 80},

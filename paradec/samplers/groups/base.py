@@ -25,7 +25,7 @@ from paradec.core.query import Cost
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, request_for
-from paradec.request_fields import unserved_by
+from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
@@ -151,7 +151,7 @@ class GroupSampler(GroupWriter):
 
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
-    unsupported: ClassVar[tuple[str, ...]] = unserved_by("groups")
+    unsupported: ClassVar[tuple[str, ...]] = unsupported_by("groups")
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from paradec.core.protocol import Proposal, State
 from paradec.core.query import Cost, Query
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
-from paradec.request_fields import unserved_by
+from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
 from paradec.samplers.guidance import guided
@@ -110,7 +110,7 @@ class NAR(GroupWriter):
     paper = "NAR"
     arxiv = "2503.10696"
     summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
-    unsupported = unserved_by("nar")
+    unsupported = unsupported_by("nar")
 
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)

@@ -22,7 +22,7 @@ from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
-from paradec.request_fields import unserved_by
+from paradec.request_fields import unsupported_by
 from paradec.samplers.distributions import argmax, tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.labels import labels_of, trace_of_labels
@@ -136,7 +136,7 @@ class ScaleSampler(Sampler):
     family: ClassVar[str] = "scales"
     models: ClassVar[tuple[str, ...]] = ("scale image",)
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
-    unsupported: ClassVar[tuple[str, ...]] = unserved_by("scales")
+    unsupported: ClassVar[tuple[str, ...]] = unsupported_by("scales")
 
     def __post_init__(self) -> None:
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
