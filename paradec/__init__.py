@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import paradec.core.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
@@ -127,11 +125,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Package(ModuleType):
-    """This module, which can be pickled: functions of a script are pickled with what they refer to."""
-
-    def __reduce__(self) -> Any:
-        return importlib.import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package
+def __reduce_ex__(protocol: int) -> Any:
+    """What `pickle` asks this module for: functions of a script are pickled with what they refer to."""
+    return importlib.import_module, (__name__,)

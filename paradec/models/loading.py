@@ -16,13 +16,7 @@ from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
-from paradec.models.images.loading import (
-    PACKAGED_PIPELINES,
-    file_type,
-    image_loader,
-    load_image_model,
-    packaged_image,
-)
+from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.layout import lay_columns_first
 from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
 from paradec.models.masked import _Float32Angles as _Float32Angles  # pickles of modules name it here
@@ -126,7 +120,7 @@ def load(
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
             return load(folder, **common, **for_text, **image_options)
-    _check_arguments(source, revision, **for_text)
+    _check_arguments(source, revision, for_text)
     for_text["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _dtype(dtype), _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -158,23 +152,15 @@ def load(
     return _laid(load_it() if plan is None else plan.read(load_it))
 
 
-def _check_arguments(
-    source: Any,
-    revision: Any,
-    mask_token_id: Any,
-    block_length: Any,
-    topology: Any,
-    adapter: Any,
-    offload_folder: Any,
-    **others: Any,
-) -> None:
-    """Raise ValueError for an argument of a wrong type or out of its range; `others` are checked by what takes them."""
+def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for one of a wrong type or out of its range; the rest of `given` is checked by what takes it."""
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
-    check_int("mask_token_id", mask_token_id, low=0, none=True)
-    check_int("block_length", block_length, low=1, none=True)
+    check_int("mask_token_id", given["mask_token_id"], low=0, none=True)
+    check_int("block_length", given["block_length"], low=1, none=True)
+    topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]
     if topology is not None:
         check_choice("topology", topology, ("bidirectional", "block_causal"))
     if adapter is not None and (not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter)):

@@ -47,7 +47,7 @@ class Wrap:
                 _remove_config(part)
 
 
-class SoftWrap:
+class SoftWrap(Wrap):
     """What the wrap of a model with canvases puts on its self-conditioning, until `release`: inside a call of ours that
     has soft embeddings, the part is given these.
 
@@ -56,16 +56,10 @@ class SoftWrap:
     """
 
     def __init__(self, part: nn.Module):
-        self.base = part
-        self.configs: dict[int, Any] = {}
-        self.attention = None
+        self.base, self.attention = part, None
+        self._parts, self.configs = [], {}
         with modes.lock:
             _add_hook(part, feed_soft)
-
-    def release(self) -> None:
-        """Take off what no other wrap needs. Once."""
-        with modes.lock:
-            _remove_hook(self.base)
 
 
 def _chooses(part: nn.Module) -> bool:

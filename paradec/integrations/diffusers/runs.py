@@ -1,9 +1,10 @@
 """Whose run a call is: read off the call stack, because nothing else tells.
 
-Why: a run belongs to the function call that drives it, a pipeline's `__call__` or a loop of one's own. A scheduler is
-told when a run begins (`set_timesteps`) and when a step is over (`step`), but not by whom, nor that a run was broken
-off. A flag set around `__call__` (`hooks.guard`) does not tell either: callbacks call from inside of it, a pipeline
-that shares the scheduler has another `__call__`, a loop of one's own has none, and a scheduler knows no pipeline.
+A scheduler is told when a run begins (`set_timesteps`) and when a step is over (`step`), but neither who drives the run
+nor that it was broken off. A flag or a context variable that is set during a pipeline's `__call__` (`hooks.guard`) is
+seen by callbacks too, which may call the model or another pipeline, and a loop of one's own has no `__call__`. Two such
+loops, written as generators, may take turns in one thread over one model, and then nothing but the function that calls
+tells them apart.
 
 What is read: the address and the code of the frames of running functions, from the call outwards, and the `self` of a
 pipeline's `__call__`. Frames are not kept, so that nothing outlives a run that was broken off.

@@ -19,13 +19,7 @@ from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
-from paradec.models.images.llamagen_network import (
-    Block,
-    LabelEmbedding,
-    LlamaGenConfig,
-    RMSNorm,
-    angles,
-)
+from paradec.models.images.llamagen_network import Block, LabelEmbedding, LlamaGenConfig, RMSNorm, angles
 from paradec.models.images.vq import VQModel
 from paradec.models.weights import NESTED
 

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
-from paradec.models.images.llamagen_network import (
-    PRESETS,
-    Block,
-    LlamaGen,
-    LlamaGenConfig,
-    RMSNorm,
-    angles,
-)
+from paradec.models.images.llamagen_network import PRESETS, Block, LlamaGen, LlamaGenConfig, RMSNorm, angles
 from paradec.models.images.vq import VQModel
 
 

@@ -28,12 +28,7 @@ from paradec.models.checkpoint import CheckpointError, check_fit, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.grid import Grid
-from paradec.models.images.multi_scale_vq import (
-    PUBLISHED_SCALES,
-    MultiScaleVQ,
-    check_scales,
-    load_multi_scale_vq,
-)
+from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.models.weights import read_weights
 

@@ -1,5 +1,10 @@
 """One call of a pipeline at a time: pipelines keep the settings of their call in their own attributes, from the first
 line of `__call__` on, so that a second call would change the first one's.
+
+The pipeline's class is replaced because Python looks `__call__` up in the class: no attribute of the pipeline can watch
+it. A `__call__` that is patched into the class itself would watch every other pipeline of that class. Nothing that a
+pipeline calls tells where its call begins and ends: settings are kept before `set_timesteps`, and an exception calls
+nothing more.
 """
 
 from __future__ import annotations

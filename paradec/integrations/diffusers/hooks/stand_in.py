@@ -1,4 +1,10 @@
-"""A value in the place of an object's attribute, which gives the place back and does not go along with copies."""
+"""A value in the place of an object's attribute, which gives the place back and does not go along with copies.
+
+The owner's `__getstate__` is replaced because all that is among an object's attributes goes along with its copies. The
+value cannot see to that by a `__deepcopy__` or `__reduce__` of its own: a shallow copy asks the owner alone, and an
+attribute that was not there before must be missing from the copy. A `__getstate__` in the owner's class would be asked
+for every other object of that class, and `copy` and `pickle` find one among the owner's own attributes just as well.
+"""
 
 from __future__ import annotations
 
