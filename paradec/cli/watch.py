@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from paradec.api.output import Output
+    from paradec.core.contract import TextState
 
 UNDECIDED = "\N{LIGHT SHADE}"
 """Shown for one token that is not final yet."""
@@ -72,7 +73,7 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self.screen.stop()
 
-    def update(self, state: Any, commit: Any) -> None:
+    def update(self, state: TextState, commit: Any) -> None:
         """Called by `paradec.generate` after every commit."""
         begin = time.monotonic()
         if begin < self.due and not state.done:
@@ -96,7 +97,7 @@ class LiveView:
         output.seconds -= self.slept
         return output
 
-    def draw(self, state: Any) -> RenderableType:
+    def draw(self, state: TextState) -> RenderableType:
         """The rows as they are, below what they took. What became final since the last drawing is highlighted."""
         from rich.console import Group
         from rich.text import Text
@@ -119,16 +120,16 @@ class LiveView:
             shown = lines[-room:]
         return Group(_status(decided, open_, int(state.nfe.sum()), width), *shown, legend)
 
-    def _rows(self, state: Any) -> tuple[list[Text], int, int]:
+    def _rows(self, state: TextState) -> tuple[list[Text], int, int]:
         """Each row as styled text, with its number where there are several; how many tokens are final, of end tokens
         one a row, and how many are not."""
         from rich.text import Text
 
         ids, given = state.canvas.tolist(), state.given.tolist()
         undecided = state.undecided.tolist()
-        before, self.undecided = self.undecided, undecided
-        if before is None:
-            before = [[not flag for flag in row] for row in given]
+        known = self.undecided
+        before = [[not flag for flag in row] for row in given] if known is None else known
+        self.undecided = undecided
         opened = getattr(state, "block_end", state.end)
         drafted = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
         ends = {*state.facts.eos_token_ids, state.facts.pad_token_id}

@@ -69,6 +69,7 @@ class TextState(Protocol):
     """What the entry points of text read of a state, masked or causal: `generate`, streamers. `B` rows, a canvas of
     `L` positions, all numbers of rows on the host."""
 
+    batch: int
     facts: ModelFacts
     trace: Trace | None
     logprobs: LogProbs | None
@@ -116,6 +117,8 @@ class TextState(Protocol):
     def full_forwards(self) -> Numbers: ...
     @property
     def progress(self) -> tuple[int, int]: ...
+    @property
+    def done(self) -> bool: ...
 
     def cache_advice(self) -> str | None: ...
     def freed_store(self) -> AbstractContextManager[None]: ...

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
+from paradec.core.contract import CanvasState
 from paradec.core.pipelined_blocks import PipelinedBlocks
+from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 from paradec.samplers.masked.suffix_window import cut as cut_suffix
 
@@ -45,14 +47,14 @@ def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, pro
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
 
-def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
+def open_starts(state: CanvasState, row: int, start: int, end: int) -> list[int]:
     """Where the open blocks of a row begin, whose window is [start, end)."""
     first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
     length = state.blocks.length
     return [start, *range(start + length - (start - first) % length, end, length)]
 
 
-def leading_blocks(state: Any, current: Tensor) -> Tensor:
+def leading_blocks(state: CanvasState, current: Tensor) -> Tensor:
     """[R, W] int64: for positions in blocks that must make progress, the number of the block; -1 for others.
 
     Args:
@@ -72,7 +74,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
     return torch.where((numbers >= 0) & active.gather(1, numbers.clamp(min=0)), numbers, -1)
 
 
-def _numbers(state: Any) -> tuple[Tensor, Tensor]:
+def _numbers(state: CanvasState) -> tuple[Tensor, Tensor]:
     """[R, W] int64, each position's block, -1 outside the open ones; and [R, K] int64, how many positions of each block
     were to be decided."""
     window, policy = state.window, state.blocks
@@ -116,14 +118,15 @@ def with_progress(selected: Tensor, view: Any) -> Tensor:
     return selected | best_of_blocks(view.scores, torch.where(has, -1, leading), view.candidates)
 
 
-def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
+def slide(state: MaskedState, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
     """Move the windows [R, W], which hold `tokens` now: full blocks in front leave, and the next block is added where
     the last one is decided far enough. Returns whether any window is another one.
 
     Args:
         ends: where stop rules end rows, as `StopRule` says it: these stay.
     """
-    window, policy = state.window, state.blocks
+    window = state.window
+    policy: Any = state.blocks
     rows, positions = window.rows, window.host_positions
     end = state.block_end[rows]
     undecided = (tokens == state.facts.mask_id) & (positions < end[:, None])
@@ -162,7 +165,7 @@ def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
     return True
 
 
-def _ended(state: Any, tokens: np.ndarray) -> np.ndarray:
+def _ended(state: MaskedState, tokens: np.ndarray) -> np.ndarray:
     """[R] bool: rows whose window [R, W] holds an end of the text. What comes after it will not be read."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Part
+from paradec.core.contract import CanvasState
 from paradec.core.query import Query
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.suffix_window import ends_now
@@ -58,7 +59,7 @@ def undecided_alone(state: MaskedState, query: Query) -> Query:
     return query.but(wanted=query.wanted.gather(1, both), columns=columns)
 
 
-def positions_of(state: Any, query: Query) -> Tensor:
+def positions_of(state: CanvasState, query: Query) -> Tensor:
     """[N, K] int64: the positions that a query's logits [N, K, V] are for."""
     positions = state.window.positions
     positions = positions[torch.as_tensor(query.index, device=positions.device)]

@@ -72,7 +72,7 @@ class StopStrings:
             self.read[row] = end
         return ends if (ends < NEVER).any() else None
 
-    def silent(self, state: Any) -> StopStrings:
+    def silent(self, state: CanvasState) -> StopStrings:
         """The same without texts, for the rows of a state."""
         canvas = state.canvas.cpu().numpy()
         return StopStrings((), self.tokenizer, self.mask, canvas, state.answer_start)
