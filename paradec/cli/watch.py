@@ -127,10 +127,10 @@ class LiveView:
 
         ids, given = state.canvas.tolist(), state.given.tolist()
         undecided = state.undecided.tolist()
-        known = self.undecided
-        before = [[not flag for flag in row] for row in given] if known is None else known
+        known: Any = self.undecided
+        before: Any = [[not flag for flag in row] for row in given] if known is None else known
         self.undecided = undecided
-        opened = getattr(state, "block_end", state.end)
+        opened: Any = getattr(state, "block_end", state.end)
         drafted = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
         ends = {*state.facts.eos_token_ids, state.facts.pad_token_id}
         texts, decided, open_ = [], 0, 0
