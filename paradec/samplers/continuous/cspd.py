@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
-from paradec.core.protocol import Commit, Cost, LatentProposal, check_finite, plain
+from paradec.core.protocol import Commit, Cost, LatentProposal, check_finite
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
 from paradec.samplers.continuous.base import ContinuousSampler, ContinuousState, normal
@@ -267,11 +267,6 @@ class CSpD(ContinuousSampler):
         if self.temperature == 0 and not self.mended:
             raise ValueError("temperature=0 needs mended=True: the published rule divides by it")
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data; the draft model is named only, and must be given again."""
-        found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "draft"}
-        return found | {"draft": None if self.draft is None else self.draft.facts.name}
 
     @torch.inference_mode(False)
     def start(
