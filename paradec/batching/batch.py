@@ -33,6 +33,7 @@ from paradec.batching.slots import (
     Cancelled,
     Group,
     Queue,
+    RowState,
     Ticket,
     bytes_of_row,
     check_request,
@@ -44,7 +45,7 @@ from paradec.batching.streaming import Seen
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import encode
-from paradec.core.protocol import NotFinite, State
+from paradec.core.protocol import NotFinite
 from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
 
@@ -332,7 +333,7 @@ class Batch:
         (`paradec.core.rows.Rows`)."""
         return self.model
 
-    def _read(self, state: Any, slot: int, ticket: Any, error: Exception | None) -> Any:
+    def _read(self, state: RowState, slot: int, ticket: Any, error: Exception | None) -> Any:
         """The output of one row of a state."""
         return read(self.model, state, slot, ticket, error)
 
@@ -365,7 +366,7 @@ class Batch:
                         self._waits.leave(ticket)
                         self._end(ticket, self._failed(ticket, detached(error)))
 
-    def _start(self, ticket: Ticket) -> tuple[Any, State]:
+    def _start(self, ticket: Ticket) -> tuple[Any, RowState]:
         """The sampler of a prompt, and the state of a request that has this row alone."""
         method, state = self._begin(ticket)
         if method.family == "masked":
@@ -374,7 +375,7 @@ class Batch:
             raise ValueError(f"sampler {method.name!r} with this request cannot be refilled: {why}")
         return method, state
 
-    def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
+    def _enter(self, ticket: Ticket, method: Any, state: RowState) -> bool:
         """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
         key = key_of(method, ticket, state, self._on_device(method, ticket.request, state))
         self._close_empty()  # a new one is no wider than the row
@@ -422,7 +423,7 @@ class Batch:
             warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
         return not why
 
-    def _group(self, key: tuple[Any, ...], method: Any, state: Any, row_bytes: int, model: Any) -> Group:
+    def _group(self, key: tuple[Any, ...], method: Any, state: RowState, row_bytes: int, model: Any) -> Group:
         """A group that begins with a row of this kind."""
         if key[-1]:
             return DeviceGroup(key, method, state, row_bytes, model, self.model, capture=self.capture)
@@ -538,7 +539,7 @@ class Batch:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def read(model: Any, state: Any, slot: int, ticket: Ticket, error: Exception | None) -> Output:
+def read(model: Any, state: RowState, slot: int, ticket: Ticket, error: Exception | None) -> Output:
     """The output of one row of a state."""
     alone = row_of(state, slot)
     if not isinstance(getattr(type(alone), "max_new_tokens", None), property):

@@ -10,9 +10,10 @@ import numpy as np
 from paradec.batching.slots import Group, Ticket
 from paradec.core.interrupts import held_back
 from paradec.samplers.masked.device.rows import DeviceRows
+from paradec.samplers.masked.state import MaskedState
 
 
-class DeviceGroup(Group):
+class DeviceGroup(Group[MaskedState]):
     """Rows that share their calls on the device (`compile=True`). The state on the host is told of a row when somebody
     reads it. All slots are made at once: a graph is captured for a number of them."""
 
@@ -40,7 +41,7 @@ class DeviceGroup(Group):
         self.rows.dismiss(slots, wipe)
         self.state.dismiss(slots)
 
-    def enter(self, ticket: Ticket, state: Any, model: Any) -> int:
+    def enter(self, ticket: Ticket, state: MaskedState, model: Any) -> int:
         slot = super().enter(ticket, state, model)
         if self.rows is None:
             self.rows = DeviceRows(self.method, self.model, state, len(self.tickets), self.capture)

@@ -17,7 +17,7 @@ import torch
 from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
 from paradec.api.pictures import ImageOutput
 from paradec.batching.batch import Batch
-from paradec.batching.slots import Ticket, row_of
+from paradec.batching.slots import RowState, Ticket, row_of
 from paradec.core.checks import shown
 from paradec.core.prompts import encode
 from paradec.core.rows import Rows
@@ -151,7 +151,7 @@ class ImageBatch(Batch):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _read(self, state: Any, slot: int, ticket: ImageTicket, error: Exception | None) -> ImageOutput:
+    def _read(self, state: RowState, slot: int, ticket: ImageTicket, error: Exception | None) -> ImageOutput:
         output, _ = output_of(self.model, row_of(state, slot), self.grid, time.perf_counter() - ticket.began)
         output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
         output.in_order, output.error = self.model.family != "masked", error

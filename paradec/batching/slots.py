@@ -11,7 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,13 @@ from paradec.core.protocol import Memory
 from paradec.request import DEFAULTS, Request
 from paradec.request_fields import FIELDS, refused_by
 
+if TYPE_CHECKING:
+    from paradec.samplers.causal.state import CausalState
+    from paradec.samplers.masked.state import MaskedState
+
+RowState: TypeAlias = "MaskedState | CausalState"
+"""Of the families whose rows come and go."""
+S = TypeVar("S", "MaskedState", "CausalState")
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
 OWN = tuple(name for name, said in FIELDS.items() if said.own == "all")
@@ -135,11 +142,12 @@ class Queue:
             self.changed.notify_all()
 
 
-class Group:
+class Group(Generic[S]):
     """Rows that share their calls: one state, whose rows are slots."""
 
-    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int, model: Any, shared: Any):
-        self.key, self.method, self.state, self.row_bytes = key, method, state, row_bytes
+    def __init__(self, key: Any, method: Any, state: S, row_bytes: int, model: Any, shared: Any):
+        self.key, self.method, self.row_bytes = key, method, row_bytes
+        self.state: S = state
         self.bound = model is not shared
         """Whether the model knows the rows' prompts: it takes rows in and gives them away as the state does."""
         self.model = model.taken(np.arange(state.batch)) if self.bound else model
@@ -215,7 +223,7 @@ class Group:
         if occupied and 2 * len(occupied) <= len(self.tickets):
             self.keep(occupied)
 
-    def enter(self, ticket: Ticket, state: Any, model: Any) -> int:
+    def enter(self, ticket: Ticket, state: S, model: Any) -> int:
         """Put a row into a free slot."""
         slot = self.tickets.index(None)
         if state is not self.state:
@@ -227,7 +235,7 @@ class Group:
 
     def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
         """Have so many slots, the `occupied` ones first; the others hold copies that nobody decodes."""
-        first = occupied[0] if occupied else 0
+        first: int = occupied[0] if occupied else 0
         rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
         state = self.state.taken(rows, columns)
         if slots > len(occupied):
@@ -272,7 +280,7 @@ def check_request(model: Any, request: Request) -> None:
         raise ValueError(why)
 
 
-def key_of(method: Any, ticket: Ticket, state: Any, on_device: bool) -> tuple[Any, ...]:
+def key_of(method: Any, ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ...]:
     """What rows must have in common to share their calls."""
     request, alone = ticket.request, ticket.number if ticket.isolated else None
     own = OWN_MASKED if method.family == "masked" and not on_device else OWN
@@ -280,7 +288,7 @@ def key_of(method: Any, ticket: Ticket, state: Any, on_device: bool) -> tuple[An
     return method, changes, getattr(state, "blocks", None), alone, on_device
 
 
-def bytes_of_row(model: Any, state: Any, width: int) -> int:
+def bytes_of_row(model: Any, state: RowState, width: int) -> int:
     """Bytes that one row of so many columns takes in canvas, memory and stores, about."""
     needed = state.memory.nbytes + 32 * width
     branches = state.branches
@@ -292,9 +300,9 @@ def bytes_of_row(model: Any, state: Any, width: int) -> int:
     return int(needed)
 
 
-def row_of(state: Any, slot: int) -> Any:
+def row_of(state: RowState, slot: int) -> Any:
     """A copy of the state with one row, for what is decoded of it: without what it remembers and has stored."""
-    light = copy.copy(state)
+    light: Any = copy.copy(state)
     light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
     if drafting := getattr(state, "drafting", None):
         light.drafting = replace(drafting, store=None, broken=None, parents=None)

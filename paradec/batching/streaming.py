@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from torch import Tensor
 
-from paradec.batching.slots import Group, Ticket
+from paradec.batching.slots import Group, RowState, Ticket
 
 __all__ = ["Seen"]
 
@@ -17,7 +17,7 @@ __all__ = ["Seen"]
 class Seen:
     """A group's rows, read from the device once for all of them."""
 
-    state: Any
+    state: RowState
     canvas: Tensor
     """[B, L] int64, on the host."""
     final: np.ndarray

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paradec.core import rng
 from paradec.core.checks import check_model, shown
 from paradec.core.memory import MemorySpec
-from paradec.core.protocol import Commit, Proposal, plain
+from paradec.core.protocol import Commit, Proposal
 from paradec.core.query import Cost, Query
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
@@ -117,13 +117,6 @@ class DraftingSampler(ChainSampler):
     def node_rule(self, state: CausalState) -> Rule:
         """How the nodes of a tree are drawn and verified."""
         raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data; a drafter with a network is named only, and must be given again."""
-        found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "drafter"}
-        if self._looks_up:
-            return found | {"drafter": self.drafter.to_dict()}
-        return found | {"drafter": None if self.drafter is None else self.drafter.facts.name}
 
     @property
     def _reads_features(self) -> bool:

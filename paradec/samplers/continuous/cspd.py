@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.latents import LatentProposal
-from paradec.core.protocol import Commit, check_finite, plain
+from paradec.core.protocol import Commit, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
@@ -269,11 +269,6 @@ class CSpD(ContinuousSampler):
         if self.temperature == 0 and not self.mended:
             raise ValueError("temperature=0 needs mended=True: the published rule divides by it")
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data; the draft model is named only, and must be given again."""
-        found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "draft"}
-        return found | {"draft": None if self.draft is None else self.draft.facts.name}
 
     @torch.inference_mode(False)
     def start(

@@ -19,7 +19,7 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.latents import LatentProposal
 from paradec.core.memory import Memory
-from paradec.core.protocol import Commit, Sampler, State, check_finite, plain
+from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
@@ -179,11 +179,6 @@ class Distilled(Sampler):
                 raise ValueError(
                     f"teacher_start={self.teacher_start} must come before the second stage, {self.t_list[1]}"
                 )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data; the teacher is named only, and must be given again."""
-        found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "teacher"}
-        return found | {"teacher": None if self.teacher is None else self.teacher.facts.name}
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()

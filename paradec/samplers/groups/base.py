@@ -36,42 +36,51 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class GroupState(State):
-    """What changes while pictures are decoded group by group. `B` rows; prompts of `T` tokens, `S` cells after them."""
+class WrittenState(State):
+    """What changes with every sampler of the family. `B` rows of `L` positions: a prompt, then the cells."""
 
-    facts: ModelFacts
     request: Request
     context: Tensor
-    """[branches * B, T + S] int64 ids, conditional rows first; `blank` where nothing is decided."""
-    groups: Groups
-    """Of the cells."""
-    cells: Tensor
-    """[B, S] int64: the order, as positions in the sequence."""
+    """[branches * B, L] int64 ids, conditional rows first."""
     prompt_length: np.ndarray
-    """[B] int64: T, the same in all rows."""
+    """[B] int64 on the host, of both branches."""
     keys: Tensor
     """[B, 2] int64 random keys."""
-    dtype: torch.dtype
-    """Of the model's parameters."""
-    blank: int
-    """The token at undecided cells: the id that asks the model for a token."""
-    branches: int
     store: KeyValueStore
-    """Its slots are ranks."""
-    index: int = 0
+    index: int = field(init=False, default=0)
     """The group that the next step commits."""
-    accepted: list[np.ndarray] = field(default_factory=list)
+    accepted: list[np.ndarray] = field(init=False, default_factory=list)
     """[B] int64 per step: how many tokens each row made final."""
 
     @property
     def canvas(self) -> Tensor:
-        """[B, T + S] int64 ids."""
+        """[B, L] int64 ids."""
         return self.context[: self.batch]
 
     @property
     def draft_nfe(self) -> np.ndarray:
         """[B] int64: nothing drafts."""
         return np.zeros(self.batch, np.int64)
+
+    def stores(self) -> tuple[Any, ...]:
+        return (self.store,)
+
+
+@dataclass
+class GroupState(WrittenState):
+    """What changes while pictures are decoded group by group. All prompts have `T` tokens, and `S` cells after them; in
+    `context` undecided cells are `blank`, and the slots of `store` are ranks."""
+
+    facts: ModelFacts
+    groups: Groups
+    """Of the cells."""
+    cells: Tensor
+    """[B, S] int64: the order, as positions in the sequence."""
+    dtype: torch.dtype
+    """Of the model's parameters."""
+    blank: int
+    """The token at undecided cells: the id that asks the model for a token."""
+    branches: int
 
     @property
     def prompt(self) -> int:
@@ -106,9 +115,6 @@ class GroupState(State):
         """[B, ...] -> [branches * B, ...]."""
         return rows.repeat(self.branches, *[1] * (rows.ndim - 1))
 
-    def stores(self) -> tuple[Any, ...]:
-        return (self.store,)
-
 
 @dataclass(frozen=True)
 class GroupWriter(Sampler):
@@ -117,13 +123,13 @@ class GroupWriter(Sampler):
     family: ClassVar[str] = "groups"
     request_defaults = {"temperature": 1.0}
 
-    def distribution(self, state: Any, logits: Tensor) -> Tensor:
+    def distribution(self, state: WrittenState, logits: Tensor) -> Tensor:
         """What tokens are drawn from: logits [B, n, V], guided -> [B, n, V]. After the temperature the `top_k` best are
         kept, then the nucleus of these."""
         request = state.request
         return filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
 
-    def commit(self, state: Any, proposal: Proposal) -> Commit:
+    def commit(self, state: WrittenState, proposal: Proposal) -> Commit:
         """Write the group.
 
         Raises:

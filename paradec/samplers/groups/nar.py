@@ -5,9 +5,9 @@ He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation"
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,46 +18,22 @@ from paradec.core.checks import check_int
 from paradec.core.memory import Memory
 from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
-from paradec.core.protocol import Proposal, State
+from paradec.core.protocol import Proposal
 from paradec.core.query import Cost, Query
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import draw, probability
-from paradec.samplers.groups.base import GroupWriter
+from paradec.samplers.groups.base import GroupWriter, WrittenState
 from paradec.samplers.guidance import guided
 from paradec.samplers.starting import keys_of, padded, trace_of
 
-if TYPE_CHECKING:
-    from paradec.caches.store import KeyValueStore
-
 
 @dataclass
-class NARState(State):
-    """What changes while pictures are decoded. `B` rows, `L` positions: a prompt, then the cells row by row."""
+class NARState(WrittenState):
+    """What changes while pictures are decoded; a group is a diagonal, and the cells lie row by row."""
 
-    request: Request
     grid: Grid
-    context: Tensor
-    """[branches * B, L] int64 ids, conditional rows first."""
-    prompt_length: np.ndarray
-    """[B] int64 on the host, of both branches."""
-    keys: Tensor
-    """[B, 2] int64 random keys."""
-    store: KeyValueStore
-    index: int = 0
-    """The diagonal that the next step decides."""
-    accepted: list[np.ndarray] = field(default_factory=list)
-    """[B] int64 per step: tokens that became final."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.draft_nfe = np.zeros(self.batch, np.int64)
-
-    @property
-    def canvas(self) -> Tensor:
-        """[B, L] int64 ids."""
-        return self.context[: self.batch]
 
     @property
     def decided(self) -> int:
@@ -71,9 +47,6 @@ class NARState(State):
     @property
     def progress(self) -> tuple[int, int]:
         return self.decided * self.batch, self.grid.length * self.batch
-
-    def stores(self) -> tuple[Any, ...]:
-        return (self.store,)
 
     def positions(self, cells: Tensor) -> Tensor:
         """[B, W] int64: where cells [W] are in the rows."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from paradec.core.checks import check_int, check_model, shown
-from paradec.core.protocol import Commit, plain
+from paradec.core.protocol import Commit
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.scales import ScaleQuery
@@ -59,11 +59,6 @@ class CoDe(ScaleSampler):
         check_int("split", self.split, low=0, high=2**10, none=True)
         if self.drafter is not None:
             check_model(f"drafter of {self.name!r}", self.drafter, self.models)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data; the drafter is named only, and must be given again."""
-        found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "drafter"}
-        return found | {"drafter": None if self.drafter is None else self.drafter.facts.name}
 
     def split_of(self, scales: int) -> int:
         """Scales that the drafter makes of so many."""

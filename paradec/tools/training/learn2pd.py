@@ -33,6 +33,7 @@ from paradec.core.text_files import parse_json, read_lines
 from paradec.models.base import Model
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
+from paradec.samplers.masked.state import MaskedState
 from paradec.tools.evaluation.tasks import TASKS
 
 PAPER_EPOCHS = 40_000
@@ -243,7 +244,7 @@ def collect(
     return records.joined(parts, done)
 
 
-def _replay(model: Model, state: Any, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
+def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
     """Decode a batch again, and yield the records of each step."""
     sampler, size = _Replay(), setup["block_length"]
     canvas = torch.full_like(state.canvas, -1)
@@ -266,7 +267,7 @@ def _replay(model: Model, state: Any, targets: Tensor, first: int, setup: dict[s
                 0,
                 _fit(torch.where(valid.unsqueeze(1), block, 0).float(), size),
                 _fit(final, size),
-                _fit(window.undecided(proposal.current, state.facts.mask_token_id), size),
+                _fit(window.undecided(proposal.current, state.mask_id), size),
                 _fit(valid, size),
                 torch.as_tensor(window.rows + first),
             )
