@@ -342,7 +342,7 @@ class MaskedSampler(Sampler):
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
         state.write(written)
-        said = stages.note(state, proposal, decision)
+        said = None if state.logprobs is None else stages.note(state, proposal, decision)
         if state.memory.specs:
             stages.remember(self, state, proposal, view, picked)
         if proposal.block_end is not None:

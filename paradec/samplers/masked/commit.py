@@ -73,8 +73,9 @@ def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> boo
 def note(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> StepLogProbs | None:
     """Keep the log-probabilities of what is written, where they are asked for."""
     found = proposal.logprobs
-    if state.logprobs is None or found is None:
+    if found is None:
         return None
+    assert state.logprobs is not None
     found = found.but(decision.values == state.facts.mask_id)  # taken back
     state.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, state.row_step[proposal.rows])
     return found

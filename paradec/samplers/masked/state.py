@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -305,15 +304,8 @@ class MaskedState(RefilledRows):
             self._made_for_rows[key] = make()
         return self._made_for_rows[key]
 
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            for kept in (self.store, self.attention_state):
-                if kept is not None:
-                    kept.release()
+    def stores(self) -> tuple[Any, ...]:
+        return self.store, self.attention_state
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
+from paradec.core.protocol import NotFinite
 from paradec.core.query import Query
 from paradec.samplers.masked.base import View
 from paradec.samplers.masked.device.graphs import StepLayout, captured
@@ -205,10 +206,10 @@ class DeviceEngine(CanvasState):
         self.graphs[key]()
 
     def _complain(self) -> None:
-        failed = self.failed.tolist()
-        for row, step in enumerate(failed):
-            if step >= 0:
-                raise FloatingPointError(f"the model returned NaN or infinite logits for row {row} at its step {step}")
+        failed = self.failed.cpu().numpy()
+        if len(rows := np.flatnonzero(failed >= 0)):
+            row, step = rows[0], failed[rows[0]]
+            raise NotFinite(f"the model returned NaN or infinite logits for row {row} at its step {step}", rows)
         raise RuntimeError(f"sampler {self.sampler.name!r} committed nothing for row {self.stuck.tolist().index(True)}")
 
     def write_back(self, state: MaskedState, rows: np.ndarray | None = None) -> None:
