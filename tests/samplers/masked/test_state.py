@@ -19,7 +19,7 @@ from paradec.core.memory import Memory, MemorySpec
 from paradec.samplers.masked.ahead.draft_layout import Ahead
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
-from paradec.samplers.masked.declaring import DERIVED
+from paradec.samplers.masked.declaring import DERIVED, FORMER
 from paradec.samplers.masked.device.engine import DeviceEngine
 from paradec.samplers.masked.device.graphs import StepLayout, block_table
 from paradec.samplers.masked.state import MaskedState
@@ -259,3 +259,10 @@ def test_a_shadow_that_is_not_finite_is_seen() -> None:
     with pytest.raises(FloatingPointError, match="row 1 at its step 0"):
         sampler.commit(state, proposal)
     assert torch.equal(before, state.canvas)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_class_with_an_old_name_is_told_the_new_one(name: str) -> None:
+    assert hasattr(MaskedSampler, FORMER[name])
+    with pytest.raises(TypeError, match=f"class Old defines {name}, which is called {FORMER[name]} now"):
+        type("Old", (MaskedSampler,), {name: None})
