@@ -57,6 +57,7 @@ def test_the_pairs_that_always_run_leave_nothing_out() -> None:
 # ---- unequal rows, templates, batches that are refilled --------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("new", [1, 3, NEW])
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_unequal_rows(cache: str, window: Any, new: int) -> None:

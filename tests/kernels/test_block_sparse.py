@@ -450,6 +450,7 @@ for kernel, more in (
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 def test_kernels_compile_for_an_h100() -> None:
     """With the tiles of a model's shape, and within the memory that a multiprocessor shares."""

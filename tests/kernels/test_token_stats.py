@@ -591,6 +591,7 @@ for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_kernels_compile_for_an_h100() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

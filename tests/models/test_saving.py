@@ -144,6 +144,7 @@ def test_quantised_tensors_are_named(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("max_shard_size", ["50GB", 3000, "1KB"])
 def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_shard_size: int | str) -> None:
     model = paradec.load(source)
@@ -178,6 +179,7 @@ def test_trained_weights_are_what_is_saved(source: Path, tmp_path: Path) -> None
     assert_equal(model, paradec.load(tmp_path))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_dtype_is_kept(source: Path, tmp_path: Path, dtype: str) -> None:
     model = paradec.load(source, dtype=dtype)
@@ -482,6 +484,7 @@ def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[st
 # ---- modules alone, wrapped ones, and others ------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: Path, times: int) -> None:
     """Without an attention of ours, and after transformers has saved it again."""
@@ -570,6 +573,7 @@ def test_a_tokenizer_that_cannot_be_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "never")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tied", [True, False])
 def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: bool) -> None:
     pytest.importorskip("accelerate")
@@ -605,6 +609,7 @@ def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: 
 # ---- rotary angles as transformers 5 writes them --------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_rope_parameters_instead_of_rope_theta(source: Path, tmp_path: Path, name: str) -> None:
     expected = {}

@@ -83,6 +83,7 @@ def orders() -> Iterator[tuple[str, ...]]:
             yield order
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "users_own"])
 @pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(TOPOLOGIES, 2)), ids="+".join)
 def test_two_wraps_in_every_order(pair: tuple[str, str], implementation: str) -> None:
@@ -377,6 +378,7 @@ def test_compiled_attention() -> None:
     assert all(map(torch.equal, in_threads(lambda: logits(model), lambda: plain(module)), (ours, own)))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_compiled_module() -> None:
     """The hook and the counters of a call work from inside compiled code as well."""

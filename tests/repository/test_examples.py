@@ -51,6 +51,7 @@ def test_an_example_says_which_extra_it_needs() -> None:
     assert done.stderr == "this needs paradec's extra 'accelerate', e.g. pip install -e '.[accelerate]'\n"
 
 
+@pytest.mark.full
 def test_examples_run_offline() -> None:
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=3600)

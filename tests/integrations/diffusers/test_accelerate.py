@@ -769,6 +769,7 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
     assert torch.equal(denoise(module, inputs, 5), plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["module", "block"])
 def test_compiled_blocks(target: str) -> None:
     """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""

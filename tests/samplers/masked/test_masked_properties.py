@@ -121,6 +121,7 @@ def every_case() -> list[Any]:
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache", "model_name", "case"), every_case())
 def test_every_step_and_every_row(
     name: str, cache: str, model_name: str, case: int, request: pytest.FixtureRequest

@@ -104,6 +104,7 @@ def test_no_token_does_harm(tmp_path: Path) -> None:
     assert framed.tags[0][1]["sandbox"] == "allow-scripts" and framed.tags[0][1]["srcdoc"] == hostile().to_html()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [2000, pytest.param(12_000, marks=pytest.mark.full)])
 def test_long_runs_stay_small(steps: int, tmp_path: Path) -> None:
     trace = long(steps)
