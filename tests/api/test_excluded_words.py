@@ -96,6 +96,7 @@ def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str,
         alike(pairs["masked", len(token_ids)], name, request, token_ids)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in MASKED if not samplers.get(name).multi_step])
 def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
     for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
@@ -110,6 +111,7 @@ def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -
         assert not {*token_ids} & {token for row in found[0] for token in row}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("zipar", "lantern", "lantern++")])
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
@@ -117,6 +119,7 @@ def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[s
         alike(pairs["causal", len(token_ids)], name, request, token_ids)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name != "speculative"])
 def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
     """Those that read codebooks and grids, on an image model under guidance."""
@@ -169,6 +172,7 @@ class Wide(nn.Module):
         return logits.masked_fill_(out & (token_id != 1234), self.value)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in MASKED if name not in ("wino", "learn2pd")])
 def test_large_vocabularies_in_float32(name: str) -> None:
     found = []

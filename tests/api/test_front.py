@@ -54,6 +54,7 @@ print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
     assert python(code) == ["[]", "[]"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"], ["tasks"], ["generate"]]
 )

@@ -210,6 +210,7 @@ def draft_and_verify() -> list[str]:
     return [name for name in names if paradec.samplers.get(name).family == "draft_verify" and name != "speculative"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", draft_and_verify())
 def test_every_sampler_makes_pictures(tiny: LlamaGenModel, name: str) -> None:
     sampler = paradec.samplers.create(name)

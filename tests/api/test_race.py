@@ -13,6 +13,7 @@ PROMPT = [38, 0, 1, 2, 3, 4, 5, 6, 41]
 REQUEST = {"max_new_tokens": 32, "block_length": 8, "temperature": 2.0}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("cache", [None, "dual"])
 def test_the_first_to_end(llada64: Model, seed: int, cache: str | None) -> None:

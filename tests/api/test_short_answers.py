@@ -184,6 +184,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", CAUSAL)
 def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any, Any]]) -> None:
     """From prompts of one token, alone and beside a longer one. (ZipAR's rows follow each other at its window.)"""
@@ -229,6 +230,7 @@ def test_pictures_of_four_tokens_with_an_eagle_drafter(shape: str, tmp_path: Pat
     assert torch.equal(out.tokens, expected)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("new", [1, 2])
 def test_the_distribution_of_short_answers_is_the_model_s(

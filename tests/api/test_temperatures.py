@@ -439,6 +439,7 @@ def codes(name: str, **request: Any) -> Tensor:
         ).codes
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", DRAFTING)
 def test_image_samplers_at_every_temperature(name: str) -> None:
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
@@ -464,6 +465,7 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
     assert torch.equal(tokens(COLD), tokens(0.0)) and torch.equal(tokens(COLD, **FILTERS[3]), tokens(0.0))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_image_families_at_every_temperature(name: str) -> None:
     model, request = made(name)

@@ -19,6 +19,7 @@ REFILLED = ("digits-maskgit", *IMAGE_MODELS)
 OFTEN = ("llada", "Opaque", "Bert", "Qwen2 block_causal", "Llama causal", "llada2-tiny")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.full) for k in TEXT])
 def test_rows_are_those_of_generate(kind: str) -> None:
     model = shared(kind)

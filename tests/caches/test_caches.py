@@ -72,6 +72,7 @@ EVERY_STEP = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", EVERY_STEP, ids=str)
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
@@ -169,6 +170,7 @@ def test_which_caches_are_exact_for_block_causal_models() -> None:
     assert BLOCK_CAUSAL_EXACT == ["prefix", "dual", "vicinity", "delayed", "dkv_prefill", "block"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
 @pytest.mark.parametrize(("prediction", "block_length"), [("same", 2), ("same", 8), ("shifted", 4)])
 def test_exact_on_block_causal_models(name: str, prediction: str, block_length: int) -> None:
@@ -234,6 +236,7 @@ def test_holes_in_block_causal_models_are_exact(name: str, prediction: str) -> N
         assert max(differences(model, name, HOLES, block_length=block_length, max_new_tokens=0)) < 1e-12
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str) -> None:
@@ -326,6 +329,7 @@ class Counting:
         return self.model(query, store)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "dkv_decode", "dkv_prefill", "dkv_pd"])
 def test_rows_out_of_phase_cost_little_more_than_alone(cache: str) -> None:
     """Eight rows with unequal prompts and unequal progress: padding costs at most a fifth."""
@@ -380,6 +384,7 @@ def walk(entries: list, every: int = 37) -> list:
     return [pytest.param(e, id="-".join(e[:4]), marks=m) for e, m in zip(entries, marks, strict=True)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("entry", walk(ENTRIES))
 def test_table(entry: Any, models: dict) -> None:
     """What the table allows decodes one row and unequal rows, equally; what it refuses is refused by name."""

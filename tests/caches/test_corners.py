@@ -67,6 +67,7 @@ def test_unequal_rows(cache: str, window: Any, new: int) -> None:
     assert_alone(paradec.generate(model, ROWS, **asked), model, ROWS, asked)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_templates(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
@@ -81,6 +82,7 @@ def test_templates(cache: str, window: Any) -> None:
             ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
     """Answers of many lengths, templates among them: a row has the steps that it has alone."""
@@ -102,6 +104,7 @@ def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
 # ---- prefixes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("cache", "window"), [each for each in EACH if each.values[0] != "none"])
 def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: str) -> None:
@@ -216,6 +219,7 @@ def test_bfloat16(cache: str) -> None:
         assert sum(out.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens) or cache == "d2"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "window"), SOME)
 def test_a_mask_with_id_0(cache: str, window: Any) -> None:
     """The same model with its tokens renamed, so that the mask is 0: the same answers, renamed."""
@@ -236,6 +240,7 @@ def test_a_mask_with_id_0(cache: str, window: Any) -> None:
     assert all(0 not in row for row in found)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("blocks", [paradec.PipelinedBlocks(4, add=0.5), paradec.FixedBlocks(4)], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_d2_whatever_blocks_are_open(window: Any, blocks: Any) -> None:

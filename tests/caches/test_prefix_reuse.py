@@ -76,6 +76,7 @@ def conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None, **c
 # ---- turns of a chat ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
 def test_three_turns_are_what_they_are_without_reuse(cache: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
@@ -183,6 +184,7 @@ def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
         assert largest_gap(model, rows, "block", new=4, prefix=first) < 1e-12
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("beyond", range(4))
 def test_shared_prompts_of_every_length_beyond_whole_blocks(prediction: str, beyond: int) -> None:
@@ -216,6 +218,7 @@ def test_a_race_keeps_the_winners_prefix() -> None:
 # ---- a prefix that rows share -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
 def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)

@@ -237,6 +237,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
 # ---- what has no meaning --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -36,6 +36,7 @@ def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pyt
     assert f"paradec {kind} NAME" in " ".join(text.split())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["sampler", "cache"])
 def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
     return plain, loaded, arguments
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "settings", [{}, {"cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
 )

@@ -573,6 +573,7 @@ class Oracle:
         return reference_attention(query, key, value, visible, lengths)[0].transpose(1, 2)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("selection", ["isolated", "reference"])
 @pytest.mark.parametrize(
     ("cache", "guidance_scale"), [("none", 1.0), ("dual", 1.0), ("dkv_decode", 1.0), ("none", 1.5)]
@@ -634,6 +635,7 @@ def test_guidance_with_lists_of_everything_is_dense() -> None:
     assert torch.equal(trained(**request).sequences, trained(attention=EVERYTHING, **request).sequences)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["random", "factor", "credit", "klass", "editing", "saber", "learn2pd", "adablock"])
 def test_samplers_of_every_kind(sampler: str) -> None:
     """With memory, with revision, with blocks that logits end, with rows that are cut off."""

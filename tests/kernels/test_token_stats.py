@@ -514,6 +514,7 @@ print(before, "triton" in sys.modules)
 # ---- the Triton kernel, interpreted ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @runs_kernel
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -433,6 +433,7 @@ def makers(model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "gsd", "scd", "token by token", "speculative", "tree"])
 def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str) -> None:
     sampler = makers(speaking)[name]

@@ -137,6 +137,7 @@ def test_golden_logits(name: str, attn_implementation: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "config",
     [

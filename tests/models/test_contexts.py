@@ -106,6 +106,7 @@ def cast_alone(model: Any) -> Any:
     return cast
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "kind", ["llada", "dream", "fast_dllm_v2", "Bert", "Llama causal", "Opaque", "emu3", "janus", "mar", "dit"]
 )
@@ -191,6 +192,7 @@ def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 
+@pytest.mark.thinned
 @needs_fork
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
 def test_a_forked_process_decodes(kind: str) -> None:

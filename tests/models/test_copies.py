@@ -216,6 +216,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama causal", "llamagen-c2i", "digits-maskgit", "mar"])
 def test_outputs_hold_the_same(kind: str, way: str) -> None:

@@ -277,6 +277,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", SETTINGS)
 def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
     base = tiny_base()
@@ -350,6 +351,7 @@ EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("settings", "request_"), EXACT)
 def test_the_distribution_of_the_answers_is_the_model_s(
     loaded: Any, settings: dict[str, Any], request_: dict[str, Any]

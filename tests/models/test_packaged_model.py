@@ -33,6 +33,7 @@ ONE_ANSWER = ["copy", "reverse", "sort", "insert_at", "remove_at", "replace_at",
 MANY_ANSWERS = ["shuffle", "insert_random", "replace_random", "latin_square"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("task", ONE_ANSWER)
 def test_one_answer(packaged: Model, task: str) -> None:
     one_by_one, per_forward = right(packaged, task, "low_confidence")

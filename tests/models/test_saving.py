@@ -236,6 +236,7 @@ def test_a_block_that_the_name_told_is_written(tmp_path: Path) -> None:
     assert paradec.load(tmp_path / "mine").facts.block_length == 16
 
 
+@pytest.mark.thinned
 def test_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
     """None shipped, or one taken off: then the ids that it told stand in config.json, and no other one is left."""
     source = write(tmp_path / "bare", model_type, tokenizer=False, mask_token_id=3)
@@ -354,6 +355,7 @@ def test_shard_sizes(llada: Model, tmp_path: Path, size: Any) -> None:
 # ---- the folder that is there ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 def test_over_its_own_folder(model_type: str, tmp_path: Path) -> None:
     """One file, shards, one file again: nothing of the last time is read, and what is no checkpoint's stays."""
     folder = write(tmp_path / "source", model_type)

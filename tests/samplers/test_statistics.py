@@ -61,6 +61,7 @@ def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) 
                 assert torch.equal(logits, given)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:

@@ -160,6 +160,7 @@ def test_masked_samplers_draw_from_what_is_left(name: str) -> None:
     assert torch.equal(first, second) and not torch.equal(first, free)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "scd", "gsd", "jacobi", "jacobi, group", "speculative", "dynamic"])
 def test_causal_samplers_draw_from_what_is_left(name: str) -> None:
     """The model that drafts, too: drafts of its best token alone."""

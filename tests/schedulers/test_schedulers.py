@@ -78,6 +78,7 @@ def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
 # ---- LLaDA2Pipeline -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
     """The same canvas, token for token, with as many forwards."""

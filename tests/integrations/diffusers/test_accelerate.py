@@ -168,6 +168,7 @@ def test_equals_the_hook_of_diffusers(dtype: str) -> None:
 # ---- every class of transformer -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers(name: str) -> None:
     """Interval 1 is the plain model, order 0 is reuse, runs repeat, and nothing is left behind."""

@@ -49,6 +49,7 @@ def kinds(session: Any) -> str:
 # ---- beside diffusers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_first_block_equals_diffusers(name: str, threshold: float, request: Any) -> None:
@@ -113,6 +114,7 @@ def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
 # ---- every class of transformer -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers(name: str) -> None:
     """Threshold 0 is the plain model; what blocks add by themselves is what the stack adds; nothing is left behind."""

@@ -229,6 +229,7 @@ def test_calls_while_the_transformer_is_in_a_forecast_step(case: Case, session: 
     assert len(found) >= STEPS and all(torch.equal(result, expected) for result in found)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_bare_transformers_in_two_threads(name: str) -> None:
     """Without a pipeline every thread has its own run; one after the other too."""
@@ -314,6 +315,7 @@ def test_a_run_that_breaks_off_before_its_first_step(case: Case, session: Any) -
     assert torch.equal(case.run(case.pipe), case.fast)
 
 
+@pytest.mark.thinned
 @EVERY
 def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     """Before, between, in callbacks of and after runs, with gradients; and nothing is remembered of them."""
@@ -332,6 +334,7 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert all(torch.equal(gradient, case.gradient()) for gradient in gradients)
 
 
+@pytest.mark.thinned
 @LOOPS
 def test_loops_of_ones_own(case: Case, session: Any) -> None:
     """A function, and generators whose steps alternate: over the accelerated pipeline, and over one beside it."""
@@ -465,6 +468,7 @@ def saved(thing: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("how", "when"),
     [(copy.deepcopy, "within"), (pickled, "between"), (saved, "within")],
@@ -492,6 +496,7 @@ def test_a_copy_is_plain(how: Callable[[Any], Any], when: str, case: Case, sessi
     assert not torch.equal(case.run(other), case.plain) and torch.equal(case.run(case.pipe), case.fast)
 
 
+@pytest.mark.thinned
 @EVERY
 def test_a_copied_pipeline_is_plain(case: Case, session: Any) -> None:
     results: list[Any] = []

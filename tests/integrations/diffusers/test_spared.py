@@ -55,6 +55,7 @@ def test_nothing_changes_and_norms_rest(name: str) -> None:
     assert set(calls.values()) <= {len(FULL)}, calls
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["DiT", "FLUX", "SD3"])
 @pytest.mark.parametrize(
     "settings",

@@ -225,6 +225,7 @@ class Runner:
         return emitted
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize("name", ["threshold", "credit", "saber", "editing"])
 def test_a_batch_that_comes_and_goes_has_the_tokens_of_generate(name: str, prediction: str) -> None:

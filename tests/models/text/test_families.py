@@ -410,6 +410,7 @@ def test_what_stands_right_of_the_open_block_does_not_matter(model: Model) -> No
     assert differed > 20
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", sorted(EXACT))
 def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> None:
     request = {"sampler": "threshold", "cache": cache, "eos_early_stop": False}
@@ -457,6 +458,7 @@ def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: st
         assert other.forwarded_tokens <= out.forwarded_tokens
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", sorted(EXACT))
 def test_guidance(model: Model, plain: dict[str, Any], family: str, cache: str) -> None:
     sampler = samplers.create("low_confidence")

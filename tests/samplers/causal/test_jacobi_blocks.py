@@ -246,6 +246,7 @@ def test_an_end_token_that_is_not_right_closes_nothing() -> None:
     assert made == [1, *[0] * (len(made) - 2), 8]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("early_exit", ["prefix", "published"])
 def test_draws_are_those_of_token_by_token_decoding(temperature: float, early_exit: str) -> None:

@@ -230,6 +230,7 @@ def test_a_step_repeated_equals_the_step(name: str) -> None:
     assert state.progress == (40, 40)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", VARIED)
 def test_rows_are_independent(name: str) -> None:
     model, sampler = wrapped(), made(name)
@@ -369,6 +370,7 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
     return [known.get(offset, token_id) for offset, token_id in enumerate(layout)], steps
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 @pytest.mark.parametrize("row_end", [None, 8])
 def test_zipar_is_what_its_steps_say(window: int, row_end: int | None) -> None:

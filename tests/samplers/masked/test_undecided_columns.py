@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("name", "request_"), CASES, ids=[name for name, _ in CASES])
 def test_the_same_decoding(

@@ -46,6 +46,7 @@ def both(module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, 
     return theirs.sequences[:, ids.shape[1] :], theirs.tokens_per_forward, ours
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("seeds", "case", "stop", "ends"),
     [  # by default every two of them together
@@ -122,6 +123,7 @@ KEEPERS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", KEEPERS)
 @pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
 def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:

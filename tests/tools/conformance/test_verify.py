@@ -242,6 +242,7 @@ def test_the_command_exits_with_1_where_something_differs(tmp_path: Path, monkey
     assert [case["status"] for case in said["cases"] if "difference" in case] == ["differ"] * 2
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -83,6 +83,7 @@ BASES = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("base", "request_"), BASES, ids=lambda value: str(getattr(value, "name", value)))
 def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, request_: dict) -> None:
     """Token for token the base, in ragged batches whose rows accept differently; at temperature 0 and, since a step's

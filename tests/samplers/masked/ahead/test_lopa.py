@@ -37,6 +37,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
     return paradec.generate(model, rows, **asked | request)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("base", ["threshold", "credit"])
 @pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
 def test_without_branches_it_is_the_base(base: str, cache: str, model: Model) -> None:

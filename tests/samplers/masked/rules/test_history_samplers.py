@@ -333,6 +333,7 @@ def decoded(model: Model, sampler: Sampler, **request: object) -> paradec.Output
     return paradec.generate(model, PROMPTS, sampler=sampler, trace=True, **request)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "settings", "other", "others"),
     [

@@ -310,6 +310,7 @@ def test_what_follows_a_committed_end_is_dropped(cache: str, guidance: float) ->
     assert cut_rows >= 2
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
 @pytest.mark.parametrize("kinds", [{}, {"prediction": "shifted"}])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])

@@ -58,6 +58,7 @@ def by_hand(model: Model, prompt: list[int], gaps: tuple, answer: range | None) 
     return canvas[start:], NEW
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("answer", [None, range(2, 7)])
 @pytest.mark.parametrize("gaps", [(7.3, 8.5, 9.2), (6.7, 4.6, 5.3)])
 @pytest.mark.parametrize("name", ["llada64", "dream64"])

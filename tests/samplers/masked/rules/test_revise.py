@@ -161,6 +161,7 @@ RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "loop", "settings"), RULES)
 def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], settings: dict) -> None:
     """Canvas for canvas, in a batch of unequal rows, as its trace replays it."""

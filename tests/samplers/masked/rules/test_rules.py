@@ -123,6 +123,7 @@ def decode(model: Model, name: str, **settings: object) -> paradec.Output:
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "settings", "other", "others"),
     [
