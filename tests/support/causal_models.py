@@ -14,12 +14,12 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9]]
 VOCAB = 12
 
 
-def tiny_llama(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
-    """A random causal Llama in float64."""
+def tiny_llama(seed: int = 0, layers: int = 2, vocab: int = VOCAB, inner: int = 16) -> LlamaForCausalLM:
+    """A random causal Llama in float64. inner: the width of its MLPs."""
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=16,
-        intermediate_size=16,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from places import ROOT
+from causal_models import tiny_llama, wrapped
 from safetensors.torch import save_file
+from scripts import load_script
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-import paradec
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import decode
 from paradec.models.adapter import Model
@@ -29,35 +26,11 @@ NEGATIVE = [[1, 2, 3], [4], [0, 1], [2, 3, 4, 0]]
 VOCAB = 5
 
 
-def _benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("exactness_of_eagle", ROOT / "benchmarks" / "exactness.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-exactness = _benchmark()
+exactness = load_script("benchmarks/exactness.py")
 
 
 def tiny_base(layers: int = 2, seed: int = 0) -> Model:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = LlamaForCausalLM(config).double()
-    return paradec.wrap(module, topology="causal", prediction="shifted")
+    return wrapped(tiny_llama(seed, layers, VOCAB, inner=24))
 
 
 def checkpoint(

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from types import ModuleType
 from typing import Any
 
-from places import ROOT
+from scripts import load_script
 from torch import Tensor
 
 from paradec.models.images.grid import Grid
 
-
-def _benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("exactness_benchmark", ROOT / "benchmarks" / "exactness.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-exactness = _benchmark()
+exactness = load_script("benchmarks/exactness.py")
 TableModel = exactness.TableModel
 GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
 

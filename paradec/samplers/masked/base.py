@@ -28,7 +28,7 @@ from paradec.request import Request, request_for
 from paradec.samplers.masked import adaptive, draws, early, noting, pipeline, reference, revising
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked.declaring import declare
-from paradec.samplers.masked.logits import candidates, own_stage, proposable, ranked, spread
+from paradec.samplers.masked.logits import candidates, own_stage, proposable, spread
 from paradec.samplers.masked.queries import part_query, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -289,7 +289,10 @@ class MaskedSampler(Sampler):
 
     def ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
-        return ranked(self, state, tokens, quantities)
+        scores = quantities[self.score]
+        if state.request.confidence_eos_eot_inf and len(state.ends):
+            scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
+        return scores
 
     def draw_tokens(
         self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None

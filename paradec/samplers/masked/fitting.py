@@ -150,8 +150,7 @@ def check_suffix(
 ) -> None:
     """Raise ValueError where the request's suffix does not work; the message says why."""
     suffix = Suffix.of(request.suffix)
-    if suffix is None:
-        return
+    assert suffix is not None  # asked for where there is one
     why = suffix.refusal(sampler, model, cache, gaps)
     if why is None and isinstance(blocks, WholeCanvas):
         why = "one block holds the whole answer, and nothing comes after it; give block_length"

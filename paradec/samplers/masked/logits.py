@@ -17,7 +17,7 @@ from paradec.samplers.masked import reference
 from paradec.samplers.masked.queries import owners
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
-from paradec.samplers.masked.views import LAST, Stage
+from paradec.samplers.masked.views import Stage
 from paradec.samplers.statistics import Raised, token_statistics
 
 
@@ -96,14 +96,6 @@ def candidates(
     drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
     drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
     return statistics(drawn_from if sampler.score_from == "sampled" else logits, sampler.reads, drawn)
-
-
-def ranked(sampler: Any, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
-    """[R, W] float64: the scores that candidates are ranked by."""
-    scores = quantities[sampler.score]
-    if state.request.confidence_eos_eot_inf and len(state.ends):
-        scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
-    return scores
 
 
 def spread(

@@ -111,10 +111,11 @@ def _ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) 
 
 def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray) -> Reuse | None:
     """What the request takes over of keys and values that there are."""
-    given = (request.prefix, request.share_prefix, request.keep_prefix)
-    if given[0] is None and given[1] is False and given[2] is False:
+    prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
+    if prefix is None and share is False and keep is False:
         return None
-    return plan_reuse(*given, model, cache, 1 if request.guidance_scale == 1.0 else 2, rows, starts)
+    branches = 1 if request.guidance_scale == 1.0 else 2
+    return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts)
 
 
 def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, reuse: Reuse | None, attention: Any) -> None:
