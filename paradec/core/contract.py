@@ -23,6 +23,29 @@ from paradec.core.trace import Trace
 
 Numbers: TypeAlias = Any
 """Integers or flags of rows: a numpy array on the host; in the device step a tensor."""
+Kept: TypeAlias = Any
+"""What a cache keeps of a request, in a form that it alone knows: nothing, an array or tensor of B rows, or something
+that exchanges its rows itself (`paradec.core.rows.Rows`)."""
+
+
+class AttentionState(Protocol):
+    """What an attention method keeps of a request (`paradec.attention`)."""
+
+    def plan(self, state: CanvasState, part: Any) -> Any:
+        """What the attention of one part of the cache's plan does (`Query.attention`); None attends to everything."""
+        ...
+
+    def committed(self, state: CanvasState, queries: list[Any]) -> None:
+        """The calls of a step that is about to be counted."""
+        ...
+
+    def report(self) -> Any:
+        """What was computed, for `paradec.Output`."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back."""
+        ...
 
 
 @dataclass
@@ -75,7 +98,9 @@ class TextState(Protocol):
     logprobs: LogProbs | None
     max_new_tokens: int
     store: Any
-    attention_state: Any
+
+    @property
+    def attention_state(self) -> AttentionState | None: ...
 
     @property
     def canvas(self) -> Tensor: ...
@@ -140,7 +165,7 @@ class CanvasState:
     """[B, L] int64 ids; the mask id is at undecided positions and nowhere else."""
     keys: Tensor
     """[B, 2] int64 random keys."""
-    generator: torch.Generator | None
+    generator: torch.Generator | None = None
     """The caller's, for `rng="reference"`."""
     suppressed: Tensor | None
     """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
@@ -200,7 +225,7 @@ class CanvasState:
     """[B, L]: the position of every entry of the canvas."""
     blocks: Any
     """The `paradec.core.blocks.BlockPolicy`."""
-    pipelined: bool
+    pipelined: bool = False
     """Whether several blocks of a row may be open: `block_start` is the first one's and `block_end` the last one's."""
     level: bool
     """Whether all rows have one length."""
@@ -208,21 +233,21 @@ class CanvasState:
     """Calls of one kind that a step may make, so that rows of unequal lengths are not padded far."""
     pads: bool
     """Whether the model takes rows of several lengths in one call."""
-    reuses: bool
+    reuses: bool = False
     """Whether the first tokens of the rows were taken over from a prefix."""
     reused: Numbers
     """[B]: how many positions of each row were."""
     present: Numbers | None = None
     """[B, L]: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated nor
     seen. None: all of a row's do."""
-    settled: Numbers | None
+    settled: Numbers | None = None
     """[B]: on block-causal models, all that is on the left was evaluated after its blocks were full; None unless it is
     to be kept."""
     cache: Any
     """The `paradec.caches.base.Cache`."""
     store: Any
     """The key/value store, or None."""
-    cache_state: Any
+    cache_state: Kept
     """What the cache keeps."""
 
     @property

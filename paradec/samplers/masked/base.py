@@ -25,17 +25,15 @@ from paradec.core.protocol import Commit, Sampler
 from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
-from paradec.samplers.masked import adaptive, draws, early, noting, pipeline, reference, revising
 from paradec.samplers.masked import commit as stages
+from paradec.samplers.masked import draws, noting, pipeline, reference, revising
 from paradec.samplers.masked.declaring import declare
-from paradec.samplers.masked.logits import candidates, own_stage, proposable, spread
-from paradec.samplers.masked.queries import part_query, undecided_alone
+from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
+from paradec.samplers.masked.queries import part_query, reads_window, row_order, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
-from paradec.samplers.statistics import (
-    Raised,
-)
+from paradec.samplers.statistics import Raised
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
 
@@ -198,7 +196,7 @@ class MaskedSampler(Sampler):
         there where nothing reads the others."""
         picks = self.told(state) if state.cache.evaluates in ("picks", "targets") else None
         queries = [self.query_part(state, part) for part in state.cache.plan(state, picks)]
-        if self._reads_window(state):
+        if reads_window(self, state):
             return queries
         return [undecided_alone(state, query) for query in queries]
 
@@ -206,27 +204,17 @@ class MaskedSampler(Sampler):
         """The model call of one part of the cache's plan."""
         return part_query(state, part)
 
-    def _reads_window(self, state: MaskedState) -> bool:
-        """Whether this step reads the logits of decided positions as well: the method, or something else that has more
-        to do with them than to choose candidates."""
-        own = self.needs_decided_logits or self.revises or self.processes_logits
-        own = own or self.has_extra_quantities or self.mask_probes or self.multi_step
-        # the public codes draw for whole windows
-        others = state.generator is not None or state.logprobs is not None or bool(state.early_rules)
-        return own or others or state.guards_holes or (state.reads_blocks and bool(state.opening.any()))
-
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
         """A candidate token and its scores for every window position; where a query leaves decided ones out, the
         token there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
         window = state.window
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         current = window.read(state.canvas)
-        undecided = available = window.undecided(current, state.mask_id)
+        available = window.undecided(current, state.mask_id)
         for query in queries:
             if query.available is not None:
                 index = torch.as_tensor(query.index, device=available.device)
                 available = available.index_copy(0, index, available[index] & query.available)
-        evaluated = available
         if state.early_rules:  # the window reaches beyond the block
             available = available & (window.positions < state.block_ends)
         parts, said = [], []
@@ -238,17 +226,8 @@ class MaskedSampler(Sampler):
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
-        tokens, quantities, updates = parts[0]
-        order = None
-        if len(parts) > 1:
-            places = np.argsort(np.concatenate([query.index for query in queries]))
-            order = torch.as_tensor(places, device=window.positions.device)
-            tokens = torch.cat([part[0] for part in parts])[order]
-            quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in quantities}
-            updates = {name: torch.cat([part[2][name] for part in parts])[order] for name in updates}
-        block_end = adaptive.read(state, tokens, quantities["confidence"], available) if state.reads_blocks else None
-        if block_end is not None:
-            available = available & (window.positions < block_end.unsqueeze(1))
+        order = None if len(parts) == 1 else row_order(state, queries)
+        tokens, quantities, updates = parts[0] if order is None else in_row_order(parts, order)
         proposal = MaskedProposal(
             rows=window.rows,
             values=tokens,
@@ -257,7 +236,6 @@ class MaskedSampler(Sampler):
             scores=self.ranked(state, tokens, quantities),
             available=available,
             current=current,
-            block_end=block_end,
             quantities=quantities,
             updates=updates,
             made_at=state.commits,
@@ -265,10 +243,8 @@ class MaskedSampler(Sampler):
             generator_state=None if generator is None else generator.get_state(),
             logprobs=StepLogProbs.joined(said, order) if said else None,
         )
-        if state.early_rules:
-            satisfied = [rule.satisfied(state, proposal) for rule in state.early_rules]
-            # what has no logits at this step cannot be filled
-            proposal.early = torch.stack(satisfied).any(0) & (evaluated == undecided).all(1)
+        for tracker in state.trackers:
+            tracker.proposed(state, proposal)
         if self.has_extra_quantities:
             proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
@@ -325,8 +301,8 @@ class MaskedSampler(Sampler):
         decision = Decision(proposal.values, picked, picked)
         if self.revises:
             decision = revising.revised(self, state, view, picked)
-        if proposal.early is not None:
-            early.fill(state, proposal, decision)
+        for tracker in state.trackers:
+            tracker.decided(state, proposal, decision)
         cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None
         written = torch.where(decision.selected, decision.values, proposal.current)
         decided = stages.to_host(
@@ -345,17 +321,18 @@ class MaskedSampler(Sampler):
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
         state.write(written)
-        said = None if state.logprobs is None else stages.note(state, proposal, decision)
+        for tracker in state.trackers:
+            tracker.written(state, proposal, decision)
         if state.memory.specs:
             stages.remember(self, state, proposal, view, picked)
-        if proposal.block_end is not None:
-            adaptive.settle(state, rows, decided["block_end"])
+        for tracker in state.trackers:
+            tracker.committed(state, proposal, decided)
         if state.cache.hears:
             state.cache.heard(state, decided["confidence"], decided["available"])
         stages.count(state, rows, proposal.cost, decided["tokens"], committed)
         stages.close(self, state, proposal, decided)
         selected, scores = decision.selected, proposal.scores
-        return Commit(rows, decision.values, proposal.positions, selected, scores, proposal.kind, said)
+        return Commit(rows, decision.values, proposal.positions, selected, scores, proposal.kind, decision.logprobs)
 
     def selected(self, view: View) -> Tensor:
         """[R, W] bool: the candidates that become final, in several open blocks too."""

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Cost
-from paradec.samplers.masked import draws, early, pipeline, reference, revising, trimming
-from paradec.samplers.masked.pipeline import slide
+from paradec.samplers.masked import draws, pipeline, reference, revising, trimming
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
-from paradec.samplers.masked.views import Decision, MaskedProposal, View
+from paradec.samplers.masked.views import MaskedProposal, View
 from paradec.samplers.statistics import top_by_rank
 
 
@@ -70,17 +68,6 @@ def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> boo
     return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())
 
 
-def note(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> StepLogProbs | None:
-    """Keep the log-probabilities of what is written, where they are asked for."""
-    found = proposal.logprobs
-    if found is None:
-        return None
-    assert state.logprobs is not None
-    found = found.but(decision.values == state.facts.mask_id)  # taken back
-    state.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, state.row_step[proposal.rows])
-    return found
-
-
 def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:
     """Keep what `process_logits` found under the name of a memory, and what `remember` makes of the selection."""
     kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
@@ -89,11 +76,9 @@ def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: V
 
 
 def count(state: MaskedState, rows: np.ndarray, cost: Cost, tokens: np.ndarray, committed: np.ndarray) -> None:
-    """Count forwards, the step and what it committed; cache and attention hear of the window's new `tokens` [R, W]."""
+    """Count forwards, the step and what it committed; the cache hears of the window's new `tokens` [R, W]."""
     state.count(cost)
     state.cache.committed(state, tokens)
-    if state.attention_state is not None:
-        state.attention_state.committed(state, cost.queries)
     state.advance(rows, committed)
 
 
@@ -105,13 +90,11 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
         held, shown = revising.shown_to_stop_rules(sampler, state, rows, decided)
     ends = first_end(state.stop_rules, state, shown) if state.stop_rules else None
     moved = proposal.block_end is not None
-    if state.pipelined and proposal.early is None:
-        moved |= slide(state, tokens, ends)
+    for tracker in state.trackers:
+        moved |= tracker.closing(state, proposal, tokens, ends)
     if "cut" in decided and (decided["cut"] < state.length[rows]).any():
         trimming.trim(state, decided["cut"], tokens)
         moved = True
-    if proposal.early is not None:
-        early.close_full_rows(state, tokens)
     state.close(rows, ends, held, moved)
 
 

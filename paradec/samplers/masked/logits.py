@@ -24,8 +24,8 @@ from paradec.samplers.statistics import Raised, token_statistics
 def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
     """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
     logits = guide(sampler, state, logits, query)
-    if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
-        keep_ends_out(state, logits, holes)
+    if state.holes is not None:
+        state.holes.keep_ends_out(state, logits, query.index)
     return logits
 
 
@@ -47,14 +47,6 @@ def guide(sampler: Any, state: CanvasState, logits: Tensor, query: Query) -> Ten
             own = state.suppressed[torch.as_tensor(owners(query, len(logits)), device=logits.device)]
             logits.scatter_(-1, own.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
     return logits
-
-
-def keep_ends_out(state: CanvasState, logits: Tensor, holes: Tensor) -> None:
-    """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
-    if holes.shape[1] < logits.shape[1]:
-        holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
-    ends = logits.index_select(-1, state.ends)
-    logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
 
 
 def own_stage(
@@ -96,6 +88,16 @@ def candidates(
     drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
     drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
     return statistics(drawn_from if sampler.score_from == "sampled" else logits, sampler.reads, drawn)
+
+
+def in_row_order(
+    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], order: Tensor
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Candidates, quantities and what the stage found of several queries, as those of all running rows in their
+    `order`."""
+    tokens = torch.cat([part[0] for part in parts])[order]
+    quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in parts[0][1]}
+    return tokens, quantities, {name: torch.cat([part[2][name] for part in parts])[order] for name in parts[0][2]}
 
 
 def spread(

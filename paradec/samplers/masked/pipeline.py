@@ -6,7 +6,7 @@ was added. Which of these blocks are fully active follows from the canvas: nothi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,24 @@ from paradec.core.contract import CanvasState
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import NEVER, EndOfText
-from paradec.samplers.masked.suffix_window import cut as cut_suffix
+from paradec.samplers.masked.trackers import Tracker
+
+if TYPE_CHECKING:
+    from paradec.samplers.masked.views import MaskedProposal
+
+
+class OpenBlocks(Tracker):
+    """Moves the windows of several open blocks."""
+
+    host_only = "blocks={state.blocks} have several blocks of a row open at once"
+
+    def attach(self, state: MaskedState) -> None:
+        state.pipelined = True
+
+    def closing(
+        self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: np.ndarray | None
+    ) -> bool:
+        return proposal.early is None and slide(state, tokens, ends)
 
 
 def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
@@ -160,8 +177,8 @@ def slide(state: MaskedState, tokens: np.ndarray, ends: np.ndarray | None) -> bo
         adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
     began = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
     state.masks_at_open[rows] = np.where(moved, began, state.masks_at_open[rows])
-    if state.present is not None:
-        cut_suffix(state, rows[adds])
+    for tracker in state.trackers:
+        tracker.opened(state, rows[adds])
     return True
 
 

@@ -41,6 +41,22 @@ def part_query(state: MaskedState, part: Part) -> Query:
     return query.but(tokens=tokens)
 
 
+def reads_window(sampler: Any, state: MaskedState) -> bool:
+    """Whether this step reads the logits of decided positions as well: the method, or something else that has more to
+    do with them than to choose candidates."""
+    own: bool = sampler.needs_decided_logits or sampler.revises or sampler.processes_logits
+    own = own or sampler.has_extra_quantities or sampler.mask_probes or sampler.multi_step
+    for tracker in state.trackers:
+        own = own or tracker.reads_window(state)
+    return own
+
+
+def row_order(state: CanvasState, queries: list[Query]) -> Tensor:
+    """[R] int64: where the running rows are in what answers several queries, one after the other."""
+    places = np.argsort(np.concatenate([query.index for query in queries]))
+    return torch.as_tensor(places, device=state.canvas.device)
+
+
 def undecided_alone(state: MaskedState, query: Query) -> Query:
     """The query without the logits of decided positions: as many columns as the row with the most undecided ones has;
     the others' are filled up with decided ones. It stays as it is where that spares little."""
@@ -104,7 +120,8 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
         query.slots = per_branch(state, slots)
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-        visible = int((state.length[rows] if state.present is None else ends_now(state, rows)).max())
+        length, present = state.length[rows], state.present
+        visible = int((length if present is None else ends_now(present[rows], length)).max())
         if state.facts.topology == "block_causal":
             last = part.positions.max(1)
             visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))

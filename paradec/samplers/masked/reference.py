@@ -16,6 +16,24 @@ from paradec.core.contract import CanvasState
 from paradec.core.query import Query
 from paradec.samplers.distributions import divided
 from paradec.samplers.filters import filter_logits
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.trackers import Tracker
+
+
+class ReferenceNumbers(Tracker):
+    """The generator that a request draws from, which its commits move on."""
+
+    fixed = "rng='reference' draws all rows from one stream"
+    host_only = "rng='reference' draws on the host"
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+
+    def attach(self, state: MaskedState) -> None:
+        state.generator = self.generator
+
+    def reads_window(self, state: MaskedState) -> bool:
+        return True  # the public codes draw for whole windows
 
 
 def copy_generator(generator: torch.Generator) -> torch.Generator:

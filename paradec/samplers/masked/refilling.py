@@ -14,6 +14,7 @@ from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
 from paradec.core.protocol import State
 from paradec.samplers.masked.stopping import EndOfText, StopRule
+from paradec.samplers.masked.trackers import Tracker
 
 
 class RefilledRows(CanvasState, State):
@@ -22,28 +23,25 @@ class RefilledRows(CanvasState, State):
     OF_ROWS: ClassVar[tuple[str, ...]]
     OF_POSITIONS: ClassVar[tuple[str, ...]]
     revises: bool
-    guards_holes: bool
-    decided_at: Tensor | None
     stop_rules: tuple[StopRule, ...]
     asked: np.ndarray
     stopped: np.ndarray
     running: np.ndarray
-    attention_state: Any
+    trackers: tuple[Tracker, ...]
     _steps: np.ndarray
 
     def finish(self, rows: np.ndarray) -> None: ...
 
     def forget_made(self) -> None: ...
 
+    def attach_trackers(self) -> None: ...
+
     def _make_window(self) -> None: ...
 
     def fixed(self) -> str | None:
-        if self.generator is not None:
-            return "rng='reference' draws all rows from one stream"
-        if self.attention_state is not None:
-            return "sparse attention keeps a pattern of all rows"
-        if self.reuses or self.settled is not None:
-            return "a prefix that is taken over or kept is laid out for all rows"
+        for tracker in self.trackers:
+            if tracker.fixed is not None:
+                return tracker.fixed
         if self.trace is not None:
             return "a trace is of the rows that it began with"
         if not of_rows.exchangeable(self.cache_state, self.batch):
@@ -65,9 +63,6 @@ class RefilledRows(CanvasState, State):
             other.columns = np.tile(np.arange(columns), (len(rows), 1))
             other.canvas = of_rows.fitted(other.canvas, columns, self.facts.fill_token_id)
             other.given = of_rows.fitted(other.given, columns, False)
-            if other.decided_at is not None:
-                other.decided_at = of_rows.fitted(other.decided_at, columns, -1)
-            other.present = None if other.present is None else of_rows.fitted(other.present, columns, False)
             # what lies beyond a row has no masks
             last = np.repeat(other.masks_before[:, -1:], max(columns + 1 - other.masks_before.shape[1], 0), 1)
             other.masks_before = np.concatenate((other.masks_before[:, : columns + 1], last), 1)
@@ -81,7 +76,8 @@ class RefilledRows(CanvasState, State):
             other.store = self.store.taken(every, columns)
         other.cache_state = of_rows.kept(self.cache_state, rows, columns)
         other.stop_rules = tuple(rule.taken(rows, columns) for rule in self.stop_rules)  # type: ignore[attr-defined]
-        other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
+        other.trackers = tuple(tracker.taken(rows, columns) for tracker in self.trackers)
+        other.attach_trackers()
         other._moved()
         return other
 
@@ -94,14 +90,9 @@ class RefilledRows(CanvasState, State):
         for own, new, fill in (
             (self.canvas, other.canvas, self.facts.fill_token_id),
             (self.given, other.given, False),
-            (self.decided_at, other.decided_at, -1),
         ):
-            if own is None or new is None:
-                continue
             own.index_fill_(0, index, fill)
             own.narrow(1, 0, width).index_copy_(0, index, new)
-        if self.present is not None and other.present is not None:
-            self.present[slots] = of_rows.fitted(other.present, self.present.shape[1], False)
         self.masks_before[slots] = other.masks_before[:, -1:]
         self.masks_before[slots, : width + 1] = other.masks_before
         self._counts[:, slots], self._steps[:, slots] = other._counts, other._steps
@@ -113,9 +104,11 @@ class RefilledRows(CanvasState, State):
             self.store.put(every, other.store)
         of_rows.exchange(self.cache_state, slots, other.cache_state)
         self.stop_rules = exchanged_rules(self, slots, other)
-        if self.logprobs is not None and other.logprobs is not None:
-            self.logprobs.put(slots, other.logprobs)
-        self.guards_holes |= other.guards_holes
+        trackers = {type(tracker): tracker for tracker in self.trackers}
+        for tracker in other.trackers:
+            trackers.setdefault(type(tracker), tracker).put(slots, tracker)
+        self.trackers = tuple(trackers.values())
+        self.attach_trackers()
         self.commits += 1  # what was proposed before is of other rows
         self._moved()
 

@@ -12,6 +12,7 @@ from paradec.caches.kept import Reuse, plan_reuse
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.core import rng
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
@@ -19,12 +20,21 @@ from paradec.core.memory import Memory
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
 from paradec.request import Request, randomness
+from paradec.samplers.masked.adaptive import BlockEnds
+from paradec.samplers.masked.decision_order import DecisionOrder
+from paradec.samplers.masked.early import EarlyStops
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
-from paradec.samplers.masked.pipeline import check_pipelined
-from paradec.samplers.masked.prefix_reuse import take_over
+from paradec.samplers.masked.holes import Holes
+from paradec.samplers.masked.kept_logprobs import KeptLogProbs
+from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
+from paradec.samplers.masked.prefix_reuse import PrefixReuse
+from paradec.samplers.masked.reference import ReferenceNumbers
+from paradec.samplers.masked.sparse_attention import SparseAttention
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stop_strings import StopStrings
-from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
+from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, check_stop
+from paradec.samplers.masked.suffix_window import SuffixWindow
+from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.starting import answer_starts, new_tokens, padded, stop_strings_of, suppressed_ids, trace_of
 
 
@@ -87,15 +97,13 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         asked=lengths + new,
         max_new_tokens=new,
         keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
-        generator=generator,
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
         revises=sampler.revises,
-        decided_at=torch.full(canvas.shape, -1, device=device) if getattr(model, "reads_order", False) else None,
         stop_rules=tuple(rules),
-        early_rules=early_rules,
+        trackers=_trackers(request, model, policy, canvas.shape, gaps, early_rules, generator, reuse),
     )
-    _keep(state, sampler, model, request, reuse, attention)
+    _keep(state, sampler, model, request, attention)
     return state
 
 
@@ -118,25 +126,57 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
     return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts)
 
 
-def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, reuse: Reuse | None, attention: Any) -> None:
-    """Make what the request keeps beside the canvas: store, trace, log-probabilities, a prefix."""
-    cache = state.cache
+def _trackers(
+    request: Request,
+    model: Any,
+    policy: BlockPolicy,
+    shape: tuple[int, ...],
+    gaps: bool,
+    early_rules: tuple[EarlyRule, ...],
+    generator: torch.Generator | None,
+    reuse: Reuse | None,
+) -> tuple[Tracker, ...]:
+    """What the request needs beside canvas, blocks and counters. shape: (B, L) of the canvas. gaps: whether something
+    given follows a mask."""
+    batch, columns = shape
+    found: list[Tracker] = []
+    if getattr(policy, "reads_logits", False):
+        found.append(BlockEnds(np.zeros(batch, bool)))
+    if isinstance(policy, PipelinedBlocks):
+        found.append(OpenBlocks())
+    if request.suffix is not None:
+        found.append(SuffixWindow(request.suffix, np.zeros(shape, bool)))
+    if reuse is not None or request.keep_prefix:
+        found.append(PrefixReuse(reuse, np.zeros(batch, np.int64) if request.keep_prefix else None))
+    if generator is not None:
+        found.append(ReferenceNumbers(generator))
+    if request.logprobs is not None:
+        found.append(KeptLogProbs(LogProbs.empty(batch, columns, request.logprobs, model.device)))
+    if early_rules:
+        found.append(EarlyStops(early_rules))
+    if gaps and request.holes_eos_inf and model.facts.eos_token_ids:
+        found.append(Holes())
+    if getattr(model, "reads_order", False):
+        found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
+    return tuple(found)
+
+
+def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attention: Any) -> None:
+    """Make what the request keeps beside the canvas: store, what cache and attention keep, trace, a prefix."""
+    cache, prefix = state.cache, state.prefix_reuse
     if isinstance(cache, StoredCache):
-        rows, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
+        rows, begin = state.branches * state.batch, 0 if prefix is None else prefix.start
         state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
     state.cache_state = cache.begin(state)
     if attention is not None:
-        state.attention_state = attention.begin(state, sampler.uses_steps)
+        state.trackers += (SparseAttention(attention.begin(state, sampler.uses_steps)),)
+        state.attach_trackers()
     said = {"score": sampler.score, "cache": cache.name, "mask_id": state.mask_id}
     state.trace = trace_of(sampler, request, state.canvas, state.length, **said)
     if state.trace is not None and request.suffix is not None:
         state.trace.settings |= {"suffix": Suffix.of(request.suffix).to_dict()}  # type: ignore[union-attr]
-    if request.logprobs is not None:
-        state.logprobs = LogProbs.empty(state.batch, state.canvas.shape[1], request.logprobs, state.canvas.device)
-    if request.keep_prefix:
-        state.settled = np.zeros(state.batch, np.int64)
-    if reuse is not None:
-        take_over(state, reuse, model)
+    if prefix is not None:
+        prefix.fill(state, model)
 
 
 def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:

@@ -12,22 +12,20 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix, keep_prefix
-from paradec.caches.parts import outward
+from paradec.caches.kept import KeptPrefix
 from paradec.caches.stored import StoredCache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
-from paradec.core.contract import Window
+from paradec.core.contract import Kept, Window
 from paradec.core.facts import ModelFacts
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.request import Request
 from paradec.samplers.masked.refilling import RefilledRows
-from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
-from paradec.samplers.masked.suffix_window import cut as cut_suffix
+from paradec.samplers.masked.stopping import NEVER, StopRule
+from paradec.samplers.masked.trackers import Tracked, Tracker
 
 
 @dataclass
-class MaskedState(RefilledRows):
+class MaskedState(Tracked, RefilledRows):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
     Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
@@ -55,7 +53,6 @@ class MaskedState(RefilledRows):
     """Masks that were appended to every row."""
     keys: Tensor
     """[B, 2] int64 random keys."""
-    generator: torch.Generator | None
     suppressed: Tensor | None
     """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
     own, filled up with the mask id."""
@@ -63,23 +60,19 @@ class MaskedState(RefilledRows):
     """[E] int64 ids that end an answer."""
     revises: bool = False
     """Whether the sampler may take back what it decided in an open block."""
-    decided_at: Tensor | None = None
-    """[B, L] int64: the row's step after which each position took its token, -1 where it was given or is undecided;
-    None where the model does not ask."""
     stop_rules: tuple[StopRule, ...] = ()
-    early_rules: tuple[EarlyRule, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
+    """What the request needs beside canvas, blocks and counters, in the order in which the loop calls them."""
     store: Any = None
-    cache_state: Any = None
+    cache_state: Kept = None
     """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
-    attention_state: Any = None
-    """What the attention method keeps (`paradec.attention`); None where every call attends to everything."""
 
     OF_ROWS: ClassVar[tuple[str, ...]] = (
         *("prompt_length", "answer_start", "length", "asked", "keys", "block_start", "block_end", "remaining"),
-        *("masks_at_open", "opening", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
+        *("masks_at_open", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
     )
     """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
-    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "present", "masks_before", "decided_at")
+    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "masks_before")
     """Those with a column for every position as well (`masks_before` for one more); None stays None."""
 
     def __post_init__(self) -> None:
@@ -91,10 +84,6 @@ class MaskedState(RefilledRows):
         self.masks_at_open = np.zeros(self.batch, np.int64)
         self.mask_id = self.facts.mask_id
         self.branches = 2 if self.request.guidance_scale != 1.0 else 1
-        self.reads_blocks = getattr(self.blocks, "reads_logits", False)
-        self.pipelined = isinstance(self.blocks, PipelinedBlocks)
-        self.opening = np.zeros(self.batch, bool)
-        """Rows whose block ends where this step's logits will say; until then it is all that the policy reads."""
         self._steps = np.zeros((2, self.batch), np.int64)
         self.block_step, self.row_step = self._steps  # views
         self.running = np.ones(self.batch, bool)
@@ -104,22 +93,12 @@ class MaskedState(RefilledRows):
         """[B, L] int64: the position of every entry of the canvas."""
         self._running_rows = np.arange(self.batch).tobytes()
         self.decided = np.zeros(self.batch, np.int64)
-        self.watched = tuple(dict.fromkeys(name for rule in self.early_rules for name in rule.reads))
         self.end = self.asked.copy()
         """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
         self.stopped = np.zeros(self.batch, bool)
         """Rows that a stop rule ended."""
         self.reused = np.zeros(self.batch, np.int64)
         """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
-        self.reuses = False
-        """Whether there are any."""
-        self.settled: np.ndarray | None = None
-        """[B] int64: on block-causal models, all left of it was evaluated after its blocks were full; None unless it is
-        to be kept."""
-        holes = bool((self.answer_start > self.prompt_length).any())
-        self.guards_holes = self.request.holes_eos_inf and holes and len(self.facts.eos_token_ids) > 0
-        """Whether there are holes that end tokens are kept out of."""
-        self._took_over: KeptPrefix | None = None
         self._made_for_blocks: dict[Any, Any] = {}
         self._made_for_rows: dict[Any, Any] = {}
         self.steps_per_block: np.ndarray | None = None
@@ -131,7 +110,7 @@ class MaskedState(RefilledRows):
         self.masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self.masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
         self.total = self.masks_before[:, -1]
-        self.present = None if self.request.suffix is None else np.zeros(self.canvas.shape, bool)
+        self.attach_trackers()
         self.open_blocks(np.arange(self.batch))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,6 +141,11 @@ class MaskedState(RefilledRows):
     def progress(self) -> tuple[int, int]:
         return int(self.decided[self.running].sum() + self.total[~self.running].sum()), int(self.total.sum())
 
+    def attach_trackers(self) -> None:
+        """Let the trackers show what others read of them by name."""
+        for tracker in self.trackers:
+            tracker.attach(self)
+
     def open_blocks(self, rows: np.ndarray) -> None:
         """Move `rows` to their next block that has something undecided; rows without one are finished."""
         opened = rows
@@ -175,29 +159,23 @@ class MaskedState(RefilledRows):
             masks = self.masks_before[rows, self.block_end[rows]] - self.masks_before[rows, start]
             self.masks_at_open[rows] = self.remaining[rows] = masks
             self.block_step[rows] = 0
-            self.opening[rows] = self.reads_blocks
             self.memory.reset(rows, "block")
             rows = rows[masks == 0]
         self.running &= self.block_start < self.length
-        if self.present is not None:
-            cut_suffix(self, opened[self.running[opened]])
+        for tracker in self.trackers:
+            tracker.opened(self, opened[self.running[opened]])
         self._make_window()
 
     def write(self, tokens: Tensor) -> None:
-        """Let the window [R, W] hold `tokens`, and note when a position took another one than it had."""
-        if self.decided_at is not None:
-            before, step = self.window.read(self.canvas), torch.as_tensor(self.row_step[self.window.rows, None])
-            when = torch.where(tokens == self.mask_id, -1, step.to(tokens.device))
-            when = torch.where(tokens == before, self.window.read(self.decided_at), when)
-            self.window.write(self.decided_at, when)
+        """Let the window [R, W] hold `tokens`."""
+        for tracker in self.trackers:
+            tracker.writes(self, tokens)
         self.window.write(self.canvas, tokens)
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
         """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
         self.commits += 1
         self._steps += self.running
-        if self.settled is not None:
-            self.settled[rows] = outward(self, rows, self.block_start[rows], self.block_end[rows])[0]
         if not self.window.whole:
             committed, of_running = np.zeros(self.batch, np.int64), committed
             committed[rows] = of_running
@@ -273,21 +251,6 @@ class MaskedState(RefilledRows):
         rows, device = self.window.rows, self.canvas.device
         return self.while_blocks_stay("ends", lambda: torch.as_tensor(self.block_end[rows, None], device=device))
 
-    def holes_of(self, index: np.ndarray | None) -> Tensor | None:
-        """[N, W] bool: where the windows of the running rows `index` [N] (None: all) lie in holes that end tokens are
-        kept out of; None when they do nowhere."""
-        if not self.guards_holes:
-            return None
-        holes = self.while_blocks_stay("holes", self._holes)
-        if holes is None or index is None or len(index) == len(holes):
-            return holes
-        return holes.index_select(0, torch.as_tensor(index, device=holes.device))
-
-    def _holes(self) -> Tensor | None:
-        # that takes in what was given between them, for which nothing is proposed
-        inside = self.window.host_positions < self.answer_start[self.window.rows, None]
-        return torch.as_tensor(inside, device=self.canvas.device) if inside.any() else None
-
     def while_blocks_stay(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that holds until a block moves, made on first use."""
         if key not in self._made_for_blocks:
@@ -305,13 +268,11 @@ class MaskedState(RefilledRows):
         return self._made_for_rows[key]
 
     def stores(self) -> tuple[Any, ...]:
-        return self.store, self.attention_state
+        return self.store, *self.trackers
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""
-        if self.settled is None:
-            return None
-        return keep_prefix(self, model, self._took_over)
+        return None if self.prefix_reuse is None else self.prefix_reuse.kept(self, model)
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""

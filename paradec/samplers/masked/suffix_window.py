@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from paradec.caches.suffix import Suffix
-from paradec.core.contract import CanvasState
+from paradec.core import rows as of_rows
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.trackers import Tracker
 
 
-def cut(state: CanvasState, rows: np.ndarray) -> None:
-    """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
-    if not len(rows):
-        return
-    assert state.present is not None
-    suffix = Suffix.of(state.request.suffix)
-    assert suffix is not None
-    masks = np.diff(state.masks_before[rows], axis=1) > 0
-    start, end, column = state.block_start[rows], state.block_end[rows], state.columns[0]
-    keys = state.keys[torch.as_tensor(rows, device=state.keys.device)]
-    kept = suffix.kept(masks, start, end, keys, state.generator, state.facts.prediction)
-    there = (~masks | (column < end[:, None]) | kept) & (column < state.length[rows, None])
-    state.present[rows] = there
-    if state.store is not None:
-        for branch in range(state.branches):
-            state.store.hide(rows + branch * state.batch, ~there)
+class SuffixWindow(Tracker):
+    """What exists of each row while its open block is open."""
+
+    host_only = "what exists of a suffix changes with the blocks, on the host"
+
+    def __init__(self, suffix: Any, present: np.ndarray):
+        made = Suffix.of(suffix)
+        assert made is not None
+        self.suffix = made
+        self.present = present
+        """[B, L] bool."""
+
+    def attach(self, state: MaskedState) -> None:
+        state.present = self.present
+
+    def opened(self, state: MaskedState, rows: np.ndarray) -> None:
+        """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
+        if not len(rows):
+            return
+        masks = np.diff(state.masks_before[rows], axis=1) > 0
+        start, end, column = state.block_start[rows], state.block_end[rows], state.columns[0]
+        keys = state.keys[torch.as_tensor(rows, device=state.keys.device)]
+        kept = self.suffix.kept(masks, start, end, keys, state.generator, state.facts.prediction)
+        there = (~masks | (column < end[:, None]) | kept) & (column < state.length[rows, None])
+        self.present[rows] = there
+        if state.store is not None:
+            for branch in range(state.branches):
+                state.store.hide(rows + branch * state.batch, ~there)
+
+    def taken(self, rows: np.ndarray, columns: int | None) -> SuffixWindow:
+        present = self.present[rows]
+        return SuffixWindow(self.suffix, present if columns is None else of_rows.fitted(present, columns, False))
+
+    def put(self, slots: np.ndarray, other: SuffixWindow) -> None:
+        self.present[slots] = of_rows.fitted(other.present, self.present.shape[1], False)
 
 
-def ends_now(state: CanvasState, rows: np.ndarray) -> np.ndarray:
-    """[N] int64: the position after the last one of `rows` [N] that exists for now."""
-    assert state.present is not None
-    last: np.ndarray = state.present.shape[1] - state.present[rows, ::-1].argmax(1)
-    return np.minimum(last, state.length[rows])
+def ends_now(present: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """[N] int64: the position after the last one that exists for now of rows that have `present` [N, L] and `length`
+    [N]."""
+    last: np.ndarray = present.shape[1] - present[:, ::-1].argmax(1)
+    return np.minimum(last, length)

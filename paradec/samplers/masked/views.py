@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Proposal
 from paradec.samplers.masked.pipeline import best_of_blocks
 from paradec.samplers.statistics import best_one
@@ -130,6 +131,8 @@ class Decision:
     """[R, W]: what that adds to what is decided: bool; -1, 0 or 1 where the method takes tokens back."""
     hold_block: Tensor | None = None
     """[R] bool: rows whose block stays open although nothing in it is undecided."""
+    logprobs: StepLogProbs | None = None
+    """Of what was written, where the request asks for them."""
 
 
 def selection(sampler: Any, view: View) -> Tensor:

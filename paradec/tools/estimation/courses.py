@@ -60,7 +60,7 @@ class Course(CanvasState):
             name=shape.name,
         )
         self.mask_id, self.batch, self.branches = MASK, 1, 1
-        self.level, self.pads, self.reuses, self.store = True, True, False, None
+        self.level, self.pads, self.store = True, True, None
         self.cache = cache
         self.canvas = torch.full((1, length), MASK)
         self.canvas[:, :prompt] = TOKEN

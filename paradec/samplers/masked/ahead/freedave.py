@@ -30,7 +30,6 @@ from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
-from paradec.samplers.masked.logits import keep_ends_out
 from paradec.samplers.masked.stopping import NEVER, first_end
 from paradec.samplers.masked.trimming import trim as trim_rows
 
@@ -242,14 +241,13 @@ class FreeDave(MaskedSampler):
         kept = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
         every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
-        holes = state.holes_of(None)
         taken: list[Taken] = []
         for ahead, index in zip(drafts, at, strict=True):
             here = logits
             if len(drafts) > 1 or (index != every_row.index).any():
                 here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
-            if holes is not None:
-                keep_ends_out(state, here, holes)
+            if state.holes is not None:
+                state.holes.keep_ends_out(state, here, None)
             updates: Mapping[str, Tensor] = {}
             plain = here
             if base.processes_logits:
@@ -318,6 +316,8 @@ class FreeDave(MaskedSampler):
             state.memory.write(name, rows, picked([step.memory[name] for step in steps], last))
         if self.draft_steps > 1:
             self._carry(state, rows, steps, last)
+        for tracker in state.trackers:
+            tracker.committed(state, proposal, found)
         state.count(proposal.cost)
         state.cache.committed(state, final)
         committed = (final != drafts[0]).sum(-1)

@@ -25,7 +25,6 @@ from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Stage
-from paradec.samplers.masked.logits import keep_ends_out
 
 TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
 """In the memory, each [B, window]: what the last winner's logits said, and where something was open then."""
@@ -195,12 +194,11 @@ class LoPA(MaskedSampler):
         kept = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
         every_row = Query(window.rows, branches[0].tokens, window.positions, index=np.arange(len(window.rows)))
-        holes = state.holes_of(None)
         taken, promises = [], []
         for number, (branch, index) in enumerate(zip(branches, at, strict=True)):
             here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
-            if holes is not None:
-                keep_ends_out(state, here, holes)
+            if state.holes is not None:
+                state.holes.keep_ends_out(state, here, None)
             updates: Mapping[str, Tensor] = {}
             if base.processes_logits:
                 here, updates = base.process_logits(
@@ -279,6 +277,8 @@ class LoPA(MaskedSampler):
         if self.branches:
             self._carry(state, proposal, best, written)
         scores = picked([step.proposal.scores for step in taken], best)
+        for tracker in state.trackers:
+            tracker.committed(state, proposal, found)
         stages.count(state, rows, proposal.cost, found["tokens"], committed)
         stages.close(self, state, proposal, found)
         return Commit(rows, written, window.positions, written != proposal.current, scores, proposal.kind)

@@ -16,7 +16,8 @@ from paradec.core.query import Query
 from paradec.samplers.masked.base import View
 from paradec.samplers.masked.device.graphs import StepLayout, captured
 from paradec.samplers.masked.draws import choose
-from paradec.samplers.masked.logits import guide, keep_ends_out
+from paradec.samplers.masked.holes import keep_ends_out
+from paradec.samplers.masked.logits import guide
 from paradec.samplers.masked.rules.dream import DreamSampler
 from paradec.samplers.masked.rules.schedules import time_share
 from paradec.samplers.masked.state import MaskedState
@@ -82,9 +83,7 @@ class DeviceEngine(CanvasState):
         self.live = torch.ones((), dtype=torch.bool, device=device)
         """False makes every step one that no row needs: graphs are warmed up and captured so."""
         self.flags = numbers(4)
-        self.pipelined = False  # these rows are decoded by the plain loop
         self.shares = self._time_shares(self.sampler.eps) if isinstance(self.sampler, DreamSampler) else None
-        self.generator = None
         self.model: Any = None
         """While a request is served."""
         self.graphs: dict[tuple[str, int, int], Callable[[], None]] = {}

@@ -66,23 +66,12 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return f"cache {state.cache.name!r} chooses on the host what to evaluate"
     if model.kind != "decoder" or state.facts.topology != "bidirectional":
         return f"{state.facts.name} is not a bidirectional transformers decoder"
-    if state.reads_blocks:
-        return f"blocks={state.blocks} end where the host reads it from the logits"
-    if state.pipelined:
-        return f"blocks={state.blocks} have several blocks of a row open at once"
-    if state.attention_state is not None:
-        return "sparse attention keeps its pattern on the host"
-    if state.present is not None:
-        return "what exists of a suffix changes with the blocks, on the host"
-    if state.reuses or state.settled is not None:
-        return "a prefix that is taken over or kept is laid out on the host"
+    for tracker in state.trackers:
+        if tracker.host_only is not None:
+            return tracker.host_only.format(state=state)
     if state.branches > 1:
         return "guidance evaluates two rows for one"
-    if state.generator is not None:
-        return "rng='reference' draws on the host"
-    if state.logprobs is not None:
-        return "logprobs are kept step by step"
-    if state.early_rules or not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
+    if not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
         return "stop rules other than the end token are asked on the host"
     if state.request.confidence_eos_eot_inf and len(state.ends) > MOST_ENDS:
         return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MOST_ENDS} are sorted"

@@ -1,0 +1,43 @@
+"""Holes of a prompt that end tokens are kept out of (`holes_eos_inf`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.contract import CanvasState
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.trackers import Tracker
+
+
+class Holes(Tracker):
+    """Where end tokens are not proposed: a request has it if a row of it has something given after a mask."""
+
+    def attach(self, state: MaskedState) -> None:
+        state.holes = self
+
+    def reads_window(self, state: MaskedState) -> bool:
+        return True
+
+    def keep_ends_out(self, state: CanvasState, logits: Tensor, index: np.ndarray | None) -> None:
+        """Exclude end tokens of logits [N, W, V] in the holes of the running rows `index` [N] (None: all), in place."""
+        holes = state.while_blocks_stay("holes", lambda: self._inside(state))
+        if holes is not None and index is not None and len(index) < len(holes):
+            holes = holes.index_select(0, torch.as_tensor(index, device=holes.device))
+        if holes is not None:
+            keep_ends_out(state, logits, holes)
+
+    def _inside(self, state: CanvasState) -> Tensor | None:
+        """[R, W] bool: where windows lie in holes; None where they do nowhere."""
+        # that takes in what was given between them, for which nothing is proposed
+        inside = state.window.host_positions < state.answer_start[state.window.rows, None]
+        return torch.as_tensor(inside, device=state.canvas.device) if inside.any() else None
+
+
+def keep_ends_out(state: CanvasState, logits: Tensor, holes: Tensor) -> None:
+    """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
+    if holes.shape[1] < logits.shape[1]:
+        holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
+    ends = logits.index_select(-1, state.ends)
+    logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))

@@ -1,0 +1,39 @@
+"""The log-probabilities of what a request decides, where it asks for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paradec.core.logprobs import LogProbs
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.trackers import Tracker
+from paradec.samplers.masked.views import Decision, MaskedProposal
+
+
+class KeptLogProbs(Tracker):
+    """Keeps the log-probabilities of what is written."""
+
+    host_only = "logprobs are kept step by step"
+
+    def __init__(self, logprobs: LogProbs):
+        self.logprobs = logprobs
+
+    def attach(self, state: MaskedState) -> None:
+        state.logprobs = self.logprobs
+
+    def reads_window(self, state: MaskedState) -> bool:
+        return True
+
+    def written(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
+        if proposal.logprobs is None:
+            return
+        found = proposal.logprobs.but(decision.values == state.facts.mask_id)  # taken back
+        step = state.row_step[proposal.rows]
+        self.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, step)
+        decision.logprobs = found
+
+    def taken(self, rows: np.ndarray, columns: int | None) -> KeptLogProbs:
+        return KeptLogProbs(self.logprobs.taken(rows, columns))
+
+    def put(self, slots: np.ndarray, other: KeptLogProbs) -> None:
+        self.logprobs.put(slots, other.logprobs)

@@ -1,0 +1,29 @@
+"""Attention that leaves something out (`paradec.attention`): what it keeps of a masked request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paradec.core.contract import AttentionState
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.trackers import Tracker
+from paradec.samplers.masked.views import MaskedProposal
+
+
+class SparseAttention(Tracker):
+    """Tells the attention method which calls were made for a step that counts."""
+
+    fixed = "sparse attention keeps a pattern of all rows"
+    host_only = "sparse attention keeps its pattern on the host"
+
+    def __init__(self, kept: AttentionState):
+        self.kept = kept
+
+    def attach(self, state: MaskedState) -> None:
+        state.attention_state = self.kept
+
+    def committed(self, state: MaskedState, proposal: MaskedProposal, found: dict[str, np.ndarray]) -> None:
+        self.kept.committed(state, proposal.cost.queries)
+
+    def release(self) -> None:
+        self.kept.release()
