@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,16 +14,14 @@ from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.masked.views import MaskedProposal
 
 
+@dataclass
 class BlockEnds(Tracker):
     """Which rows have opened a block whose end is not read yet."""
 
+    opening: np.ndarray
+
+    per_row = {"opening": None}
     host_only = "blocks={state.blocks} end where the host reads it from the logits"
-
-    def __init__(self, opening: np.ndarray):
-        self.opening = opening
-
-    def attach(self, state: MaskedState) -> None:
-        state.opening = self.opening
 
     def opened(self, state: MaskedState, rows: np.ndarray) -> None:
         self.opening[rows] = True
@@ -48,12 +48,6 @@ class BlockEnds(Tracker):
         masks = state.masks_before[rows, end] - state.masks_before[rows, state.block_start[rows]]
         state.masks_at_open[rows] = state.remaining[rows] = masks
         self.opening[rows] = False
-
-    def taken(self, rows: np.ndarray, columns: int | None) -> BlockEnds:
-        return BlockEnds(self.opening[rows])
-
-    def put(self, slots: np.ndarray, other: BlockEnds) -> None:
-        self.opening[slots] = other.opening
 
     def _read(self, state: MaskedState, tokens: Tensor, confidence: Tensor, available: Tensor) -> Tensor | None:
         """Where each running row's block ends, [R] int64, if the candidates [R, W] decide it for any; else None."""

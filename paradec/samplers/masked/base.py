@@ -29,7 +29,7 @@ from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import draws, noting, pipeline, reference, revising
 from paradec.samplers.masked.declaring import declare
 from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
-from paradec.samplers.masked.queries import part_query, reads_window, row_order, undecided_alone
+from paradec.samplers.masked.queries import part_query, reads_window, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
@@ -226,8 +226,7 @@ class MaskedSampler(Sampler):
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
-        order = None if len(parts) == 1 else row_order(state, queries)
-        tokens, quantities, updates = parts[0] if order is None else in_row_order(parts, order)
+        tokens, quantities, updates, order = (*parts[0], None) if len(parts) == 1 else in_row_order(parts, queries)
         proposal = MaskedProposal(
             rows=window.rows,
             values=tokens,

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import EarlyRule
-from paradec.samplers.masked.trackers import Tracker
+from paradec.samplers.masked.trackers import Ends, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 
 
+@dataclass
 class EarlyStops(Tracker):
     """The early rules of a request. With them the window reaches beyond the block, to the end of every row."""
 
+    early_rules: tuple[EarlyRule, ...]
+    watched: tuple[str, ...]
+
     host_only = "stop rules other than the end token are asked on the host"
-
-    def __init__(self, rules: tuple[EarlyRule, ...]):
-        self.rules = rules
-
-    def attach(self, state: MaskedState) -> None:
-        state.early_rules = self.rules
-        state.watched = tuple(dict.fromkeys(name for rule in self.rules for name in rule.reads))
 
     def reads_window(self, state: MaskedState) -> bool:
         return True
 
     def proposed(self, state: MaskedState, proposal: MaskedProposal) -> None:
         """Say which rows end now."""
-        satisfied = [rule.satisfied(state, proposal) for rule in self.rules]
+        satisfied = [rule.satisfied(state, proposal) for rule in self.early_rules]
         # what has no logits at this step cannot be filled
         proposal.early = torch.stack(satisfied).any(0) & self._evaluated(state, proposal)
 
@@ -44,9 +43,7 @@ class EarlyStops(Tracker):
         if decision.hold_block is not None:
             decision.hold_block = decision.hold_block & ~proposal.early
 
-    def closing(
-        self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: np.ndarray | None
-    ) -> bool:
+    def closing(self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: Ends) -> bool:
         """Make the open block the last one of rows with nothing undecided: the window reaches to their end."""
         window = state.window
         masks = tokens == state.facts.mask_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
 from paradec.core.logprobs import LogProbs
 from paradec.samplers.masked.state import MaskedState
@@ -10,16 +10,14 @@ from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 
 
+@dataclass
 class KeptLogProbs(Tracker):
     """Keeps the log-probabilities of what is written."""
 
+    logprobs: LogProbs
+
+    per_row = {"logprobs": None}
     host_only = "logprobs are kept step by step"
-
-    def __init__(self, logprobs: LogProbs):
-        self.logprobs = logprobs
-
-    def attach(self, state: MaskedState) -> None:
-        state.logprobs = self.logprobs
 
     def reads_window(self, state: MaskedState) -> bool:
         return True
@@ -31,9 +29,3 @@ class KeptLogProbs(Tracker):
         step = state.row_step[proposal.rows]
         self.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, step)
         decision.logprobs = found
-
-    def taken(self, rows: np.ndarray, columns: int | None) -> KeptLogProbs:
-        return KeptLogProbs(self.logprobs.taken(rows, columns))
-
-    def put(self, slots: np.ndarray, other: KeptLogProbs) -> None:
-        self.logprobs.put(slots, other.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,13 +92,16 @@ def candidates(
 
 
 def in_row_order(
-    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], order: Tensor
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Candidates, quantities and what the stage found of several queries, as those of all running rows in their
-    `order`."""
-    tokens = torch.cat([part[0] for part in parts])[order]
-    quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in parts[0][1]}
-    return tokens, quantities, {name: torch.cat([part[2][name] for part in parts])[order] for name in parts[0][2]}
+    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[Query]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Candidates, quantities and what the stage found of several queries, as those of all running rows; and where these
+    [R] were in the answers one after the other."""
+    tokens, quantities, updates = zip(*parts, strict=True)
+    places = np.argsort(np.concatenate([query.index for query in queries]))
+    order = torch.as_tensor(places, device=tokens[0].device)
+    read = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
+    found = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
+    return torch.cat(tokens)[order], read, found, order
 
 
 def spread(

@@ -6,6 +6,7 @@ was added. Which of these blocks are fully active follows from the canvas: nothi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,23 +18,21 @@ from paradec.core.contract import CanvasState
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import NEVER, EndOfText
-from paradec.samplers.masked.trackers import Tracker
+from paradec.samplers.masked.trackers import Ends, Tracker
 
 if TYPE_CHECKING:
     from paradec.samplers.masked.views import MaskedProposal
 
 
+@dataclass
 class OpenBlocks(Tracker):
     """Moves the windows of several open blocks."""
 
+    pipelined: bool = True
+
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
-    def attach(self, state: MaskedState) -> None:
-        state.pipelined = True
-
-    def closing(
-        self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: np.ndarray | None
-    ) -> bool:
+    def closing(self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: Ends) -> bool:
         return proposal.early is None and slide(state, tokens, ends)
 
 
@@ -135,7 +134,7 @@ def with_progress(selected: Tensor, view: Any) -> Tensor:
     return selected | best_of_blocks(view.scores, torch.where(has, -1, leading), view.candidates)
 
 
-def slide(state: MaskedState, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
+def slide(state: MaskedState, tokens: np.ndarray, ends: Ends) -> bool:
     """Move the windows [R, W], which hold `tokens` now: full blocks in front leave, and the next block is added where
     the last one is decided far enough. Returns whether any window is another one.
 

@@ -51,12 +51,6 @@ def reads_window(sampler: Any, state: MaskedState) -> bool:
     return own
 
 
-def row_order(state: CanvasState, queries: list[Query]) -> Tensor:
-    """[R] int64: where the running rows are in what answers several queries, one after the other."""
-    places = np.argsort(np.concatenate([query.index for query in queries]))
-    return torch.as_tensor(places, device=state.canvas.device)
-
-
 def undecided_alone(state: MaskedState, query: Query) -> Query:
     """The query without the logits of decided positions: as many columns as the row with the most undecided ones has;
     the others' are filled up with decided ones. It stays as it is where that spares little."""

@@ -6,6 +6,7 @@ neighbours, and equal scores go to whichever position torch.topk happens to take
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,14 @@ from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
 
 
+@dataclass
 class ReferenceNumbers(Tracker):
     """The generator that a request draws from, which its commits move on."""
 
+    generator: torch.Generator
+
     fixed = "rng='reference' draws all rows from one stream"
     host_only = "rng='reference' draws on the host"
-
-    def __init__(self, generator: torch.Generator):
-        self.generator = generator
-
-    def attach(self, state: MaskedState) -> None:
-        state.generator = self.generator
 
     def reads_window(self, state: MaskedState) -> bool:
         return True  # the public codes draw for whole windows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from paradec.core.contract import AttentionState
@@ -10,20 +12,17 @@ from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.masked.views import MaskedProposal
 
 
+@dataclass
 class SparseAttention(Tracker):
     """Tells the attention method which calls were made for a step that counts."""
+
+    attention_state: AttentionState
 
     fixed = "sparse attention keeps a pattern of all rows"
     host_only = "sparse attention keeps its pattern on the host"
 
-    def __init__(self, kept: AttentionState):
-        self.kept = kept
-
-    def attach(self, state: MaskedState) -> None:
-        state.attention_state = self.kept
-
     def committed(self, state: MaskedState, proposal: MaskedProposal, found: dict[str, np.ndarray]) -> None:
-        self.kept.committed(state, proposal.cost.queries)
+        self.attention_state.committed(state, proposal.cost.queries)
 
     def release(self) -> None:
-        self.kept.release()
+        self.attention_state.release()

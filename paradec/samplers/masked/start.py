@@ -12,7 +12,6 @@ from paradec.caches.kept import Reuse, plan_reuse
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.core import rng
-from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import LogProbs
@@ -27,7 +26,7 @@ from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of
 from paradec.samplers.masked.holes import Holes
 from paradec.samplers.masked.kept_logprobs import KeptLogProbs
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
-from paradec.samplers.masked.prefix_reuse import PrefixReuse
+from paradec.samplers.masked.prefix_reuse import PrefixReuse, take_over
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.sparse_attention import SparseAttention
 from paradec.samplers.masked.state import MaskedState
@@ -101,8 +100,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
         revises=sampler.revises,
         stop_rules=tuple(rules),
-        trackers=_trackers(request, model, policy, canvas.shape, gaps, early_rules, generator, reuse),
     )
+    _track(state, model, request, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -126,46 +125,38 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
     return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts)
 
 
-def _trackers(
-    request: Request,
-    model: Any,
-    policy: BlockPolicy,
-    shape: tuple[int, ...],
-    gaps: bool,
-    early_rules: tuple[EarlyRule, ...],
-    generator: torch.Generator | None,
-    reuse: Reuse | None,
-) -> tuple[Tracker, ...]:
-    """What the request needs beside canvas, blocks and counters. shape: (B, L) of the canvas. gaps: whether something
-    given follows a mask."""
-    batch, columns = shape
-    found: list[Tracker] = []
-    if getattr(policy, "reads_logits", False):
-        found.append(BlockEnds(np.zeros(batch, bool)))
-    if isinstance(policy, PipelinedBlocks):
+def _track(
+    state: MaskedState, model: Any, request: Request, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
+) -> None:
+    """Open the first blocks, with a tracker of each thing that the request needs beside them."""
+    shape, facts, found = tuple(state.canvas.shape), state.facts, list[Tracker]()
+    if getattr(state.blocks, "reads_logits", False):
+        found.append(BlockEnds(np.zeros(state.batch, bool)))
+    if isinstance(state.blocks, PipelinedBlocks):
         found.append(OpenBlocks())
     if request.suffix is not None:
-        found.append(SuffixWindow(request.suffix, np.zeros(shape, bool)))
+        suffix: Any = Suffix.of(request.suffix)
+        found.append(SuffixWindow(suffix, np.zeros(shape, bool)))
     if reuse is not None or request.keep_prefix:
-        found.append(PrefixReuse(reuse, np.zeros(batch, np.int64) if request.keep_prefix else None))
+        found.append(PrefixReuse(reuse, np.zeros(state.batch, np.int64) if request.keep_prefix else None))
     if generator is not None:
         found.append(ReferenceNumbers(generator))
     if request.logprobs is not None:
-        found.append(KeptLogProbs(LogProbs.empty(batch, columns, request.logprobs, model.device)))
-    if early_rules:
-        found.append(EarlyStops(early_rules))
-    if gaps and request.holes_eos_inf and model.facts.eos_token_ids:
+        found.append(KeptLogProbs(LogProbs.empty(shape[0], shape[1], request.logprobs, model.device)))
+    if early:
+        found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
+    if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
         found.append(Holes())
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
-    return tuple(found)
+    state.begin(found)
 
 
 def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attention: Any) -> None:
-    """Make what the request keeps beside the canvas: store, what cache and attention keep, trace, a prefix."""
-    cache, prefix = state.cache, state.prefix_reuse
+    """Make what the request keeps outside of the canvas: store, what cache and attention keep, trace, a prefix."""
+    cache, reuse = state.cache, state.reuse
     if isinstance(cache, StoredCache):
-        rows, begin = state.branches * state.batch, 0 if prefix is None else prefix.start
+        rows, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
         state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
     state.cache_state = cache.begin(state)
     if attention is not None:
@@ -173,10 +164,10 @@ def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attent
         state.attach_trackers()
     said = {"score": sampler.score, "cache": cache.name, "mask_id": state.mask_id}
     state.trace = trace_of(sampler, request, state.canvas, state.length, **said)
-    if state.trace is not None and request.suffix is not None:
-        state.trace.settings |= {"suffix": Suffix.of(request.suffix).to_dict()}  # type: ignore[union-attr]
-    if prefix is not None:
-        prefix.fill(state, model)
+    if state.trace is not None and state.suffix is not None:
+        state.trace.settings |= {"suffix": state.suffix.to_dict()}
+    if reuse is not None:
+        take_over(state, reuse, model)
 
 
 def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix
+from paradec.caches.kept import KeptPrefix, keep_prefix
 from paradec.caches.stored import StoredCache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
@@ -110,6 +110,10 @@ class MaskedState(Tracked, RefilledRows):
         self.masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self.masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
         self.total = self.masks_before[:, -1]
+
+    def begin(self, trackers: Sequence[Tracker]) -> None:
+        """Open the first blocks, with what the request needs beside them."""
+        self.trackers = tuple(trackers)
         self.attach_trackers()
         self.open_blocks(np.arange(self.batch))
 
@@ -272,7 +276,9 @@ class MaskedState(Tracked, RefilledRows):
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""
-        return None if self.prefix_reuse is None else self.prefix_reuse.kept(self, model)
+        if self.settled is None:
+            return None
+        return keep_prefix(self, model, None if self.reuse is None else self.reuse.kept)
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""

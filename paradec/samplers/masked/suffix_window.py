@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from paradec.caches.suffix import Suffix
-from paradec.core import rows as of_rows
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
 
 
+@dataclass
 class SuffixWindow(Tracker):
     """What exists of each row while its open block is open."""
 
+    suffix: Suffix
+    present: np.ndarray
+
+    per_row = {"present": False}
     host_only = "what exists of a suffix changes with the blocks, on the host"
-
-    def __init__(self, suffix: Any, present: np.ndarray):
-        made = Suffix.of(suffix)
-        assert made is not None
-        self.suffix = made
-        self.present = present
-        """[B, L] bool."""
-
-    def attach(self, state: MaskedState) -> None:
-        state.present = self.present
 
     def opened(self, state: MaskedState, rows: np.ndarray) -> None:
         """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
@@ -41,13 +35,6 @@ class SuffixWindow(Tracker):
         if state.store is not None:
             for branch in range(state.branches):
                 state.store.hide(rows + branch * state.batch, ~there)
-
-    def taken(self, rows: np.ndarray, columns: int | None) -> SuffixWindow:
-        present = self.present[rows]
-        return SuffixWindow(self.suffix, present if columns is None else of_rows.fitted(present, columns, False))
-
-    def put(self, slots: np.ndarray, other: SuffixWindow) -> None:
-        self.present[slots] = of_rows.fitted(other.present, self.present.shape[1], False)
 
 
 def ends_now(present: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Self
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from paradec.core import rows as of_rows
+
 if TYPE_CHECKING:
+    from paradec.caches.kept import Reuse
+    from paradec.caches.suffix import Suffix
     from paradec.core.contract import AttentionState
     from paradec.samplers.masked.holes import Holes
-    from paradec.samplers.masked.prefix_reuse import PrefixReuse
     from paradec.samplers.masked.state import MaskedState
     from paradec.samplers.masked.stopping import EarlyRule
     from paradec.samplers.masked.views import Decision, MaskedProposal
+
+
+Ends: TypeAlias = np.ndarray | None
+"""Where stop rules end rows, as `StopRule` says it."""
 
 
 class Tracked:
@@ -29,7 +38,9 @@ class Tracked:
     holes: Holes | None = None
     decided_at: Tensor | None = None
     """[B, L] int64: the row's step after which each position took its token, -1 where it was given or is undecided."""
-    prefix_reuse: PrefixReuse | None = None
+    suffix: Suffix | None = None
+    reuse: Reuse | None = None
+    """What was taken over from a prefix."""
     attention_state: AttentionState | None = None
     """What the attention method keeps; None where every call attends to everything."""
 
@@ -41,13 +52,17 @@ class Tracker:
     are the running rows, W the positions of the window.
     """
 
+    per_row: ClassVar[Mapping[str, Any]] = {}
+    """What it keeps for each row, by name: values [B, ...], or something with `paradec.core.rows.Rows`. Of those with a
+    column for every position, what fills them up; None of the others."""
     fixed: ClassVar[str | None] = None
     """Why rows of a state that has it cannot leave, and others take their place; None where they can."""
     host_only: ClassVar[str | None] = None
     """Why the device step cannot serve it, with what it names of `state` in braces; None where it can."""
 
     def attach(self, state: MaskedState) -> None:
-        """Set what others read of it by name: attributes of `CanvasState` and `Tracked`."""
+        """Show what it keeps in the state, where others read it, under the same names."""
+        vars(state).update(vars(self))
 
     def opened(self, state: MaskedState, rows: np.ndarray) -> None:
         """`rows` [N], which run, have opened a block."""
@@ -71,22 +86,27 @@ class Tracker:
     def committed(self, state: MaskedState, proposal: MaskedProposal, found: dict[str, np.ndarray]) -> None:
         """A step was written, and is about to be counted. found: what the commit has read from the device."""
 
-    def closing(
-        self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: np.ndarray | None
-    ) -> bool:
+    def closing(self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: Ends) -> bool:
         """A step was counted, and full blocks are about to close. Returns whether any block ends elsewhere than before.
 
         Args:
-            tokens: [R, W], what the window holds. ends: where stop rules end rows, as `StopRule` says it.
+            tokens: [R, W], what the window holds.
         """
         return False
 
     def taken(self, rows: np.ndarray, columns: int | None) -> Self:
         """The same for the `rows` [N] alone, with so many columns (see `paradec.core.rows.Rows`)."""
-        return self
+        other = copy.copy(self)
+        for name, fill in self.per_row.items():
+            value = of_rows.kept(getattr(self, name), rows, columns)
+            setattr(other, name, value if columns is None or fill is None else of_rows.fitted(value, columns, fill))
+        return other
 
     def put(self, slots: np.ndarray, other: Self) -> None:
         """Replace the rows `slots` [N] by all rows of another one."""
+        for name, fill in self.per_row.items():
+            own, new = getattr(self, name), getattr(other, name)
+            of_rows.exchange(own, slots, new if fill is None else of_rows.fitted(new, own.shape[1], fill))
 
     def release(self) -> None:
         """Give back memory when the request ends."""
