@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.guidance import guided
@@ -21,15 +21,15 @@ from paradec.samplers.masked.views import Stage
 from paradec.samplers.statistics import Raised, token_statistics
 
 
-def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
+def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery) -> Tensor:
     """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
     logits = guide(sampler, state, logits, query)
-    if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
+    if state.guards_holes and (holes := state.holes_of(query.window.index)) is not None:
         keep_ends_out(state, logits, holes)
     return logits
 
 
-def guide(sampler: Any, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
+def guide(sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery) -> Tensor:
     """The logits stage up to `process_logits`: guidance, and the tokens that are never proposed."""
     request = state.request
     if request.guidance_scale != 1.0:
@@ -58,7 +58,7 @@ def keep_ends_out(state: CanvasState, logits: Tensor, holes: Tensor) -> None:
 
 
 def own_stage(
-    sampler: Any, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
+    sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, available: Tensor, current: Tensor
 ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
     """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
     watched: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def own_stage(
         return logits, watched
     seen = [available, state.window.positions, current]
     if len(query.rows) < len(available):
-        index = torch.as_tensor(query.index, device=available.device)
+        index = torch.as_tensor(query.window.index, device=available.device)
         seen = [tensor.index_select(0, index) for tensor in seen]
     available, positions, current = seen
     memory = state.memory.read(query.rows, available.shape[1])
@@ -77,7 +77,7 @@ def own_stage(
 
 
 def candidates(
-    sampler: Any, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+    sampler: Any, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
     request = state.request
@@ -99,13 +99,15 @@ def candidates(
 
 
 def spread(
-    tokens: Tensor, quantities: Mapping[str, Tensor], query: Query, current: Tensor
+    tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others the
     token there (`current` [R, W]), and 0."""
-    columns = query.columns
+    columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):
-        current = current[torch.as_tensor(query.index, device=current.device)]
-    spread = {name: value.new_zeros(current.shape).scatter_(1, columns, value) for name, value in quantities.items()}
-    return current.scatter(1, columns, tokens), spread
+        current = current[torch.as_tensor(query.window.index, device=current.device)]
+    whole = {}
+    for name, value in quantities.items():
+        whole[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
+    return current.scatter(1, columns, tokens), whole
