@@ -87,7 +87,7 @@ class TableModel:
             mask = mask.view(len(mask), 1, 1, -1)
         else:
             mask, keys = store.bind(query).visible(query)
-            tokens = store.token_at_write[query.store_rows, : min(query.visible_length, store.length)]
+            tokens = store.token_at_write[query.store_rows, : min(query.store.visible_length, store.length)]
             if query.visible is not None:
                 tokens = torch.cat((tokens, query.tokens), 1)
         sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - 1).expand(-1, -1, tokens.shape[1])

@@ -44,7 +44,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.protocol import plain
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.tools.evaluation import Configuration, configurations
@@ -81,7 +81,7 @@ class Remembering:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, query: Query) -> Tensor:
+    def __call__(self, query: WindowQuery) -> Tensor:
         assert query.decided_at is not None
         # the order alone counts, whatever the steps were
         order = (query.decided_at * query.tokens.shape[1] + query.positions).argsort(1)
@@ -91,7 +91,7 @@ class Remembering:
             key = letters.tobytes() + ranks[ranks >= 0].tobytes()
             if key not in self.known:
                 one = {name: getattr(query, name)[row : row + 1] for name in ("tokens", "positions", "decided_at")}
-                self.known[key] = self.model(query.but(wanted=None, columns=None, **one))[0]
+                self.known[key] = self.model(query.but(wanted=None, **one))[0]
             found.append(self.known[key])
         logits = torch.stack(found)
         if query.wanted is None:

@@ -60,8 +60,9 @@ class Ours:
         """wanted: keep of each step's logits those that it asks for, once."""
         for step, logits in enumerate(self.logits):
             (query,) = self.method.query(self.state)
-            if wanted and query.columns is not None:
-                index = query.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            columns = query.window.columns
+            if wanted and columns is not None:
+                index = columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
                 self.logits[step] = logits = logits.gather(1, index)
             self.method.commit(self.state, self.method.propose(self.state, [logits], [query]))
 

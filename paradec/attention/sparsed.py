@@ -232,7 +232,7 @@ class AttentionCost:
 
 
 class SparsePlan:
-    """What the attention of one model call does, given to it as `Query.attention`; the same for every layer.
+    """What the attention of one model call does, given to it as `WindowQuery.attention`; the same for every layer.
 
     Shapes: `N` rows, `R` rows of the call (branches * N).
     """

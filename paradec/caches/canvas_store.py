@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.query import Query
 
 
 class CanvasStore(KeyValueStore):
@@ -34,17 +33,10 @@ class CanvasStore(KeyValueStore):
         super().__init__(rows, length, device)
         self.windows = tuple(windows)
         self.layers = [_Layer(self, index) for index in range(len(windows))]
-        self._begin = 0
-
-    def bind(self, query: Query) -> CanvasStore:
-        """Say what the next forward writes and reads; returns itself as `past_key_values`."""
-        super().bind(query)
-        self._begin = query.begin
-        return self
 
     def first(self, window: int | None) -> int:
         """The first position that the bound query reads in layers with this window."""
-        return 0 if window is None else max(0, self._begin - (window - 1))
+        return 0 if window is None else max(0, self._bound().begin - (window - 1))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write [R, kv_heads, Q, head_dim] at the bound slots; return what the layer reads, as `read` does."""

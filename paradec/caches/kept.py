@@ -21,7 +21,7 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.checks import check_bool, shown
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 
 
 class KeptPrefix:
@@ -267,9 +267,7 @@ def prefill(model: Any, tokens: list[int], cache: StoredCache) -> KeptPrefix:
         tokens=torch.tensor([tokens], device=model.device),
         positions=positions,
         wanted=positions[:, -1:],
-        store_rows=torch.zeros(1, dtype=torch.int64, device=model.device),
-        slots=positions,
-        store_index=row,
+        store=StoreCall(torch.zeros(1, dtype=torch.int64, device=model.device), positions, row),
         forwarded=np.array([len(tokens)]),
     )
     with torch.inference_mode():

@@ -16,14 +16,14 @@ from transformers import Cache
 
 from paradec.caches.kept import KeptPrefix, SharedPrefix
 from paradec.core import rows as of_rows
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 
 
 class KeyValueStore(Cache):
     """Keys and values of `rows` rows of up to `length` positions, allocated in full at the first forward, each layer
     where it computes.
 
-    One slot more takes the padding, which is never seen. A call reads the slots below the query's `visible_length`, its
+    One slot more takes the padding, which is never seen. A call reads the slots below its `visible_length`, its
     own writes included. Three kinds of call:
 
     - plain (`slots` given, `visible` None): keys and values are written, and the query sees all filled slots;
@@ -81,13 +81,14 @@ class KeyValueStore(Cache):
 
     def bind(self, query: Query) -> KeyValueStore:
         """Say what the next forward writes and reads; returns itself as `past_key_values`."""
-        joined = query.visible is not None or query.slots is None
-        visible = (self.length if query.visible_length is None else min(query.visible_length, self.length)) - self.start
-        if query.store_rows is None:
-            raise ValueError("a query over a store names its store_rows")
-        self._call = call = _Call(query.store_rows, self._selection(query), visible, joined)
-        if query.slots is not None:
-            self._note(query, query.slots, call)
+        asked = query.store
+        if asked is None:
+            raise ValueError("a query over a store says in `store` which of its rows it reads")
+        joined = query.visible is not None or asked.slots is None
+        visible = (self.length if asked.visible_length is None else min(asked.visible_length, self.length)) - self.start
+        self._call = call = _Call(asked, self._selection(asked.index), visible, joined)
+        if asked.slots is not None:
+            self._note(query, asked.slots, call)
         return self
 
     def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
@@ -103,13 +104,12 @@ class KeyValueStore(Cache):
         if call.joined:
             keys = torch.cat((keys.expand(len(query.positions), visible), query.positions), 1)
             return self._joined_mask(query, call), keys
-        if self._known_full(query, visible):
+        if self._known_full(call.index, visible):
             return None, keys
         return self.valid[:, :visible].index_select(0, call.rows)[:, None, None], keys
 
-    def _selection(self, query: Query) -> slice | None:
+    def _selection(self, index: np.ndarray | None) -> slice | None:
         """The call's rows as a slice of the store's, where the host knows them to be one: views need no copy."""
-        index = query.store_index
         if index is None or len(index) > 1 and (np.diff(index) != 1).any():
             return None
         return slice(int(index[0]), int(index[-1]) + 1)
@@ -128,18 +128,18 @@ class KeyValueStore(Cache):
             slots = torch.where(slots < 0, self.slots, slots)
         call.flat = flat = (rows * (self.slots + 1) + slots).view(-1)
         self.token_at_write.view(-1).index_copy_(0, flat, query.tokens.reshape(-1))
-        self.step_at_write.view(-1).index_fill_(0, flat, query.step)
+        self.step_at_write.view(-1).index_fill_(0, flat, call.step)
         if padded:
             self.token_at_write[:, self.slots] = -1
         whole = query.kind in ("full", "rest") and query.visible is None
-        if whole and query.store_index is not None and query.forwarded is not None:
+        if whole and call.index is not None and query.forwarded is not None:
             filled = np.tile(query.forwarded, query.branches)
-            self._filled_to[query.store_index] = self._loaded[query.store_index] + filled
+            self._filled_to[call.index] = self._loaded[call.index] + filled
 
-    def _known_full(self, query: Query, visible_length: int) -> bool:
+    def _known_full(self, index: np.ndarray | None, visible_length: int) -> bool:
         """Whether the host knows, without asking the device, that the rows' slots below `visible_length` are all
         filled."""
-        return query.store_index is not None and bool((self._filled_to[query.store_index] >= visible_length).all())
+        return index is not None and bool((self._filled_to[index] >= visible_length).all())
 
     def _joined_mask(self, query: Query, call: _Call) -> Tensor:
         """[R, 1, Q, visible length + Q] bool: the store's slots, then the call's own columns."""
@@ -302,8 +302,9 @@ class KeyValueStore(Cache):
 class _Call:
     """What one bound forward writes and reads."""
 
-    def __init__(self, rows: Tensor, selection: slice | None, visible_length: int, joined: bool):
-        self.rows, self.selection, self.visible_length, self.joined = rows, selection, visible_length, joined
+    def __init__(self, asked: StoreCall, selection: slice | None, visible_length: int, joined: bool):
+        self.rows, self.index, self.step, self.begin = asked.rows, asked.index, asked.step, asked.begin
+        self.selection, self.visible_length, self.joined = selection, visible_length, joined
         self.flat: Tensor | None = None
 
 

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
 
 
+class Changeable:
+    """Plain values that are copied with other fields at every step."""
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with other fields (`dataclasses.replace`, without its cost)."""
+        copy = object.__new__(self.__class__)
+        copy.__dict__ = self.__dict__ | changes
+        return copy
+
+
 @dataclass
-class Query:
-    """One model call: what is evaluated for the rows of one shape bucket.
+class StoreCall(Changeable):
+    """What one model call reads of a key/value store and writes to it. Shapes: as in `Query`."""
+
+    rows: Tensor
+    """[R] int64: rows of the store."""
+    slots: Tensor | None = None
+    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding (and, with `visible`,
+    for columns that are not kept); None writes nothing: a draft over the store."""
+    index: np.ndarray | None = None
+    """[R] int64, on the host: `rows` again, where the host knows it: then neighbours are read without a copy. Who
+    changes `rows` changes it as well."""
+    visible_length: int | None = None
+    """Slots from here on are seen by no row of the call; None if any may be."""
+    begin: int = 0
+    """On models with canvases: the lowest position that the call evaluates."""
+    step: int = 0
+    """How many commits the state had seen, for the store's records."""
+
+
+@dataclass
+class Query(Changeable):
+    """One model call: what is evaluated for the rows of one shape bucket. What a family adds is in a subclass.
 
     Shapes: `N` rows of this bucket, `R = branches * N` rows in the call, `Q` positions each, `W` wanted positions each.
     Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest the same without prompt.
@@ -28,66 +57,51 @@ class Query:
     """[R, W] int64: columns of the call whose logits are wanted; None asks for all of them."""
     valid: Tensor | None = None
     """[R, Q] bool: False where a column is padding; None when nothing is."""
-    origin: Tensor | None = None
-    """[R, 1] int64: where each row's prompt ends, for models that count blocks from there; None for all others."""
     visible: Tensor | None = None
     """[R, Q, Q] bool: which of the call's columns each column sees; None is the model's own topology. Over a store,
     columns see what is stored elsewhere too, and not what is stored at the positions that the call evaluates."""
-    store_rows: Tensor | None = None
-    """[R] int64: rows of the key/value store; None evaluates without a store."""
-    slots: Tensor | None = None
-    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding (and, with `visible`,
-    for columns that are not kept); None writes nothing: a draft over the store."""
-    store_index: np.ndarray | None = None
-    """[R] int64, on the host: `store_rows` again, where the host knows it: then neighbours are read without a copy."""
-    begin: int = 0
-    """On models with canvases: the lowest position that the call evaluates."""
-    visible_length: int | None = None
-    """Slots from here on are seen by no row of the call; None if any may be."""
-    step: int = 0
-    """How many commits the state had seen, for the store's records."""
+    store: StoreCall | None = None
+    """What the call reads and writes of a store; None evaluates without one."""
     branches: int = 1
-    copies: np.ndarray | None = None
-    """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
     forwarded: np.ndarray | None = None
     """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together.
     Everywhere else "forwarded" means all branches (`CallCost.add_to` multiplies)."""
-    index: np.ndarray | None = None
-    """[N] int64, on the host: where `rows` are among the running rows."""
-    available: Tensor | None = None
-    """[N, W] bool: False where a window position has no logits in this call; None when all have."""
-    decided_at: Tensor | None = None
-    """[R, Q] int64: after which of the row's steps each position took its token, -1 where it was given or is undecided;
-    for models with `reads_order`, None for all others."""
-    columns: Tensor | None = None
-    """[N, K] int64, distinct within a row: which window positions the `K` columns of `wanted` are for; None when they
-    are for all of them, in order."""
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store); on models with canvases "encode" (final tokens, for
     their keys and values alone) and "canvas" (the open canvases, which write nothing)."""
-    soft: Tensor | None = None
-    """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
-    soften: Callable[[Tensor], Tensor] | None = None
-    """From a model with canvases, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
-    images: Tensor | None = None
-    """[N, D]: the embeddings at the image tokens of the call, in reading order; None where it has no images."""
+
+    # for models of one's own, which may read these two
+    store_rows = property(lambda self: None if self.store is None else self.store.rows)
+    slots = property(lambda self: None if self.store is None else self.store.slots)
+
+
+@dataclass
+class WindowLogits(Changeable):
+    """Which of the running rows' windows the logits of a call are for."""
+
+    index: np.ndarray
+    """[N] int64, on the host: where the call's rows are among the running rows."""
+    available: Tensor | None = None
+    """[N, W] bool: False where a window position has no logits in this call; None when all have."""
+    columns: Tensor | None = None
+    """[N, K] int64, distinct within a row: which window positions the `K` columns of `wanted` are for; None when they
+    are for all of them, in order."""
+    copies: np.ndarray | None = None
+    """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
+
+
+@dataclass(kw_only=True)
+class WindowQuery(Query):
+    """A call of the masked family."""
+
+    window: WindowLogits
+    origin: Tensor | None = None
+    """[R, 1] int64: where each row's prompt ends, for models that count blocks from there; None for all others."""
+    decided_at: Tensor | None = None
+    """[R, Q] int64: after which of the row's steps each position took its token, -1 where it was given or is undecided;
+    for models with `reads_order`, None for all others."""
     attention: Any = None
     """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
-    keep_hidden: bool = False
-    """Whether the model shall leave its last hidden states in `hidden`."""
-    keep_layers: tuple[int, ...] | None = None
-    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states."""
-    hidden: Tensor | None = None
-    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it. With
-    `keep_layers` [R, Q, layers * D]: theirs, side by side."""
-
-    def but(self, **changes: Any) -> Query:
-        """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""
-        query = object.__new__(Query)
-        query.__dict__ = self.__dict__ | changes
-        if "store_rows" in changes:
-            query.__dict__["store_index"] = changes.get("store_index")
-        return query
 
 
 @dataclass
@@ -115,7 +129,7 @@ class Cost:
         """The model calls, without their tensors."""
         found = []
         for query in self.queries:
-            copies = getattr(query, "copies", None)
+            copies = query.window.copies if isinstance(query, WindowQuery) else None
             found.append(CallCost(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
         return found
 

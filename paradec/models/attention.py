@@ -40,7 +40,7 @@ def sdpa(
 
 def served(function: Any) -> Any:
     """The same attention, which calls of ours may hand a `shared_prefix`, what all rows see besides
-    (`paradec.caches.kept.SharedPrefix`), and an `attention_plan` (`Query.attention`), which decides row by row."""
+    (`paradec.caches.kept.SharedPrefix`), and an `attention_plan` (`WindowQuery.attention`), which goes row by row."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any

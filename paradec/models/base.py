@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query
 from paradec.models.calls import Calling, ModuleCall, take_columns
 from paradec.models.copies import Copied
@@ -84,7 +85,7 @@ class Model(NamedParts, Copied, Adapter):
     gathers: ClassVar[bool] = True
     """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
     reads_order: bool = False
-    """Whether answers depend on the order in which tokens were decided (`Query.decided_at`), not on tokens alone."""
+    """Whether answers depend on the order in which tokens were decided (`WindowQuery.decided_at`) as well."""
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
     module: Any
@@ -181,9 +182,10 @@ class Model(NamedParts, Copied, Adapter):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(query, store)
-        if query.keep_layers is not None:
-            return answer_with_layers(self, query, store)
-        call = ModuleCall(self._wrap, query.wanted, query if query.keep_hidden else None)
+        keeper = query if isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers) else None
+        if keeper is not None and keeper.keep_layers is not None:
+            return answer_with_layers(self, keeper, store)
+        call = ModuleCall(self._wrap, query.wanted, keeper)
         with Calling(self.module, call):
             if self.ranks is None:
                 logits = self._logits(query, store, call)

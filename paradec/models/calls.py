@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paradec.core.query import Query
+from paradec.core.family_queries import CausalQuery
 from paradec.models import modes
 from paradec.models.config_stand_in import ConfigStandIn
 
@@ -65,7 +65,7 @@ class ModuleCall:
         keeper: the query that the hidden states are left in.
     """
 
-    def __init__(self, wrap: Any = None, columns: Tensor | None = None, keeper: Query | None = None):
+    def __init__(self, wrap: Any = None, columns: Tensor | None = None, keeper: CausalQuery | None = None):
         self.wrap, self.columns, self.keeper = wrap, columns, keeper
         self.attended = False
         """Whether an attention of ours has run."""

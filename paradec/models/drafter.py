@@ -29,7 +29,7 @@ class FeatureDrafter:
 
     makes: ClassVar[str] = "drafts"
     reads_features: ClassVar[bool] = True
-    """Whether drafts go on from the model's hidden states (`Query.keep_hidden`)."""
+    """Whether drafts go on from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
     """Layers of the model that are read; None reads its last hidden states."""
     pads = supports_store = supports_visibility = True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
+from paradec.core.query import Query, WindowQuery
 
 
 def handed_on(query: Query, store: Any) -> dict[str, Any]:
@@ -17,10 +17,11 @@ def handed_on(query: Query, store: Any) -> dict[str, Any]:
         extra["past_key_values"] = store.bind(query)
         if store.shared is not None:
             extra["shared_prefix"] = store.shared.begin()
-    if query.attention is not None:
-        query.attention.attended = False
+    plan = query.attention if isinstance(query, WindowQuery) else None
+    if plan is not None:
+        plan.attended = False
         if query.visible is None:
-            extra["attention_plan"] = query.attention
+            extra["attention_plan"] = plan
         else:
             warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=4)
     return extra

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.query import Query
+from paradec.core.family_queries import CausalQuery
 
 
 def decoder_layers(module: nn.Module, count: int | None) -> nn.ModuleList | None:
@@ -57,7 +57,7 @@ class LayerOutputs:
         return torch.cat([part.to(last.device) for part in parts], -1)
 
 
-def answer_with_layers(model: Any, query: Query, store: Any) -> Tensor:
+def answer_with_layers(model: Any, query: CausalQuery, store: Any) -> Tensor:
     """The model's answer to a query with `keep_layers`, whose `hidden` gets them side by side."""
     assert query.keep_layers is not None
     layers = decoder_layers(model.module, model.text_config.num_hidden_layers)

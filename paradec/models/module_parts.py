@@ -24,7 +24,7 @@ class NamedParts:
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of the hidden states that `Query.keep_hidden` asks for; None for modules that give none."""
+        """Width of the hidden states that `CausalQuery.keep_hidden` asks for; None for modules that give none."""
         return getattr(self.text_config, "hidden_size", None)
 
     def token_embeddings(self) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
+from paradec.core.query import Query, WindowQuery
 
 
 def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
@@ -47,7 +47,7 @@ def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
     """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
     if not facts.prompt_aligned:
         return None
-    if query.origin is None:
+    if not isinstance(query, WindowQuery) or query.origin is None:
         raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
     return query.origin
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 
 TOPOLOGIES = ["bidirectional", "block_causal"]
@@ -81,8 +81,7 @@ def test_drafts_are_evaluated_as_if_written_and_leave_no_trace(topology: str) ->
         tokens=drafts,
         positions=query.positions.expand(3, -1),
         wanted=None,
-        store_rows=query.store_rows.expand(3),
-        slots=None,
+        store=query.store.but(rows=query.store.rows.expand(3), slots=None, index=None),
     )
     with torch.inference_mode():
         before = contents(state.store)
@@ -106,7 +105,7 @@ def test_a_tree_of_drafts_is_the_drafts_one_by_one(topology: str) -> None:
         positions=query.positions.repeat(1, 2),
         wanted=None,
         visible=own,
-        slots=torch.cat((query.slots, torch.full_like(query.slots, -1)), 1),
+        store=query.store.but(slots=torch.cat((query.slots, torch.full_like(query.slots, -1)), 1)),
     )
     with torch.inference_mode():
         alone = [model(query.but(tokens=drafts[i : i + 1], wanted=None), copy.deepcopy(state.store)) for i in range(2)]
@@ -125,10 +124,10 @@ def test_padding_in_a_draft_changes_nothing() -> None:
         positions=torch.cat((query.positions, query.positions[:, -1:].expand(1, 3)), 1),
         valid=torch.tensor([[True] * query.tokens.shape[1] + [False] * 3]),
         wanted=None,
-        slots=None,
+        store=query.store.but(slots=None),
     )
     with torch.inference_mode():
-        plain = model(query.but(slots=None, wanted=None), state.store)
+        plain = model(query.but(store=padded.store, wanted=None), state.store)
         torch.testing.assert_close(model(padded, state.store)[:, : plain.shape[1]], plain, rtol=0, atol=1e-12)
 
 
@@ -144,9 +143,9 @@ def test_rows_that_are_no_slice_of_the_store() -> None:
             tokens=query.tokens[pick],
             positions=query.positions[pick],
             wanted=query.wanted[pick],
-            store_rows=query.store_rows[pick],
-            store_index=query.store_index[[0, 2]],
-            slots=query.slots[pick],
+            store=query.store.but(
+                rows=query.store_rows[pick], slots=query.slots[pick], index=query.store.index[[0, 2]]
+            ),
             forwarded=query.forwarded[[0, 2]],
         )
         torch.testing.assert_close(model(some, state.store), expected, rtol=0, atol=1e-12)
@@ -164,9 +163,7 @@ def test_estimate_is_what_is_allocated(dtype: torch.dtype | None) -> None:
     model = tiny(3)
     store = model.make_store(2, 11, None if dtype is None else "bfloat16")
     positions = torch.arange(4).expand(2, 4)
-    query = Query(
-        rows=torch.arange(2).numpy(), tokens=positions, positions=positions, slots=positions, store_rows=torch.arange(2)
-    )
+    query = Query(torch.arange(2).numpy(), positions, positions, store=StoreCall(torch.arange(2), positions))
     model(query, store)
     assert store.nbytes == store_bytes(model.module.config, 2, 11, dtype or torch.float64)
     assert next(iter(store.layer_keys.values())).dtype == (dtype or torch.float64)

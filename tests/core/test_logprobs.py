@@ -90,7 +90,7 @@ def one_softmax(
         if row not in query.rows.tolist():
             continue
         place = query.rows.tolist().index(row)
-        column = positions[query.index[place]].tolist().index(position)
+        column = positions[query.window.index[place]].tolist().index(position)
         line = logits[place, column].clone()
         if scale != 1:
             line = logits[len(query.rows) + place, column] + scale * (line - logits[len(query.rows) + place, column])

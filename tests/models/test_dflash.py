@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 import paradec
 from paradec.cli.work import load_draft_model
-from paradec.core.query import Query
+from paradec.core.family_queries import CausalQuery
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter
@@ -366,7 +366,7 @@ def test_over_llamagen(loaded: Any) -> None:
 def test_layers_outputs_are_those_of_transformers_and_leave_nothing_behind() -> None:
     base = tiny_base(layers=3)
     ids = torch.tensor([[1, 2, 3, 0]])
-    query = Query(np.arange(1), ids, torch.arange(4)[None], keep_hidden=True, keep_layers=(1, 2))
+    query = CausalQuery(np.arange(1), ids, torch.arange(4)[None], keep_hidden=True, keep_layers=(1, 2))
     logits = base(query)
     assert not any(layer._forward_hooks for layer in base.module.model.layers)
     theirs = base.module(ids, output_hidden_states=True)

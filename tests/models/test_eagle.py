@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paradec
-from paradec.core.query import Query
+from paradec.core.family_queries import CausalQuery
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.eagle import EagleDrafter
@@ -179,7 +179,7 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
         """Of the base's own evaluation of whole rows, which its tests compare with the public code."""
         index = np.arange(state.batch)
-        whole = Query(index, state.context, every, branches=2, keep_hidden=True)
+        whole = CausalQuery(index, state.context, every, branches=2, keep_hidden=True)
         request.model(whole)
         return whole.hidden[branch * state.batch + row]
 

@@ -23,6 +23,7 @@ import paradec
 import paradec.models
 from paradec import samplers
 from paradec.core.checks import MODELS
+from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query
 from paradec.models.adapter import Encoder, Model, Opaque
 from paradec.models.drafter import FeatureDrafter
@@ -323,7 +324,7 @@ def test_embeddings_and_hidden_states_of_image_models(given: dict[str, Any], nam
     else:
         ids = torch.tensor([[model.class_token(1), *range(16)]])
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
-    query = Query(rows=np.array([0]), tokens=ids, positions=positions, keep_hidden=True)
+    query = CausalQuery(rows=np.array([0]), tokens=ids, positions=positions, keep_hidden=True)
     logits = model(query)
     assert query.hidden.shape == (*ids.shape, model.hidden_size)
     assert torch.equal(model.head(query.hidden), logits)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
+from paradec.core.family_queries import CausalQuery
+from paradec.core.query import Query, WindowQuery
 from paradec.models.calls import Evaluation, take_columns
 from paradec.models.decoder import Decoder
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
@@ -105,13 +106,13 @@ class ImageModel(PictureModel, Decoder):
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query: logits [R, W, V] of the wanted columns ([R, Q, V] when none are named)."""
-        if query.keep_layers is not None:
+        if isinstance(query, CausalQuery) and query.keep_layers is not None:
             return answer_with_layers(self, query, store)
         with torch.no_grad(), Evaluation(self.module):
             cache = None if store is None else store.bind(query)
             mask = self._visible(query) if store is None else self._over_store(query, store)
             hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
-            if query.keep_hidden:
+            if isinstance(query, CausalQuery) and query.keep_hidden:
                 query.hidden = hidden
             return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
@@ -131,8 +132,8 @@ class ImageModel(PictureModel, Decoder):
 def branch_rows(query: Query, batch: int) -> Tensor:
     """[R] int64: where each row of a call is among a request's `batch` rows, the guidance branch's after them."""
     rows = torch.as_tensor(query.rows, device=query.tokens.device)
-    if query.copies is not None:
-        rows = rows.repeat_interleave(torch.as_tensor(query.copies, device=rows.device))
+    if isinstance(query, WindowQuery) and query.window.copies is not None:
+        rows = rows.repeat_interleave(torch.as_tensor(query.window.copies, device=rows.device))
     return torch.cat([rows + branch * batch for branch in range(query.branches)])
 
 

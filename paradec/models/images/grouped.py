@@ -13,7 +13,7 @@ from paradec.core.query import Query
 class GroupQuery(Query):
     """One call over a key/value store whose slots are ranks: where a position comes in its row's order.
 
-    `positions` are places in the sequence, prompt first, then the cells row by row; `slots` are ranks, prompt first,
+    `positions` are places in the sequence, prompt first, then the cells row by row; its slots are ranks, prompt first,
     then the cells from the first to be decided to the last. What a slot held before is overwritten before it is read.
     """
 

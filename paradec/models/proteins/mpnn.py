@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
+from paradec.core.query import Query, WindowQuery
 from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
 from paradec.models.calls import Evaluation, ModuleCall
@@ -207,7 +207,7 @@ class ProteinMPNNModel(Opaque):
             letters = tokens[rows, 1:]
             decided = letters != MASK_ID
             rank = torch.where(decided, place, torch.iinfo(torch.int64).max)
-            if query.decided_at is not None:
+            if isinstance(query, WindowQuery) and query.decided_at is not None:
                 step = query.decided_at[rows, 1:] + 1
                 rank = torch.where(decided, step * len(place) + place, rank)
             found = self.module(self.encodings[number], letters.where(decided, 0), rank)

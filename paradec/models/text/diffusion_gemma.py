@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
+from paradec.core.family_queries import CanvasQuery
 from paradec.models.base import Model
 from paradec.models.calls import ModuleCall
 from paradec.models.checkpoint import CheckpointError
@@ -148,7 +148,7 @@ class DiffusionGemmaModel(Model):
         distribution = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
         return distribution @ weight * embedding.embed_scale.to(weight.dtype)
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
+    def _logits(self, query: CanvasQuery, store: Any, call: ModuleCall) -> Tensor:  # type: ignore[override]
         if store is None:
             raise ValueError(f"{self.facts.name} reads what is final from a store: make_store makes one")
         if call.wrap is None:
@@ -170,7 +170,7 @@ class DiffusionGemmaModel(Model):
         cap = self.module.final_logit_softcapping
         return logits.div_(cap).tanh_().mul_(cap)
 
-    def _encode(self, query: Query, store: Any, masks: dict[str, Tensor | None]) -> None:
+    def _encode(self, query: CanvasQuery, store: Any, masks: dict[str, Tensor | None]) -> None:
         encoder = self.module.model.encoder
         common = {"attention_mask": masks, "position_ids": query.positions, "past_key_values": store}
         if query.images is None:
@@ -182,23 +182,24 @@ class DiffusionGemmaModel(Model):
         embedded = embedded.masked_scatter(self._image_tokens(query).unsqueeze(-1), images)
         encoder.language_model(inputs_embeds=embedded, **common)
 
-    def _image_tokens(self, query: Query) -> Tensor:
+    def _image_tokens(self, query: CanvasQuery) -> Tensor:
         """[R, Q] bool: where an image is. (Padding repeats the token before it.)"""
         here = query.tokens == self.module.config.image_token_id
         return here if query.valid is None else here & query.valid
 
-    def _masks(self, query: Query, store: Any) -> dict[str, Tensor | None]:
+    def _masks(self, query: CanvasQuery, store: Any) -> dict[str, Tensor | None]:
         """What each kind of layer sees: [R, 1, Q or 1, K]; None sees all."""
         window = self.text_config.sliding_window
         widths = {"full_attention": None, "sliding_attention": window}
-        if query.kind == "canvas" and query.begin == query.visible_length:
+        assert query.store is not None  # as `bind` has checked
+        if query.kind == "canvas" and query.store.begin == query.store.visible_length:
             return dict.fromkeys(widths)  # every row begins where its keys end
         return {kind: self._mask(query, store.first(width), width) for kind, width in widths.items()}
 
-    def _mask(self, query: Query, first: int, window: int | None) -> Tensor:
+    def _mask(self, query: CanvasQuery, first: int, window: int | None) -> Tensor:
         positions = query.positions
-        assert query.visible_length is not None  # models with canvases are always told
-        keys = torch.arange(first, query.visible_length, device=positions.device)
+        assert query.store is not None and query.store.visible_length is not None  # models with canvases are told
+        keys = torch.arange(first, query.store.visible_length, device=positions.device)
         if query.kind == "encode":
             at = positions.unsqueeze(-1)
             seen = keys <= at
@@ -218,7 +219,7 @@ class DiffusionGemmaModel(Model):
             return seen
         return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
 
-    def _same_image(self, query: Query) -> Tensor:
+    def _same_image(self, query: CanvasQuery) -> Tensor:
         """[R, Q, Q] bool: columns of one image, which see each other where the checkpoint was trained so. Rows with
         images are encoded from position 0."""
         here = self._image_tokens(query)

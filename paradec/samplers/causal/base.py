@@ -18,11 +18,12 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import CausalQuery
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import NotFinite, Proposal, Sampler
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
@@ -282,7 +283,7 @@ def negative_rows(model: Any, prompts: list[list[int]], given: Any) -> list[list
 
 def proposed(
     state: CausalState,
-    queries: list[Query],
+    queries: list[CausalQuery],
     tokens: Tensor,
     positions: Tensor,
     scores: Tensor,
@@ -303,7 +304,7 @@ def proposed(
     )
 
 
-def read_logits(state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Tensor:
+def read_logits(state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Tensor:
     """Logits [R, W, V] of the running rows, guided, in the order of `state.rows`."""
     if state.branches == 2:
         outputs = [guided(logits, state.request.guidance_scale) for logits in outputs]

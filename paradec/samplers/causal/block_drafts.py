@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.query import Cost, Query
+from paradec.core.family_queries import CausalQuery
+from paradec.core.query import Cost, StoreCall
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
 from paradec.samplers.causal.state import CausalState, Drafting
 from paradec.samplers.causal.verification import draw
@@ -52,7 +53,7 @@ def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: T
 
 def block_query(
     state: CausalState, fed: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
-) -> tuple[Query, np.ndarray]:
+) -> tuple[CausalQuery, np.ndarray]:
     """Final tokens that the drafter has not read, right-aligned, then the last final one and masks.
 
     Args:
@@ -74,17 +75,14 @@ def block_query(
     known = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)
     masks = torch.full((len(last), size - 1), mask_token_id, device=device)
     valid = torch.as_tensor(read | (position >= last[:, None]), device=device)
-    query = Query(
+    slots = torch.as_tensor(np.where(read, position, -1), device=device)
+    query = CausalQuery(
         rows=rows,
         tokens=torch.cat((state.context[at.unsqueeze(1), known], masks), 1),
         positions=positions,
         valid=valid,
         visible=valid.unsqueeze(1).expand(-1, width + size, -1),
-        store_rows=at,
-        slots=torch.as_tensor(np.where(read, position, -1), device=device),
-        store_index=store_rows,
-        visible_length=int(begin.max()),
-        step=state.commits,
+        store=StoreCall(at, slots, store_rows, int(begin.max()), step=state.commits),
         branches=state.branches,
         forwarded=fresh[: len(rows)] + size,
         index=np.arange(len(rows)),

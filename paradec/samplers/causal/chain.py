@@ -17,9 +17,9 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
+from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Proposal
-from paradec.core.query import Query
 from paradec.core.trace import Notes
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState
@@ -93,7 +93,7 @@ class ChainSampler(CausalSampler):
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def query(self, state: CausalState) -> list[Query]:
+    def query(self, state: CausalState) -> list[CausalQuery]:
         """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
@@ -106,7 +106,7 @@ class ChainSampler(CausalSampler):
         """[R] int64: slots of each running row's window that this step evaluates."""
         return np.minimum(state.slots(state.rows), 1 + state.drafted[state.rows])
 
-    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """The target distribution of every slot and a token drawn from it. outputs: logits [branches * R, W, V], one
         per query.
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from paradec.core import rng
 from paradec.core.checks import check_model, shown
+from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Proposal
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
 from paradec.samplers.causal.block_drafts import draft_block
@@ -42,8 +43,9 @@ class DraftingSampler(ChainSampler):
     how the nodes of a tree are verified (`node_rule`); a chain is verified by `accept`.
 
     The drafter keeps a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
-    (`reads_features`, EAGLE's) drafts from what the model's last forward left in `Query.hidden`: the final tokens and
-    the accepted drafts. Before the first forward there is nothing to draft from, so the first step makes one token.
+    (`reads_features`, EAGLE's) drafts from what the model's last forward left in `CausalQuery.hidden`: the final
+    tokens and the accepted drafts. Before the first forward there is nothing to draft from, so the first step makes one
+    token.
 
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
@@ -254,7 +256,7 @@ class DraftingSampler(ChainSampler):
         state.memory["drafts"], state.memory["draft_distribution"] = drafts, every_q
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
 
-    def _read(self, state: CausalState, calls: list[Query]) -> Tensor:
+    def _read(self, state: CausalState, calls: list[CausalQuery]) -> Tensor:
         """The drafter's guided logits for the calls."""
         own = _drafting(state)
         with torch.no_grad():
@@ -363,7 +365,7 @@ class DraftingSampler(ChainSampler):
     def _read_tree(
         self,
         state: CausalState,
-        query: Query,
+        query: CausalQuery,
         known: int,
         fresh: np.ndarray,
         features: Tensor | None,
@@ -389,7 +391,7 @@ class DraftingSampler(ChainSampler):
         """Whether there is nothing yet that drafts could come from."""
         return self._reads_features and state.commits == 0
 
-    def query(self, state: CausalState) -> list[Query]:
+    def query(self, state: CausalState) -> list[CausalQuery]:
         """The drafts, and before them the final tokens that the store does not hold."""
         if self.tree is not None:
             queries = [self._tree_query(state)]
@@ -403,14 +405,14 @@ class DraftingSampler(ChainSampler):
             return queries
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
-    def _tree_query(self, state: CausalState) -> Query:
+    def _tree_query(self, state: CausalState) -> CausalQuery:
         rows, held = state.rows, _drafting(state).held[state.rows]
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
         wanted = np.arange(state.width) * (not self._undrafted(state))
         drafts = state.memory.read(rows)["drafts"]
         return tree_query(state, state.store, rows, self._layout(state), drafts, begin, int(wanted.max()), wanted)
 
-    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """As `ChainSampler.propose`; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of its
         nodes are. For drafters that read them, "features" [branches * R, F, D] are the hidden states of the tokens
         before those that become final, from the first that the drafter has not read."""
@@ -425,7 +427,7 @@ class DraftingSampler(ChainSampler):
             proposal.quantities["features"] = queries[0].hidden
         return proposal
 
-    def _propose_tree(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def _propose_tree(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         tree, rows, logits = self._layout(state), state.rows, read_logits(state, outputs, queries)
         device = logits.device
         committed = torch.as_tensor(state.committed[rows, None], device=device)

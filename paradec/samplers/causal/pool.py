@@ -25,9 +25,9 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
+from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
-from paradec.core.query import Query
 from paradec.samplers.causal.base import proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState
@@ -84,7 +84,7 @@ class PooledChain(ChainSampler):
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=index.device)
         return drafts.masked_fill(tree.depths.to(index.device) >= left, -1)
 
-    def query(self, state: CausalState) -> list[Query]:
+    def query(self, state: CausalState) -> list[CausalQuery]:
         """As `ChainSampler.query`; with a pool, the n-grams that begin with the last final token are beside the
         window, and the store takes final tokens alone."""
         if (tree := self._tree(state)) is None:
@@ -97,7 +97,7 @@ class PooledChain(ChainSampler):
         wanted = np.arange(tree.parents.shape[1])
         return [tree_query(state, state.store, rows, tree, self._nodes(state, tree), begin, len(wanted) - 1, wanted)]
 
-    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """As `ChainSampler.propose`, of the branch that the model's draws follow longest. Quantities besides: "drafts"
         [R, W], of that branch up to where it ends; "said" [R, G, n], the step's n-grams."""
         if (tree := self._tree(state)) is None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core import rows as of_rows
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import CausalQuery
 from paradec.core.protocol import State
-from paradec.core.query import Query
+from paradec.core.query import StoreCall
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.stopping import AnswerTexts
@@ -47,7 +48,7 @@ class DraftModel(Protocol):
         """A store of its own."""
         ...
 
-    def __call__(self, query: Query, *inputs: Any) -> Any:
+    def __call__(self, query: CausalQuery, *inputs: Any) -> Any:
         """Logits [R, W, V]; of an EAGLE drafter also what it made of the columns, [R, W, D]."""
         ...
 
@@ -262,7 +263,7 @@ class CausalState(State):
         first: np.ndarray,
         count: int,
         fresh: np.ndarray | None = None,
-    ) -> list[Query]:
+    ) -> list[CausalQuery]:
         """Evaluate spans of rows: one call, or one per length for models without padding.
 
         Args:
@@ -294,7 +295,7 @@ class CausalState(State):
         stop: np.ndarray,
         first: np.ndarray,
         count: int,
-    ) -> Query:
+    ) -> CausalQuery:
         device, shift = self.context.device, self.shift[:, rows]
         # [branches * N], branch after branch, as all that follows
         committed, stop, first = ((each + shift).reshape(-1) for each in (self.committed[rows], stop, first))
@@ -310,23 +311,22 @@ class CausalState(State):
         slot = torch.as_tensor(column - committed[:, None], device=device)
         drafted = drafts[torch.as_tensor(index, device=device)].repeat(self.branches, 1)
         final = self.context[at.unsqueeze(1), positions]
-        query = Query(
+        query = CausalQuery(
             rows=rows,
             tokens=torch.where(slot < 0, final, drafted.gather(1, slot.clamp(0, drafted.shape[1] - 1))),
             positions=positions,
             wanted=torch.as_tensor(wanted, device=device),
             valid=None if valid.all() else torch.as_tensor(valid, device=device),
-            step=self.commits,
             branches=self.branches,
             # the branches' prompts may have different lengths: their mean, rounded up
             forwarded=-(-(stop - begin).reshape(self.branches, -1).sum(0) // self.branches),
             index=index,
             kind="full" if whole else "window",
         )
-        if store is None:
-            return query
-        slots = torch.as_tensor(np.where(valid, column, -1), device=device)
-        return query.but(store_rows=at, store_index=store_rows, slots=slots, visible_length=int(stop.max()))
+        if store is not None:
+            slots = torch.as_tensor(np.where(valid, column, -1), device=device)
+            query.store = StoreCall(at, slots, store_rows, int(stop.max()), step=self.commits)
+        return query
 
     # ---- rows that come and go ------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.query import Query
+from paradec.core.family_queries import CausalQuery
+from paradec.core.query import StoreCall
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import TreeLayout
 
@@ -25,7 +26,7 @@ def tree_query(
     begin: np.ndarray,
     known: int,
     wanted: np.ndarray,
-) -> Query:
+) -> CausalQuery:
     """Evaluate final tokens, which the store takes in, and after them drafts of a tree, which it does not.
 
     Args:
@@ -55,18 +56,14 @@ def tree_query(
     sees = torch.ones((width + known, width + known), dtype=torch.bool, device=device).tril().repeat(len(trees), 1, 1)
     sees[:, width:, width:] = trees
     slots = np.concatenate((np.where(real_final, final, -1), np.full((count, known), -1)), 1)
-    return Query(
+    return CausalQuery(
         rows=rows,
         tokens=tokens,
         positions=positions,
         wanted=torch.as_tensor(wanted + width - 1, device=device).expand(count, -1),
         valid=real,
         visible=sees.repeat(branches, 1, 1) if len(trees) > 1 else sees.expand(count, -1, -1),
-        store_rows=at,
-        slots=torch.as_tensor(slots, device=device),
-        store_index=at_rows,
-        visible_length=int(committed.max()),
-        step=state.commits,
+        store=StoreCall(at, torch.as_tensor(slots, device=device), at_rows, int(committed.max()), step=state.commits),
         branches=branches,
         forwarded=fresh[: len(rows)] + known,
         index=np.arange(len(rows)),

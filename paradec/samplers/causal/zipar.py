@@ -15,8 +15,9 @@ from torch import Tensor
 
 from paradec.core import orders, rng
 from paradec.core.checks import check_int
+from paradec.core.family_queries import CausalQuery
 from paradec.core.protocol import Commit, Proposal
-from paradec.core.query import Query
+from paradec.core.query import StoreCall
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
@@ -120,7 +121,7 @@ class ZipAR(CausalSampler):
         layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start
         self._write(state, _columns(state, range(len(state.layout))), state.rows, layout)
 
-    def query(self, state: ZipARState) -> list[Query]:
+    def query(self, state: ZipARState) -> list[CausalQuery]:
         """The last token of every open row, at its place; at first the prompt."""
         step, device = state.schedule[state.commits], state.context.device
         start = (state.prompt_length + state.shift).reshape(-1)[:, None]
@@ -131,18 +132,16 @@ class ZipAR(CausalSampler):
         read = np.array(step.read) + at.shape[1] - len(step.fed)
         positions, tokens = (torch.as_tensor(np.maximum(each, 0), device=device) for each in (at, token_at))
         store_rows = np.arange(len(start))
+        rows = torch.as_tensor(store_rows, device=device)
+        slots = torch.as_tensor(np.where(valid, at, -1), device=device)
         return [
-            Query(
+            CausalQuery(
                 rows=state.rows,
                 tokens=state.context.gather(1, tokens),
                 positions=positions,
                 wanted=torch.as_tensor(read, device=device).expand(len(start), -1),
                 valid=None if valid.all() else torch.as_tensor(valid, device=device),
-                store_rows=torch.as_tensor(store_rows, device=device),
-                store_index=store_rows,
-                slots=torch.as_tensor(np.where(valid, at, -1), device=device),
-                visible_length=int(at.max()) + 1,
-                step=state.commits,
+                store=StoreCall(rows, slots, store_rows, int(at.max()) + 1, step=state.commits),
                 branches=state.branches,
                 forwarded=-(-valid.sum(1).reshape(state.branches, -1).sum(0) // state.branches),
                 index=state.rows,
@@ -150,7 +149,7 @@ class ZipAR(CausalSampler):
             )
         ]
 
-    def propose(self, state: ZipARState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: ZipARState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """A token for every open row. Quantities: "top_logit" [R, W]."""
         positions = _columns(state, state.schedule[state.commits].chosen)
         logits = read_logits(state, outputs, queries)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 from paradec.models.images.distilled import Stages
 from paradec.models.images.scales import ScaleQuery
 from paradec.request import Request
@@ -69,11 +69,7 @@ class CellTeaching:
             tokens=context[:, self.stored :],
             positions=positions,
             wanted=torch.full_like(positions[:, :1], at - self.stored),
-            store_rows=torch.as_tensor(index, device=context.device),
-            store_index=index,
-            slots=positions,
-            visible_length=at + 1,
-            step=step,
+            store=StoreCall(torch.as_tensor(index, device=context.device), positions, index, at + 1, step=step),
             branches=self.branches,
             forwarded=np.full(self.batch, len(column)),
             kind="full" if self.stored == 0 else "window",

@@ -17,6 +17,7 @@ from torch import Tensor
 from paradec.core import orders
 from paradec.core.checks import check_choice
 from paradec.core.orders import Order
+from paradec.core.query import StoreCall
 from paradec.models.images.grouped import GroupQuery
 from paradec.samplers.groups.base import GroupSampler, GroupState
 
@@ -67,21 +68,17 @@ class Groups(GroupSampler):
         ends = torch.tensor([state.end(last), state.end(now)], device=ranks.device)
         sees = ends.repeat_interleave(torch.tensor([read.shape[1], asked.shape[1]], device=ranks.device))
         rows = np.arange(len(tokens))
+        at = torch.as_tensor(rows, device=ranks.device)
         return [
             GroupQuery(
                 rows=np.arange(state.batch),
                 tokens=tokens,
                 positions=positions,
                 wanted=torch.arange(read.shape[1], len(ranks), device=ranks.device).expand(len(rows), -1),
-                store_rows=torch.as_tensor(rows, device=ranks.device),
-                store_index=rows,
-                slots=ranks.expand(len(rows), -1),
+                store=StoreCall(at, ranks.expand(len(rows), -1), rows, state.end(now), step=state.commits),
                 sees=sees.expand(len(rows), -1),
-                visible_length=state.end(now),
-                step=state.commits,
                 branches=state.branches,
                 forwarded=np.full(state.batch, len(ranks)),
-                index=np.arange(state.batch),
                 kind="window" if state.index else "full",
             )
         ]

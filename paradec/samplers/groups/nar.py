@@ -19,7 +19,7 @@ from paradec.core.memory import Memory
 from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
 from paradec.core.protocol import Proposal
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost, Query, StoreCall
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.request_fields import unsupported_by
@@ -170,11 +170,7 @@ class NAR(GroupWriter):
                 positions=positions,
                 wanted=wanted,
                 valid=valid,
-                store_rows=rows,
-                store_index=index,
-                slots=slots,
-                visible_length=visible,
-                step=state.commits,
+                store=StoreCall(rows, slots, index, visible, step=state.commits),
                 branches=branches,
                 forwarded=forwarded,
                 kind="full" if state.index == 0 else "window",

@@ -22,7 +22,7 @@ from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Sampler
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
@@ -191,7 +191,7 @@ class MaskedSampler(Sampler):
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def query(self, state: MaskedState) -> list[Query]:
+    def query(self, state: MaskedState) -> list[WindowQuery]:
         """One query per part of the cache's plan; each wants the logits of its rows' windows, or of what is undecided
         there where nothing reads the others."""
         picks = self.told(state) if state.cache.evaluates in ("picks", "targets") else None
@@ -200,11 +200,11 @@ class MaskedSampler(Sampler):
             return queries
         return [undecided_alone(state, query) for query in queries]
 
-    def query_part(self, state: MaskedState, part: Part) -> Query:
+    def query_part(self, state: MaskedState, part: Part) -> WindowQuery:
         """The model call of one part of the cache's plan."""
         return part_query(state, part)
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         """A candidate token and its scores for every window position; where a query leaves decided ones out, the
         token there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
         window = state.window
@@ -212,9 +212,9 @@ class MaskedSampler(Sampler):
         current = window.read(state.canvas)
         available = window.undecided(current, state.mask_id)
         for query in queries:
-            if query.available is not None:
-                index = torch.as_tensor(query.index, device=available.device)
-                available = available.index_copy(0, index, available[index] & query.available)
+            if query.window.available is not None:
+                index = torch.as_tensor(query.window.index, device=available.device)
+                available = available.index_copy(0, index, available[index] & query.window.available)
         if state.early_rules:  # the window reaches beyond the block
             available = available & (window.positions < state.block_ends)
         parts, said = [], []
@@ -222,7 +222,7 @@ class MaskedSampler(Sampler):
             logits = proposable(self, state, logits, query)
             staged, found = own_stage(self, state, logits, query, available, current)
             read = self.read(state, staged, query, generator)
-            parts.append((*(read if query.columns is None else spread(*read, query, current)), found))
+            parts.append((*(read if query.window.columns is None else spread(*read, query, current)), found))
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
@@ -257,7 +257,7 @@ class MaskedSampler(Sampler):
         return state.generator is not None
 
     def read(
-        self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         return candidates(self, state, logits, query, generator)
@@ -270,7 +270,7 @@ class MaskedSampler(Sampler):
         return scores
 
     def draw_tokens(
-        self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V])."""
         return draws.tokens(self, state, logits, query, generator)

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import GumbelDraws, read_stats
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import top_by_rank
 
 
-def tokens(sampler: Any, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+def tokens(
+    sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+) -> Tensor:
     """Draw tokens [R, W] from softmax(logits [R, W, V]) by the Gumbel-max trick, in float64."""
     rows, positions = query.rows, positions_of(state, query)
     if generator is None:

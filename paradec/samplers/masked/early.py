@@ -58,7 +58,7 @@ class EarlyStops(Tracker):
         undecided = state.window.undecided(proposal.current, state.mask_id)
         found = torch.ones(len(undecided), dtype=torch.bool, device=undecided.device)
         for query in proposal.cost.queries:
-            if query.available is not None:
-                index = torch.as_tensor(query.index, device=found.device)
-                found[index] = ~(undecided[index] & ~query.available).any(1)
+            if query.window.available is not None:
+                index = torch.as_tensor(query.window.index, device=found.device)
+                found[index] = ~(undecided[index] & ~query.window.available).any(1)
         return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.guidance import guided
@@ -22,15 +22,15 @@ from paradec.samplers.masked.views import Stage
 from paradec.samplers.statistics import Raised, token_statistics
 
 
-def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
+def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery) -> Tensor:
     """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
     logits = guide(sampler, state, logits, query)
     if state.holes is not None:
-        state.holes.keep_ends_out(state, logits, query.index)
+        state.holes.keep_ends_out(state, logits, query.window.index)
     return logits
 
 
-def guide(sampler: Any, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
+def guide(sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery) -> Tensor:
     """The logits stage up to `process_logits`: guidance, and the tokens that are never proposed."""
     request = state.request
     if request.guidance_scale != 1.0:
@@ -51,7 +51,7 @@ def guide(sampler: Any, state: CanvasState, logits: Tensor, query: Query) -> Ten
 
 
 def own_stage(
-    sampler: Any, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
+    sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, available: Tensor, current: Tensor
 ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
     """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
     watched: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ def own_stage(
         return logits, watched
     seen = [available, state.window.positions, current]
     if len(query.rows) < len(available):
-        index = torch.as_tensor(query.index, device=available.device)
+        index = torch.as_tensor(query.window.index, device=available.device)
         seen = [tensor.index_select(0, index) for tensor in seen]
     available, positions, current = seen
     memory = state.memory.read(query.rows, available.shape[1])
@@ -70,7 +70,7 @@ def own_stage(
 
 
 def candidates(
-    sampler: Any, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+    sampler: Any, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
     request = state.request
@@ -92,12 +92,12 @@ def candidates(
 
 
 def in_row_order(
-    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[Query]
+    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Candidates, quantities and what the stage found of several queries, as those of all running rows; and where these
     [R] were in the answers one after the other."""
     tokens, quantities, updates = zip(*parts, strict=True)
-    places = np.argsort(np.concatenate([query.index for query in queries]))
+    places = np.argsort(np.concatenate([query.window.index for query in queries]))
     order = torch.as_tensor(places, device=tokens[0].device)
     read = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
     found = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
@@ -105,13 +105,15 @@ def in_row_order(
 
 
 def spread(
-    tokens: Tensor, quantities: Mapping[str, Tensor], query: Query, current: Tensor
+    tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others the
     token there (`current` [R, W]), and 0."""
-    columns = query.columns
+    columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):
-        current = current[torch.as_tensor(query.index, device=current.device)]
-    spread = {name: value.new_zeros(current.shape).scatter_(1, columns, value) for name, value in quantities.items()}
-    return current.scatter(1, columns, tokens), spread
+        current = current[torch.as_tensor(query.window.index, device=current.device)]
+    whole = {}
+    for name, value in quantities.items():
+        whole[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
+    return current.scatter(1, columns, tokens), whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Part
+from paradec.caches.stored import StoredCache
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import StoreCall, WindowLogits, WindowQuery
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.suffix_window import ends_now
 
@@ -18,27 +20,27 @@ SPARED = 2**15
 """Logits that a call has to be spared before it is asked for undecided positions alone: what choosing these costs."""
 
 
-def part_query(state: MaskedState, part: Part) -> Query:
+def part_query(state: MaskedState, part: Part) -> WindowQuery:
     """The model call of one part of the plan. What does not change from step to step is made once."""
     if part.lasts:
         key = ("query", part.kind, part.index.tobytes(), part.positions.tobytes())
         query, row_index, whole = state.while_blocks_stay(key, lambda: _query_of_blocks(state, part, key))
     else:
         query, row_index, whole = _fixed_query(state, part)
-        query.wanted, query.available = _wanted(state, part)
-    if state.store is not None:
-        query = query.but(step=state.commits)
+        query.wanted, query.window.available = _wanted(state, part)
+    now: dict[str, Any] = {}
+    if query.store is not None:
+        now["store"] = query.store.but(step=state.commits)
     if state.attention_state is not None:
-        query = query.but(attention=state.attention_state.plan(state, part))
+        now["attention"] = state.attention_state.plan(state, part)
     if state.decided_at is not None:
-        query = query.but(decided_at=_tokens_of(state.decided_at, query, row_index).repeat(state.branches, 1))
-    if whole and query.branches == 1:
-        return query  # its tokens are the canvas itself
-    tokens = _tokens_of(state.canvas, query, row_index)
-    if query.branches == 2:
-        given = _tokens_of(state.given, query, row_index)
-        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
-    return query.but(tokens=tokens)
+        now["decided_at"] = _tokens_of(state.decided_at, query, row_index).repeat(state.branches, 1)
+    if query.branches == 2 or not whole:  # else its tokens are the canvas itself
+        now["tokens"] = tokens = _tokens_of(state.canvas, query, row_index)
+        if query.branches == 2:
+            given = _tokens_of(state.given, query, row_index)
+            now["tokens"] = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
+    return query.but(**now) if now else query
 
 
 def reads_window(sampler: Any, state: MaskedState) -> bool:
@@ -51,75 +53,75 @@ def reads_window(sampler: Any, state: MaskedState) -> bool:
     return own
 
 
-def undecided_alone(state: MaskedState, query: Query) -> Query:
+def undecided_alone(state: MaskedState, query: WindowQuery) -> WindowQuery:
     """The query without the logits of decided positions: as many columns as the row with the most undecided ones has;
     the others' are filled up with decided ones. It stays as it is where that spares little."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
-    multiple = state.stored_cache.shape_multiple if state.store is not None else 1
+    multiple = state.cache.shape_multiple if state.store is not None and isinstance(state.cache, StoredCache) else 1
     most = -(-int(state.remaining[query.rows].max()) // multiple) * multiple
     if (width - most) * len(query.wanted) * state.facts.vocab_size < SPARED:
         return query
     undecided = window.undecided(window.read(state.canvas), state.mask_id)
     if len(query.rows) < len(undecided):
-        undecided = undecided[torch.as_tensor(query.index, device=undecided.device)]
+        undecided = undecided[torch.as_tensor(query.window.index, device=undecided.device)]
     columns = undecided.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
     both = columns.repeat(query.branches, 1) if query.branches > 1 else columns
-    return query.but(wanted=query.wanted.gather(1, both), columns=columns)
+    return query.but(wanted=query.wanted.gather(1, both), window=query.window.but(columns=columns))
 
 
-def positions_of(state: CanvasState, query: Query) -> Tensor:
+def positions_of(state: CanvasState, query: WindowQuery) -> Tensor:
     """[N, K] int64: the positions that a query's logits [N, K, V] are for."""
     positions = state.window.positions
-    positions = positions[torch.as_tensor(query.index, device=positions.device)]
-    return positions if query.columns is None else positions.gather(1, query.columns)
+    positions = positions[torch.as_tensor(query.window.index, device=positions.device)]
+    return positions if query.window.columns is None else positions.gather(1, query.window.columns)
 
 
-def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
+def _tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
     """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]. row_index: [N] int64."""
     rows = tensor.index_select(0, row_index)
     own = query.positions[: len(query.rows)]
     return rows.narrow(1, 0, own.shape[1]) if query.kind == "full" else rows.gather(1, own)
 
 
-def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
+def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[WindowQuery, Tensor, bool]:
     """The query as long as the blocks are the same: everything but its tokens."""
     # whole rows stay what they are while blocks move
     keep = state.while_rows_stay if part.kind == "full" else state.while_blocks_stay
-    fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
+    fixed, row_index, whole = keep(("fixed", key), functools.partial(_fixed_query, state, part))
     wanted, available = _wanted(state, part)
-    return fixed.but(wanted=wanted, available=available), row_index, whole
+    window = fixed.window if available is None else fixed.window.but(available=available)
+    return fixed.but(wanted=wanted, window=window), row_index, whole
 
 
-def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
+def _fixed_query(state: MaskedState, part: Part) -> tuple[WindowQuery, Tensor, bool]:
     """The query without its tokens and wanted columns, the rows' index [N], and whether it is the canvas itself."""
     device, rows = state.canvas.device, state.window.rows[part.index]
     row_index = torch.as_tensor(rows, device=device)
-    query = Query(
+    query = WindowQuery(
         rows=rows,
         tokens=state.canvas,
         positions=per_branch(state, part.positions),
         valid=None if part.valid is None else per_branch(state, part.valid),
         branches=state.branches,
         forwarded=part.sizes,
-        index=part.index,
         kind=part.kind,
+        window=WindowLogits(part.index),
     )
     if state.facts.prompt_aligned:
         query.origin = per_branch(state, state.prompt_length[rows, None])
     if state.store is not None:
-        query.store_index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
-        query.store_rows = torch.as_tensor(query.store_index, device=device)
-        slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
-        query.slots = per_branch(state, slots)
+        index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+        slots = query.positions if part.valid is None else per_branch(state, np.where(part.valid, part.positions, -1))
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
         length, present = state.length[rows], state.present
         visible = int((length if present is None else ends_now(present[rows], length)).max())
         if state.facts.topology == "block_causal":
             last = part.positions.max(1)
             visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
-        query.visible_length = visible + -visible % state.stored_cache.shape_multiple
+        visible += -visible % state.stored_cache.shape_multiple
+        query.store = StoreCall(torch.as_tensor(index, device=device), slots, index, visible)
     whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, row_index, whole
 
@@ -153,10 +155,10 @@ def per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
     return torch.cat((tensor, tensor)) if state.branches == 2 else tensor
 
 
-def owners(query: Query, count: int) -> np.ndarray:
+def owners(query: WindowQuery, count: int) -> np.ndarray:
     """[count] int64: the state's row of each row of logits that answer a query; drafts may have rows of their own."""
-    if query.copies is None or count == len(query.rows):
+    if query.window.copies is None or count == len(query.rows):
         return query.rows
-    _, owner = (np.arange(query.copies.max())[:, None] < query.copies).nonzero()
+    _, owner = (np.arange(query.window.copies.max())[:, None] < query.window.copies).nonzero()
     rows: np.ndarray = query.rows[owner]
     return rows

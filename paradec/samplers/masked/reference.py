@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import divided
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.state import MaskedState
@@ -113,7 +113,7 @@ def gumbel_uniform(
 
 
 def read(
-    sampler: Any, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator
+    sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens and quantities [R, W] from logits [R, W, V] that still hold the mask's: it is no candidate, but
     its share counts in every probability, as in the public code. Trained models give it as much as any wrong token,

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, check_number
+from paradec.core.family_queries import CanvasQuery
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite, Proposal, Sampler
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.filters import filter_logits
@@ -129,7 +130,7 @@ class CanvasSampler(Sampler):
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def query(self, state: DenoisingState) -> list[Query]:
+    def query(self, state: DenoisingState) -> list[CanvasQuery]:
         """What is final and not yet encoded, if rows do not wait with that; then all open canvases, in one call."""
         late, rows = state.waiting()
         queries = [_encoding(state, late)] if len(late) else []
@@ -138,23 +139,19 @@ class CanvasSampler(Sampler):
         positions = state.positions(rows)
         first = not state.canvas_step[rows].any()
         kept = state.memory.read(rows)
-        canvas = Query(
+        begin = int(state.block_start[rows].min())
+        canvas = CanvasQuery(
             rows=rows,
             tokens=kept["noisy"],
             positions=positions,
-            store_rows=state.index(rows),
-            store_index=rows,
-            begin=int(state.block_start[rows].min()),
-            visible_length=int(visible[rows].max()),
-            step=state.commits,
+            store=StoreCall(state.index(rows), None, rows, int(visible[rows].max()), begin, state.commits),
             forwarded=np.full(len(rows), state.width),
-            index=np.arange(len(rows)),
             kind="canvas",
             soft=None if first else kept["soft"],
         )
         return [*queries, canvas]
 
-    def propose(self, state: DenoisingState, outputs: list[Tensor], queries: list[Query]) -> CanvasProposal:
+    def propose(self, state: DenoisingState, outputs: list[Tensor], queries: list[CanvasQuery]) -> CanvasProposal:
         """The best token of every position of the open canvases, and its statistics. outputs: logits [R, C, V] of the
         canvases, the last; those of an encoding are empty."""
         logits, rows, soften = outputs[-1], queries[-1].rows, queries[-1].soften
@@ -348,29 +345,24 @@ class CanvasSampler(Sampler):
         state.row_step[rows] += 1
 
 
-def _encoding(state: DenoisingState, rows: np.ndarray) -> Query:
+def _encoding(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
     """The call that encodes what is final of `rows` [R] and not in the store: keys and values, no logits."""
     begin, end = state.encoded[rows], state.block_start[rows]
     column = begin[:, None] + np.arange((end - begin).max())
     valid = column < end[:, None]
     device = state.canvas.device
     positions = torch.as_tensor(np.minimum(column, end[:, None] - 1), device=device)
+    slots = torch.as_tensor(np.where(valid, column, -1), device=device)
     images = [state.images[row] for row in rows if state.encoded[row] == 0 and state.images]
     found = [part for part in images if part is not None]
-    return Query(
+    return CanvasQuery(
         rows=rows,
         tokens=state.read(state.canvas, rows, positions),
         positions=positions,
         wanted=torch.empty((len(rows), 0), dtype=torch.int64, device=device),
         valid=None if valid.all() else torch.as_tensor(valid, device=device),
-        store_rows=state.index(rows),
-        slots=torch.as_tensor(np.where(valid, column, -1), device=device),
-        store_index=rows,
-        begin=int(begin.min()),
-        visible_length=int(end.max()),
-        step=state.commits,
+        store=StoreCall(state.index(rows), slots, rows, int(end.max()), int(begin.min()), state.commits),
         forwarded=end - begin,
-        index=np.arange(len(rows)),
         kind="encode",
         images=torch.cat(found) if found else None,
     )

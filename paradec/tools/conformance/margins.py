@@ -75,7 +75,7 @@ def _tokens(outputs: list[Any], queries: list[Any], proposal: Any, row: int) -> 
     call's logits are not those that were decided on (guidance), or are of other columns than the proposal's."""
     found: dict[int, tuple[float, Any]] = {}
     for query, logits in zip(queries, outputs, strict=True):
-        if row not in query.rows.tolist() or query.branches != 1 or query.columns is not None:
+        if row not in query.rows.tolist() or query.branches != 1 or query.window.columns is not None:
             continue
         index, mine = query.rows.tolist().index(row), proposal.rows.tolist().index(row)
         if logits.shape[1] != proposal.positions.shape[1]:

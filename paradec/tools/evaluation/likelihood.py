@@ -36,7 +36,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
-from paradec.core.query import Query
+from paradec.core.query import WindowLogits, WindowQuery
 from paradec.request_fields import LARGEST_GUIDANCE
 from paradec.samplers.guidance import guided
 from paradec.tools.evaluation import maskings
@@ -236,12 +236,13 @@ def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
         for index, row in enumerate(rows):
             without[index, : row.context] = facts.mask_id
         tokens, valid = torch.cat((tokens, without)), valid.repeat(2, 1)
-    query = Query(
+    query = WindowQuery(
         rows=np.arange(len(rows)),
         tokens=tokens.to(device),
         positions=torch.arange(width, device=device).expand(len(tokens), -1),
         wanted=(at - shift).clamp(min=0).repeat(branches, 1).to(device),
         valid=None if valid.all() else valid.to(device),
+        window=WindowLogits(np.arange(len(rows))),
         origin=None if origin is None else origin.repeat(branches, 1),
         branches=branches,
         forwarded=np.array([len(row.tokens) for row in rows]),

@@ -15,7 +15,7 @@ from image_models import CODES, greedy, last_logits, tiny_chameleon, tiny_vq
 from torch import Tensor
 
 import paradec
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.chameleon import LUMINA_MGPT, ChameleonLayout, ChameleonModel
 from paradec.models.images.emu3 import Emu3Model
@@ -65,7 +65,7 @@ def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
             fresh = laid.model.make_store(2, length)
             query = Query(
                 rows=np.array([row]), tokens=state.context[at, :length].repeat(2, 1), positions=positions,
-                slots=positions, store_rows=torch.arange(2), visible_length=length, branches=2,
+                store=StoreCall(torch.arange(2), positions, visible_length=length), branches=2,
                 forwarded=np.array([length]),
             )  # fmt: skip
             laid.model(query, fresh)

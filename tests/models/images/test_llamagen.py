@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paradec
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 from paradec.models.images.adapter import ImageRequest
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel, preset
 from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, load_vq
@@ -80,8 +80,8 @@ def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: i
     begin, end = (0 if start < 0 else first + start), first + stop
     positions = torch.arange(begin, end).expand(len(rows), -1)
     return Query(
-        rows=np.arange(len(rows)), tokens=rows[:, begin:end], positions=positions, slots=positions,
-        store_rows=torch.arange(len(rows)), store_index=np.arange(len(rows)), visible_length=end, step=step,
+        rows=np.arange(len(rows)), tokens=rows[:, begin:end], positions=positions,
+        store=StoreCall(torch.arange(len(rows)), positions, np.arange(len(rows)), end, step=step),
         forwarded=np.full(len(rows), end - begin), kind="full" if begin == 0 else "window",
     )  # fmt: skip
 

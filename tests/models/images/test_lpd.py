@@ -152,7 +152,7 @@ def test_what_columns_see() -> None:
     assert query.tokens[0, :3].tolist() == state.canvas[0, 2:5].tolist()  # the last group's tokens
     assert (query.tokens[0, 3:] == model.blank_id).all()
     assert query.sees[0].tolist() == [5] * 3 + [9] * 4
-    assert query.slots[0].tolist() == list(range(2, 9)) and query.visible_length == 9
+    assert query.slots[0].tolist() == list(range(2, 9)) and query.store.visible_length == 9
     query = replace(query, wanted=None)
 
     def call(changed: Any) -> Tensor:

@@ -399,7 +399,7 @@ def test_what_stands_right_of_the_open_block_does_not_matter(model: Model) -> No
                 other = model(replace(query, tokens=torch.where(right, noise, query.tokens)))
                 real = torch.ones(output.shape[:2], dtype=torch.bool)
                 if state.window.valid is not None:
-                    real = state.window.valid[torch.as_tensor(np.arange(len(state.window.rows))[query.index])]
+                    real = state.window.valid[torch.as_tensor(np.arange(len(state.window.rows))[query.window.index])]
                 torch.testing.assert_close(other[real], output[real], rtol=0, atol=1e-12)
                 differed += int(right.sum())
                 # what stands inside the open block does matter

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import caches, samplers
 from paradec.cli import app
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 
 TOLERANCE = 2e-4
@@ -171,8 +171,8 @@ def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
             ids = torch.tensor(call["input_ids"])
             positions = (call["start"] + torch.arange(ids.shape[1])).expand_as(ids)
             slots = positions if call["stored"] else None
-            where = {"store_rows": torch.arange(rows), "slots": slots, "visible_length": length}
-            found = model(Query(rows=np.arange(rows), tokens=ids, positions=positions, kind="window", **where), store)
+            where = StoreCall(torch.arange(rows), slots, visible_length=length)
+            found = model(Query(np.arange(rows), ids, positions, kind="window", store=where), store)
             assert (found - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import paradec
 from paradec.core.protocol import decode
-from paradec.core.query import Query
+from paradec.core.query import Query, StoreCall
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.base import CausalSampler, CausalState
 
@@ -168,8 +168,7 @@ def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> Non
                 tokens=state.context[:, : len(column)],
                 positions=column.expand(len(length), -1),
                 valid=valid,
-                store_rows=torch.arange(len(length)),
-                slots=torch.where(valid, column, -1),
+                store=StoreCall(torch.arange(len(length)), torch.where(valid, column, -1)),
                 forwarded=length,
                 kind="full",
             )

@@ -34,7 +34,7 @@ from paradec.caches.base import Part
 from paradec.caches.delayed import DelayedCache
 from paradec.caches.parts import spans
 from paradec.core.protocol import Commit
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.models.adapter import Model
 from paradec.samplers.masked.queries import part_query
 from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold
@@ -69,9 +69,10 @@ class MostConfidentOfAll(EntropyThreshold):
         return super().select(view) | best_one(view.scores)
 
 
-def own_column(state: MaskedState, part: Part) -> Query:
+def own_column(state: MaskedState, part: Part) -> WindowQuery:
     """The call of a part whose first position has no neighbour to the left: it reads its own column's logits."""
-    return part_query(state, part).but(available=None)
+    query = part_query(state, part)
+    return query.but(window=query.window.but(available=None))
 
 
 class WithoutLeft(DelayedCache):
@@ -104,7 +105,7 @@ def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
     stops = trace["settings"].get("early_stop")
 
     class Quirky(MostConfidentOfAll if llada else EntropyThreshold):  # type: ignore[misc]
-        def query_part(self, state: MaskedState, part: Part) -> Query:
+        def query_part(self, state: MaskedState, part: Part) -> WindowQuery:
             return super().query_part(state, part) if llada or state.store is None else own_column(state, part)
 
         def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:

@@ -95,7 +95,7 @@ def test_what_is_not_asked_for_stands_as_it_is(monkeypatch: pytest.MonkeyPatch) 
             sampler.commit(state, sampler.step(model, state))
         first, again = sampler.step(model, state), sampler.step(model, state)
     (query,) = sampler.query(state)
-    assert query.columns is not None and query.columns.shape == (3, NEW - 4)
+    assert query.window.columns is not None and query.window.columns.shape == (3, NEW - 4)
     decided = ~first.available
     assert decided.sum() == 12 and torch.equal(first.values[decided], first.current[decided])
     for name, value in first.quantities.items():

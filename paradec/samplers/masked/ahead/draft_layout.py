@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Part
-from paradec.core.query import Query
+from paradec.core.query import WindowLogits, WindowQuery
 from paradec.samplers.masked.logits import guide
 from paradec.samplers.masked.state import MaskedState
 
@@ -52,23 +52,26 @@ class Ahead(MaskedState):
         return self._left if self.steps else self._now
 
 
-@dataclass
-class DraftQuery(Query):
-    """A call that evaluates several drafts of its rows. `drafts[j]` is what the base would find j steps on."""
+@dataclass(kw_only=True)
+class DraftLogits(WindowLogits):
+    """The logits of a call that evaluates several drafts of its rows. `drafts[j]` is what the base would find j steps
+    on."""
 
-    drafts: list[Ahead] = field(default_factory=list)
+    drafts: list[Ahead]
     tree: bool = False
     """Whether a row's drafts are in one row of the call, not in rows of their own."""
 
 
-def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np.ndarray, tree: bool) -> list[Query]:
+def draft_queries(
+    state: MaskedState, base: Any, drafts: list[Ahead], copies: np.ndarray, tree: bool
+) -> list[WindowQuery]:
     """One query per part of the cache's plan, two where only some of its rows have drafts beside the first one.
 
     Args:
         base: whose `query_part` makes the calls. copies: [R] int64, how many of the drafts each row has.
         tree: whether a row's drafts are in one row of the call.
     """
-    queries: list[Query] = []
+    queries: list[WindowQuery] = []
     for part in state.cache.plan(state):
         several = copies[part.index] > 1
         # what is evaluated once is written to the store as the base would write it; drafts are not
@@ -77,7 +80,7 @@ def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np
             if not chosen.any():
                 continue
             query = base.query_part(state, rows_of_part(part, chosen))
-            number = copies[query.index]
+            number = copies[query.window.index]
             if number.max() == 1:
                 queries.append(query)
             elif tree:
@@ -88,7 +91,7 @@ def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np
 
 
 def logits_by_draft(
-    state: MaskedState, base: Any, outputs: list[Tensor], queries: list[Query], count: int
+    state: MaskedState, base: Any, outputs: list[Tensor], queries: list[WindowQuery], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """All logits [N, W, V], where those of each draft are in them [K, R] int64, and drafts per row [R] int64.
 
@@ -99,17 +102,18 @@ def logits_by_draft(
     total = 0
     for logits, query in zip(outputs, queries, strict=True):
         logits = guide(base, state, logits, query)
-        number = np.ones(len(query.rows), np.int64) if query.copies is None else query.copies
-        copies[query.index] = number
+        own = query.window
+        number = np.ones(len(query.rows), np.int64) if own.copies is None else own.copies
+        copies[own.index] = number
         most = number.max()
-        if isinstance(query, DraftQuery) and query.tree:
+        if isinstance(own, DraftLogits) and own.tree:
             logits = logits.unflatten(1, (most, -1)).flatten(0, 1)  # a row's drafts one after the other
             place = np.arange(most)[:, None] + most * np.arange(len(number))
         else:
             present = np.arange(most)[:, None] < number
             place = present.cumsum().reshape(present.shape) - 1  # a draft of all rows after the other
         steps = np.minimum(np.arange(count)[:, None], number - 1)
-        at[:, query.index] = total + np.take_along_axis(place, steps, 0)
+        at[:, own.index] = total + np.take_along_axis(place, steps, 0)
         found.append(logits)
         total += len(logits)
     return found[0] if len(found) == 1 else torch.cat(found), at, copies
@@ -123,35 +127,35 @@ def rows_of_part(part: Part, chosen: np.ndarray) -> Part:
     return dataclasses.replace(part, index=part.index[chosen], positions=part.positions[chosen], valid=valid)
 
 
-def batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
+def batch_query(state: MaskedState, query: WindowQuery, drafts: list[Ahead], copies: np.ndarray) -> WindowQuery:
     """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
-    assert query.wanted is not None  # as `part_query` makes it
+    assert query.wanted is not None and query.forwarded is not None  # as `part_query` makes it
     step, owner = (np.arange(copies.max())[:, None] < copies).nonzero()
     index = np.concatenate([owner + branch * len(copies) for branch in range(query.branches)])
     called = torch.as_tensor(index, device=state.canvas.device)
-    return DraftQuery(
-        **vars(query)
-        | {
-            "tokens": _tokens_of(state, query, drafts, step, owner),
-            "positions": query.positions[called],
-            "wanted": query.wanted[called],
-            "valid": None if query.valid is None else query.valid[called],
-            "origin": None if query.origin is None else query.origin[called],
-            "store_rows": None if query.store_rows is None else query.store_rows[called],
-            "store_index": None if query.store_index is None else query.store_index[index],
-            "slots": None,
-            "copies": copies,
-            "forwarded": query.forwarded * copies,
-            "decided_at": None if state.decided_at is None else _decided_at(state, query, drafts, step, owner),
-        },
-        drafts=drafts,
+    store = query.store
+    if store is not None:
+        assert store.index is not None
+        store = store.but(rows=store.rows[called], index=store.index[index], slots=None)
+    return query.but(
+        tokens=_tokens_of(state, query, drafts, step, owner),
+        positions=query.positions[called],
+        wanted=query.wanted[called],
+        valid=None if query.valid is None else query.valid[called],
+        origin=None if query.origin is None else query.origin[called],
+        store=store,
+        forwarded=query.forwarded * copies,
+        decided_at=None if state.decided_at is None else _decided_at(state, query, drafts, step, owner),
+        window=DraftLogits(query.window.index, query.window.available, copies=copies, drafts=drafts),
     )
 
 
-def _decided_at(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
-    """[branches * D, Q] int64: `Query.decided_at` of D drafts. What a draft holds and the one before it does not was
-    decided between them."""
-    assert state.decided_at is not None and query.index is not None
+def _decided_at(
+    state: MaskedState, query: WindowQuery, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray
+) -> Tensor:
+    """[branches * D, Q] int64: `WindowQuery.decided_at` of D drafts. What a draft holds and the one before it does
+    not was decided between them."""
+    assert state.decided_at is not None
     window, found = state.window, []
     when = window.read(state.decided_at)
     row_step = torch.as_tensor(state.row_step[window.rows, None], device=when.device)
@@ -160,7 +164,7 @@ def _decided_at(state: MaskedState, query: Query, drafts: list[Ahead], step: np.
             when = torch.where(ahead.tokens != drafts[number - 1].tokens, row_step + number - 1, when)
         found.append(when)
     device = state.canvas.device
-    running = torch.as_tensor(query.index[owner], device=device)
+    running = torch.as_tensor(query.window.index[owner], device=device)
     rows = torch.as_tensor(query.rows[owner], device=device)
     own = torch.stack(found)[torch.as_tensor(step, device=device), running]
     whole = state.decided_at.index_select(0, rows).scatter(1, window.positions[running], own)
@@ -168,9 +172,9 @@ def _decided_at(state: MaskedState, query: Query, drafts: list[Ahead], step: np.
     return whole.gather(1, positions).repeat(query.branches, 1)
 
 
-def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
+def tree_query(state: MaskedState, query: WindowQuery, drafts: list[Ahead], copies: np.ndarray) -> WindowQuery:
     """A call in which the drafts of a row are one after the other in its row, each seeing itself alone."""
-    assert query.wanted is not None
+    assert query.wanted is not None and query.forwarded is not None
     (count, width), device = query.positions.shape, state.canvas.device
     most = int(copies.max())
     step, owner = (index.ravel() for index in np.indices((most, len(copies))))
@@ -188,29 +192,25 @@ def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np
         if query.valid is not None:
             valid = valid & query.valid.repeat(1, most)
     wanted = query.wanted[:, None] + width * torch.arange(most, device=device)[:, None]
-    return DraftQuery(
-        **vars(query)
-        | {
-            "tokens": tokens.transpose(1, 2).reshape(count, most * width),
-            "positions": positions,
-            "wanted": wanted.flatten(1),
-            "valid": valid,
-            "visible": visible,
-            "slots": None,
-            "copies": copies,
-            "forwarded": query.forwarded * copies,
-        },
-        drafts=drafts,
-        tree=True,
+    return query.but(
+        tokens=tokens.transpose(1, 2).reshape(count, most * width),
+        positions=positions,
+        wanted=wanted.flatten(1),
+        valid=valid,
+        visible=visible,
+        store=None if query.store is None else query.store.but(slots=None),
+        forwarded=query.forwarded * copies,
+        window=DraftLogits(query.window.index, query.window.available, copies=copies, drafts=drafts, tree=True),
     )
 
 
-def _tokens_of(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
+def _tokens_of(
+    state: MaskedState, query: WindowQuery, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray
+) -> Tensor:
     """[branches * D, Q] int64: what D drafts hold at a query's positions. step, owner: [D], the draft's number and the
     query's row that it is of."""
-    assert query.index is not None
     device, window = state.canvas.device, state.window
-    running = torch.as_tensor(query.index[owner], device=device)
+    running = torch.as_tensor(query.window.index[owner], device=device)
     rows = torch.as_tensor(query.rows[owner], device=device)
     own = torch.stack([ahead.tokens for ahead in drafts])[torch.as_tensor(step, device=device), running]
     canvas = state.canvas.index_select(0, rows).scatter(1, window.positions[running], own)

@@ -23,10 +23,10 @@ from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.protocol import Commit, NotFinite
-from paradec.core.query import Query
+from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
-from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
+from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
@@ -198,7 +198,7 @@ class FreeDave(MaskedSampler):
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def query(self, state: MaskedState) -> list[Query]:
+    def query(self, state: MaskedState) -> list[WindowQuery]:
         """One query per part of the cache's plan, two where only some of its rows have drafts."""
         copies = self._copies(state)
         drafts = self._drafts(state, copies.max())
@@ -232,19 +232,20 @@ class FreeDave(MaskedSampler):
             drafts.append(Ahead(state, steps, taken.written))
         return drafts
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> DraftProposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> DraftProposal:
         """The base's step from every draft. outputs: logits [R, W, V], one per query."""
         window, base = state.window, self.base
-        drafted = [query for query in queries if isinstance(query, DraftQuery)]
+        drafted = [query.window for query in queries if isinstance(query.window, DraftLogits)]
         drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
         logits, at, copies = logits_by_draft(state, base, outputs, queries, len(drafts))
         kept = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
-        every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
+        whole = WindowLogits(np.arange(len(window.rows)))
+        every_row = WindowQuery(window.rows, drafts[0].tokens, window.positions, window=whole)
         taken: list[Taken] = []
         for ahead, index in zip(drafts, at, strict=True):
             here = logits
-            if len(drafts) > 1 or (index != every_row.index).any():
+            if len(drafts) > 1 or (index != whole.index).any():
                 here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
             if state.holes is not None:
                 state.holes.keep_ends_out(state, here, None)

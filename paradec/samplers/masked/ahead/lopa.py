@@ -18,11 +18,11 @@ from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite
-from paradec.core.query import Query
+from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
+from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Stage
 
@@ -163,7 +163,7 @@ class LoPA(MaskedSampler):
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def query(self, state: MaskedState) -> list[Query]:
+    def query(self, state: MaskedState) -> list[WindowQuery]:
         """One query per part of the cache's plan, two where only some of its rows have branches."""
         branches, copies = self._branches(state)
         return draft_queries(state, self.base, branches, copies, tree=False)
@@ -185,15 +185,16 @@ class LoPA(MaskedSampler):
             branches.append(Ahead(state, 0, now.scatter(1, column, memory[TOKENS].gather(1, column))))
         return branches, copies + most
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> BranchProposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> BranchProposal:
         """The base's step from every branch, and what each promises. outputs: logits [R, W, V], one per query."""
         window, base = state.window, self.base
-        drafted = [query for query in queries if isinstance(query, DraftQuery)]
+        drafted = [query.window for query in queries if isinstance(query.window, DraftLogits)]
         branches = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
         logits, at, copies = logits_by_draft(state, base, outputs, queries, len(branches))
         kept = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
-        every_row = Query(window.rows, branches[0].tokens, window.positions, index=np.arange(len(window.rows)))
+        whole = WindowLogits(np.arange(len(window.rows)))
+        every_row = WindowQuery(window.rows, branches[0].tokens, window.positions, window=whole)
         taken, promises = [], []
         for number, (branch, index) in enumerate(zip(branches, at, strict=True)):
             here = logits.index_select(0, torch.as_tensor(index, device=logits.device))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.core.checks import shown
 from paradec.core.protocol import Sampler
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost, WindowQuery
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.commit import view_of
@@ -41,7 +41,7 @@ def take(
     quantities: Mapping[str, Tensor],
     updates: Mapping[str, Tensor],
     memory: Mapping[str, Tensor],
-    queries: list[Query],
+    queries: list[WindowQuery],
 ) -> Taken:
     """The base's step from one draft, given what was read from logits: candidates `tokens` and their quantities, each
     [R, W], and what its logits stage found."""

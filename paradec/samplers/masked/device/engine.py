@@ -12,7 +12,7 @@ from torch import Tensor
 from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import NotFinite
-from paradec.core.query import Query
+from paradec.core.query import StoreCall, WindowLogits, WindowQuery
 from paradec.samplers.masked.base import View
 from paradec.samplers.masked.device.graphs import StepLayout, captured
 from paradec.samplers.masked.draws import choose
@@ -325,7 +325,9 @@ class DeviceEngine(CanvasState):
         self.window = Window(rows, positions, flat, valid, host_positions=None, host_valid=None, whole=False)
         return self.window, valid
 
-    def _query(self, kind: str, rows: Numbers, active: Tensor, length: Tensor, width: int) -> tuple[Query, Tensor]:
+    def _query(
+        self, kind: str, rows: Numbers, active: Tensor, length: Tensor, width: int
+    ) -> tuple[WindowQuery, Tensor]:
         """The model call, and how many positions of each row it evaluates [n]."""
         shift = self.facts.shift
         if kind == "full":
@@ -339,21 +341,20 @@ class DeviceEngine(CanvasState):
         inside = positions < stop.unsqueeze(1)
         positions = positions.clamp(max=self.columns - 1)
         wanted = (self.window.positions - shift).clamp(min=0) - first.unsqueeze(1)
-        query = Query(
+        query = WindowQuery(
             rows=rows,
             tokens=self.canvas[rows].gather(1, positions),
             positions=positions,
             wanted=wanted.clamp(0, width - 1),
             valid=None if self.layout.level and self.store is None else inside,
-            index=every,
             kind=kind,
+            window=WindowLogits(every),
         )
         if self.store is not None:
-            query.store_rows = rows
-            query.slots = torch.where(inside & active.unsqueeze(1), positions, -1)
-            query.visible_length = self.columns
+            slots = torch.where(inside & active.unsqueeze(1), positions, -1)
+            query.store = StoreCall(rows, slots, None, self.columns)
             if len(rows) == self.batch:  # then the rows are all rows in order, and the host knows it
-                query.store_index = np.arange(self.batch)
+                query.store.index = np.arange(self.batch)
                 # every request begins with such a step; where rows are as long as the canvas it fills every slot
                 query.forwarded = np.full(self.batch, self.columns if self.layout.level else 0)
         return query, stop - first

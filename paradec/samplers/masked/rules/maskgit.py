@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
 from paradec.samplers.masked.queries import positions_of
@@ -100,7 +100,7 @@ class MaskGIT(MaskedSampler):
         assert self.final_temperature is not None
         return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         """The base's proposal, with the "noise_scale" of this step, [R, W]."""
         proposal = super().propose(state, outputs, queries)
         scale = torch.as_tensor(self.noise_at(*self.progress(state, proposal.rows)), device=proposal.values.device)
@@ -123,7 +123,7 @@ class MaskGIT(MaskedSampler):
         return False  # the public code cuts the mask's logit off
 
     def read(
-        self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
@@ -132,7 +132,9 @@ class MaskGIT(MaskedSampler):
         cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 
-    def _redraw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+    def _redraw(
+        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+    ) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
         positions = positions_of(state, query)
         if generator is not None:

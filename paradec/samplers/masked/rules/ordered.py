@@ -15,7 +15,7 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, View
 
 
@@ -36,7 +36,7 @@ class InOrder(MaskedSampler):
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         check_grid(self.height, self.width, longest)
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         """The base's proposal, with the "rank" of every position in the order, [R, W]."""
         proposal = super().propose(state, outputs, queries)
         proposal.quantities["rank"] = torch.as_tensor(self.ranks(state), device=proposal.values.device).double()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_number
 from paradec.core.contract import CanvasState
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.masked.base import MaskedSampler, View, reference
 from paradec.samplers.masked.rules.schedules import time_share
 
@@ -51,7 +51,7 @@ class Origin(MaskedSampler):
     quota = share
 
     def draw_tokens(
-        self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
         if generator is None:
             return super().draw_tokens(state, logits, query, None)
@@ -59,7 +59,7 @@ class Origin(MaskedSampler):
         assert state.generator is not None
         if torch.equal(generator.get_state(), state.generator.get_state()):
             reference.position_noise(state, self.reference_draws, generator)
-        index = torch.as_tensor(query.index, device=logits.device)
+        index = torch.as_tensor(query.window.index, device=logits.device)
         share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
         final = self.position_noise(state, generator)[index] < share
         positions = state.window.positions[index]

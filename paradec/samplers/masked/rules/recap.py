@@ -18,7 +18,7 @@ from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.rules.halton import halton_ranks
 from paradec.samplers.masked.rules.maskgit import MaskGIT, ranking
@@ -122,7 +122,7 @@ class Recap(MaskGIT):
         order = (~target).argsort(1, kind="stable")[:, : max(int(target.sum(1).max()), 1)]
         return np.where(np.take_along_axis(target, order, 1), np.take_along_axis(window.host_positions, order, 1), -1)
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         """The base's proposal, with the "group_size" of rows that take a full step (0 for the others), [R, W]."""
         proposal = super().propose(state, outputs, queries)
         rows, device = proposal.rows, proposal.values.device

@@ -19,7 +19,7 @@ from paradec.caches.base import Part
 from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.core.query import Query
+from paradec.core.query import WindowQuery
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
 from paradec.samplers.masked.queries import per_branch
 from paradec.samplers.statistics import token_statistics
@@ -72,15 +72,17 @@ class Wino(MaskedSampler):
 
     # ---- the shadow -----------------------------------------------------------------------------------------------
 
-    def query_part(self, state: MaskedState, part: Part) -> Query:
+    def query_part(self, state: MaskedState, part: Part) -> WindowQuery:
         """The call of one part, with the shadow of its window after its columns."""
         query = super().query_part(state, part)
         if not self.mask_probes:
             return query
         key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
-        shadow = state.while_blocks_stay(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
+        found = state.while_blocks_stay(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
+        shadow, slots = found
         width = shadow["positions"].shape[1] - query.tokens.shape[1]
-        return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), **shadow)
+        store = None if query.store is None else query.store.but(slots=slots)
+        return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), store=store, **shadow)
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The window's own logits, and the probability that the shadow gives to the token there."""
@@ -116,16 +118,16 @@ class Wino(MaskedSampler):
         return masks_at_open
 
 
-def shadowed(state: MaskedState, query: Query) -> dict[str, Any]:
-    """The fields of a query that change when the window comes after its columns once more, as masks.
+def shadowed(state: MaskedState, query: WindowQuery) -> tuple[dict[str, Any], Tensor | None]:
+    """The fields of a query that change when the window comes after its columns once more, as masks, and its slots.
 
     Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
     see each other and all columns but the one of their own position; columns do not see shadows.
     """
-    assert query.wanted is not None and query.index is not None and query.forwarded is not None
+    assert query.wanted is not None and query.forwarded is not None
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
-    at = window.host_positions[query.index]
-    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
+    at = window.host_positions[query.window.index]
+    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.window.index]
     shadow = per_branch(state, at)  # [R, W]
     rows, width = shadow.shape
     positions = torch.cat((query.positions, shadow), 1)
@@ -139,12 +141,13 @@ def shadowed(state: MaskedState, query: Query) -> dict[str, Any]:
     if state.facts.topology == "block_causal":
         block = state.facts.block_numbers(positions, query.origin)
         visible &= block.unsqueeze(2) >= block.unsqueeze(1)
+    slots = None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1)
     own = torch.arange(columns, columns + width, device=device).expand(rows, width)
-    return {
+    fields = {
         "positions": positions,
         "valid": valid,
         "visible": visible,
         "wanted": torch.cat((query.wanted, own), 1),
-        "slots": None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1),
         "forwarded": query.forwarded + there.sum(1),
     }
+    return fields, slots

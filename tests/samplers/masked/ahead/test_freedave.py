@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import paradec
 from paradec import samplers
 from paradec.core.protocol import Sampler
+from paradec.core.query import WindowLogits
 from paradec.models.adapter import Model
-from paradec.samplers.masked.ahead.draft_layout import DraftQuery
+from paradec.samplers.masked.ahead.draft_layout import DraftLogits
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept
 from paradec.samplers.masked.base import MaskedSampler
 
@@ -484,11 +485,13 @@ def test_what_is_counted(mode: str) -> None:
     state = sampler.start(model, ROWS, max_new_tokens=4, block_length=4, cache="dual")
     with torch.inference_mode():
         proposal = sampler.step(model, state)
-        assert [type(query).__name__ for query in proposal.cost.queries] == ["Query", "Query"]  # nothing to draft from
+        kinds = [type(query.window) for query in proposal.cost.queries]
+        assert kinds == [WindowLogits, WindowLogits]  # nothing to draft from
         sampler.commit(state, proposal)
         stored = state.store.token_at_write.clone()
         (query,) = sampler.query(state)
-        assert isinstance(query, DraftQuery) and query.slots is None and query.copies.tolist() == [3, 3, 3]
+        assert query.slots is None and query.window.copies.tolist() == [3, 3, 3]
+        assert isinstance(query.window, DraftLogits) and query.window.tree == (mode == "tree")
         assert query.tokens.shape == ((9, 4) if mode == "batch" else (3, 12))
         before = state.canvas.clone()
         proposal = sampler.step(model, state)

@@ -1,0 +1,38 @@
+"""What the causal and the renoising family ask of a model besides what every query asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from paradec.core.query import Query
+
+
+@dataclass
+class CausalQuery(Query):
+    """A call of the causal family; shapes as in `Query`."""
+
+    index: np.ndarray | None = None
+    """[N] int64, on the host: where `rows` are among the running rows; for steps of several calls."""
+    keep_hidden: bool = False
+    """Whether the model shall leave its last hidden states in `hidden`."""
+    keep_layers: tuple[int, ...] | None = None
+    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states."""
+    hidden: Tensor | None = None
+    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it. With
+    `keep_layers` [R, Q, layers * D]: theirs, side by side."""
+
+
+@dataclass
+class CanvasQuery(Query):
+    """A call of a model with canvases; shapes as in `Query`."""
+
+    soft: Tensor | None = None
+    """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
+    soften: Callable[[Tensor], Tensor] | None = None
+    """From the model, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
+    images: Tensor | None = None
+    """[N, D]: the embeddings at the image tokens of the call, in reading order; None where it has no images."""
