@@ -414,11 +414,11 @@ class Batch:
             raise
         return True
 
-    def _on_device(self, method: Any, request: Request, state: Any) -> bool:
+    def _on_device(self, method: Any, request: Request, state: RowState) -> bool:
         """Whether a row's steps are taken on the device."""
         if not request.compile:
             return False
-        why = self._uncapturable or device_step.refusal(method, self.model, state)
+        why = self._uncapturable or device_step.refusal(method, self.model, state)  # type: ignore[arg-type] # other families are refused
         if why:
             warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
         return not why

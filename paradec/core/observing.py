@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,11 +13,8 @@ from paradec.core.latents import LatentProposal
 from paradec.core.thumbnails import of_latent
 from paradec.core.trace import Span, Trace
 
-if TYPE_CHECKING:
-    from paradec.core.protocol import State
 
-
-def traced(sampler: Any, model: Callable[..., Tensor], state: State, trace: Trace) -> Any:
+def traced(sampler: Any, model: Callable[..., Tensor], state: Any, trace: Trace) -> Any:
     """One step with its commit, written down."""
     begin = time.perf_counter()
     proposal = sampler.step(model, state)

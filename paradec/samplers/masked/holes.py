@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.trackers import Tracker
+from paradec.samplers.masked.trackers import TrackedState, Tracker
 
 
 class Holes(Tracker):
     """Where end tokens are not proposed: a request has it if a row of it has something given after a mask."""
 
-    def attach(self, state: MaskedState) -> None:
+    def attach(self, state: TrackedState) -> None:
         state.holes = self
 
-    def reads_window(self, state: MaskedState) -> bool:
+    def reads_window(self, state: TrackedState) -> bool:
         return True
 
     def keep_ends_out(self, state: CanvasState, logits: Tensor, index: np.ndarray | None) -> None:

@@ -7,7 +7,7 @@ was added. Which of these blocks are fully active follows from the canvas: nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 from paradec.samplers.masked.trackers import Ends, Tracker
 
-if TYPE_CHECKING:
-    from paradec.samplers.masked.views import MaskedProposal
-
 
 @dataclass
 class OpenBlocks(Tracker):
@@ -32,7 +29,7 @@ class OpenBlocks(Tracker):
 
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
-    def closing(self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: Ends) -> bool:
+    def closing(self, state: MaskedState, proposal: Any, tokens: np.ndarray, ends: Ends) -> bool:
         return proposal.early is None and slide(state, tokens, ends)
 
 

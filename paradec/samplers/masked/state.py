@@ -12,16 +12,38 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix, keep_prefix
+from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
 from paradec.caches.stored import StoredCache
+from paradec.caches.suffix import Suffix
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
-from paradec.core.contract import Kept, Window
+from paradec.core.contract import AttentionState, Kept, Window
 from paradec.core.facts import ModelFacts
 from paradec.request import Request
+from paradec.samplers.masked.holes import Holes
 from paradec.samplers.masked.refilling import RefilledRows
-from paradec.samplers.masked.stopping import NEVER, StopRule
-from paradec.samplers.masked.trackers import Tracked, Tracker
+from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
+from paradec.samplers.masked.trackers import Tracker
+
+
+class Tracked:
+    """What trackers let the loop know by name (`Tracker.attach`), as it is without them; beside what `CanvasState` has
+    for everybody (`present`, `pipelined`, `generator`, `logprobs`, `reuses`, `settled`)."""
+
+    early_rules: tuple[EarlyRule, ...] = ()
+    """With any, the window reaches to the end of every row."""
+    watched: tuple[str, ...] = ()
+    """Quantities that these rules read."""
+    opening: np.ndarray | None = None
+    """[B] bool: rows whose block ends where this step's logits say; until then it is all that the policy reads."""
+    holes: Holes | None = None
+    decided_at: Tensor | None = None
+    """[B, L] int64: the row's step after which each position took its token, -1 where it was given or is undecided."""
+    suffix: Suffix | None = None
+    reuse: Reuse | None = None
+    """What was taken over from a prefix."""
+    attention_state: AttentionState | None = None
+    """What the attention method keeps; None where every call attends to everything."""
 
 
 @dataclass
