@@ -190,6 +190,8 @@ class CanvasState:
     """[B]: the position after each row's last token."""
     steps_per_block: Numbers | None
     """[B]: steps planned for each block of a row; None plans one token a step."""
+    longest_plan: int
+    """In the device step alone, for tables: no block's plan has more steps."""
 
     def planned_steps(self, rows: Numbers) -> Numbers:
         """[R]: steps planned for the open block of `rows` [R] (one token a step without a plan)."""

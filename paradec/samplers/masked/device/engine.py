@@ -12,17 +12,13 @@ from torch import Tensor
 from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import NotFinite
-from paradec.core.query import StoreCall, WindowLogits, WindowQuery
-from paradec.samplers.masked.base import View
+from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
+from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.device.graphs import StepLayout, captured
-from paradec.samplers.masked.draws import choose
 from paradec.samplers.masked.holes import keep_ends_out
 from paradec.samplers.masked.logits import guide
-from paradec.samplers.masked.rules.dream import DreamSampler
-from paradec.samplers.masked.rules.schedules import time_share
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import selection
-from paradec.samplers.statistics import top_by_rank
+from paradec.samplers.masked.views import MaskedProposal, selection
 
 WIDTHS = 64
 """Widths of windows are multiples of this where the cache's window shrinks from block to block, so that graphs serve
@@ -83,7 +79,9 @@ class DeviceEngine(CanvasState):
         self.live = torch.ones((), dtype=torch.bool, device=device)
         """False makes every step one that no row needs: graphs are warmed up and captured so."""
         self.flags = numbers(4)
-        self.shares = self._time_shares(self.sampler.eps) if isinstance(self.sampler, DreamSampler) else None
+        self.pipelined = False  # these rows are decoded by the plain loop
+        self.longest_plan = layout.planned
+        self.generator = None
         self.model: Any = None
         """While a request is served."""
         self.graphs: dict[tuple[str, int, int], Callable[[], None]] = {}
@@ -238,21 +236,6 @@ class DeviceEngine(CanvasState):
             self._made[key] = make()
         return self._made[key]
 
-    def _time_shares(self, eps: float) -> Tensor:
-        """[P + 1, P] float32: `time_share` for each number of planned steps and each step before the last."""
-        steps = self.layout.planned
-        planned, step = np.divmod(np.arange((steps + 1) * steps), steps)
-        share = time_share(step, planned, eps).reshape(steps + 1, steps)
-        return torch.as_tensor(share, device=self.device)
-
-    def _quota(self, rows: Numbers) -> Any:
-        """Tokens that the schedule grants, as the sampler's `quota` has it."""
-        if self.shares is None:
-            return self.sampler.quota(self, rows)
-        planned, step, left = self.planned_steps(rows), self.block_step[rows], self.remaining[rows]
-        share = self.shares[planned, step.clamp(max=self.shares.shape[1] - 1)]
-        return torch.where(step >= planned - 1, left, (left.float() * share).long())
-
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, kind: str, count: int, width: int) -> None:
@@ -262,7 +245,7 @@ class DeviceEngine(CanvasState):
             fresh = self.block_step == 0
             mine = mine & (fresh if kind == "full" else ~fresh)
         every = torch.arange(self.batch, device=self.device)
-        rows = every if count == self.batch else (~mine).int().argsort(stable=True)[:count]
+        rows: Numbers = every if count == self.batch else (~mine).int().argsort(stable=True)[:count]
         active = mine[rows]  # [n]
         length = self.length[rows]
         window, valid = self._window(rows)
@@ -277,24 +260,18 @@ class DeviceEngine(CanvasState):
         if self.layout.holes:
             keep_ends_out(self, logits, window.positions < self.first[rows].unsqueeze(1))
         tokens, quantities = sampler.read(self, logits, query, None)
-        scores = sampler.ranked(self, tokens, quantities)
-        view = View(
-            scores=torch.where(undecided, scores, -torch.inf),
-            candidates=undecided,
-            tokens=tokens,
+        self.nothing = torch.zeros_like(undecided)
+        proposal = MaskedProposal(
+            rows=rows,
+            values=tokens,
+            cost=Cost([query], self.batch),
             positions=window.positions,
-            quantities=quantities,
-            quota=self._quota(rows),
-            memory={},
-            updates={},
+            scores=sampler.ranked(self, tokens, quantities),
+            available=undecided,
             current=current,
-            editable=torch.zeros_like(undecided),
-            top=top_by_rank,
-            draw=lambda: sampler.position_noise(self, None),
-            choose=lambda scores, number: choose(sampler, self, scores, number, None),
-            ends=self.ends,
+            quantities=quantities,
         )
-        selected = selection(sampler, view) & undecided
+        selected = selection(sampler, view_of(sampler, self, proposal, {}, None)) & undecided
 
         healthy = (quantities["confidence"].isfinite() | ~valid).all(1)
         idle = ~selected.any(1)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number, check_temperature
-from paradec.core.contract import CanvasState
+from paradec.core.contract import CanvasState, Numbers
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked.base import LAST, MaskedSampler, View
-from paradec.samplers.masked.rules.schedules import time_grid
+from paradec.samplers.masked.rules.schedules import share_table, time_grid
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,17 @@ class DreamSampler(MaskedSampler):
         check_temperature("alg_temp", self.alg_temp, none=True)
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
-        return time_grid(state.remaining[rows], state.block_step[rows], state.planned_steps(rows), self.eps)
+    def quota(self, state: CanvasState, rows: Numbers) -> Numbers:
+        left, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)
+        if not isinstance(step, Tensor):
+            return time_grid(left, step, planned, self.eps)
+        # in the device step a table has the shares, to the last bit
+        shares = state.while_rows_stay(
+            ("time shares", self.eps),
+            lambda: torch.as_tensor(share_table(state.longest_plan, self.eps), device=step.device),
+        )
+        share = shares[planned, step.clamp(max=state.longest_plan - 1)]
+        return torch.where(step >= planned - 1, left, (left.float() * share).long())
 
     def select(self, view: View) -> Tensor:
         if not self.alg_temp:

@@ -45,3 +45,9 @@ def time_share(step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
         early = (steps == planned) & (step < planned - 1)
         share[early] = _fractions(int(planned), eps)[step[early]]
     return share
+
+
+def share_table(longest: int, eps: float) -> np.ndarray:
+    """[P + 1, P] float32: `time_share` for each number of planned steps up to P and each step."""
+    planned, step = np.divmod(np.arange((longest + 1) * longest), longest)
+    return time_share(step, planned, eps).reshape(longest + 1, longest)
