@@ -90,7 +90,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         generator=generator,
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
-        revises=sampler.revises,
+        revises=sampler.needs.revises,
         decided_at=torch.full(canvas.shape, -1, device=device) if getattr(model, "reads_order", False) else None,
         stop_rules=tuple(rules),
         early_rules=early_rules,
@@ -127,7 +127,7 @@ def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, reuse:
     state.cache_state = cache.begin(state)
     if attention is not None:
         state.attention_state = attention.begin(state, sampler.uses_steps)
-    said = {"score": sampler.score, "cache": cache.name, "mask_id": state.mask_id}
+    said = {"score": sampler.needs.score, "cache": cache.name, "mask_id": state.mask_id}
     state.trace = trace_of(sampler, request, state.canvas, state.length, **said)
     if state.trace is not None and request.suffix is not None:
         state.trace.settings |= {"suffix": Suffix.of(request.suffix).to_dict()}  # type: ignore[union-attr]

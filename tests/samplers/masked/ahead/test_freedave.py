@@ -21,7 +21,7 @@ from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.draft_layout import DraftQuery
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.base import MaskedSampler, Needs
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}
@@ -555,7 +555,7 @@ def test_settings_that_are_refused(settings: dict, words: list[str]) -> None:
 @dataclass(frozen=True)
 class Rewriter(MaskedSampler):
     name = "rewriter"
-    revises = needs_decided_logits = True
+    needs = Needs(revises=True, decided_logits=True)
 
 
 @dataclass(frozen=True)
