@@ -60,9 +60,9 @@ def measured() -> list[str]:
         cls = samplers.get(name)
         if (
             cls.family != "masked"
-            or cls.multi_step
-            or cls.revises
-            or cls.needs_decided_logits
+            or cls.needs.multi_step
+            or cls.needs.revises
+            or cls.needs.decided_logits
             or cls.propose is not MaskedSampler.propose
         ):
             continue

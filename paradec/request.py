@@ -362,7 +362,8 @@ def warn_of_unused(request: Request, method: Sampler, said: Collection[str]) -> 
     if request.temperature != 0 or method.family not in ("masked", "draft_verify"):
         return
     idle = []
-    if getattr(method, "score_from", "raw") == "raw":
+    needs = getattr(method, "needs", None)
+    if needs is None or needs.score_from == "raw":
         idle = [name for name in FILTERS if getattr(request, name) not in (None, 1.0 if name == "top_p" else None)]
     if request.seed is not None and request.rng == "counter" and not seed_matters(method, 0, request.suffix):
         idle.append("seed")

@@ -91,9 +91,9 @@ class SparseD:
             return f"its lists are for transformers decoders, and {facts.name} is not one"
         if facts.topology != "bidirectional":
             return f"its lists are for full attention, and {facts.name} is {facts.topology.replace('_', '-')}"
-        if sampler.mask_probes:
+        if sampler.needs.mask_probes:
             return "the sampler evaluates masks that the rest of the row does not see, and lists hold no masks"
-        if sampler.multi_step:
+        if sampler.needs.multi_step:
             return "the sampler promises the result of single steps, and what a step attends to depends on how many"
         return None
 

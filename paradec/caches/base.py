@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts, declare
 from paradec.core.contract import CanvasState
 from paradec.core.registry import check_declared
 
@@ -67,19 +68,10 @@ class Part:
 class Cache:
     """A cache method: an immutable, validated value, like a sampler. Everything that changes is in the state.
 
-    Class attributes, from which `paradec.caches.table` derives what a cache can be combined with:
-        uses_store: whether keys and values are kept.
-        topologies, predictions: the models that it is for (see `paradec.core.facts`).
-        exact_on: topologies on which every step's logits equal those without a cache, whatever the settings.
-        exact_when: when they do elsewhere, in words.
-        evaluates: what a step inside a block always evaluates: "block" (all of it), "undecided" (what is undecided
-            in it), "some" (a part of that, one position at least), "picks" (what the sampler previewed) or "targets"
-            (the same, where that is a set chosen before).
-        steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
+    Class attributes:
+        facts: what it is for and what it asks (`CacheFacts`).
+        exact_when: when its logits equal those without a cache on other models than `facts.exact_on`, in words.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
-        suffixes: whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which
-            leave out what does not exist for now, and it keeps nothing beyond a block about what is after it.
-        hears: whether commits tell it how confident the model was (`heard`).
         device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
             Subclasses say so again for themselves.
     """
@@ -89,21 +81,14 @@ class Cache:
     paper: ClassVar[str] = ""
     arxiv: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    uses_store: ClassVar[bool] = True
-    topologies: ClassVar[tuple[str, ...]] = ("bidirectional", "block_causal")
-    predictions: ClassVar[tuple[str, ...]] = ("same", "shifted")
-    exact_on: ClassVar[tuple[str, ...]] = ()
+    facts: ClassVar[CacheFacts] = CacheFacts()
     exact_when: ClassVar[str] = ""
-    evaluates: ClassVar[str] = "block"
-    steady: ClassVar[bool] = True
     costly_rows: ClassVar[bool] = False
-    suffixes: ClassVar[bool] = False
-    hears: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls.device_step = vars(cls).get("device_step", False)
+        declare(cls)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_declared("cache", cls)
@@ -111,7 +96,7 @@ class Cache:
 
     def exact_for(self, topology: str) -> bool:
         """Whether this cache, with its settings, changes no logits of a model of this topology."""
-        return topology in self.exact_on
+        return topology in self.facts.exact_on
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         """What to evaluate now, one part per shape bucket; together they cover every running row once.
@@ -128,8 +113,8 @@ class Cache:
         return None
 
     def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
-        """Called by a commit before `committed`, where a cache `hears`: the confidence [R, W] float64 of the window's
-        candidates, good where they were `available` [R, W] bool."""
+        """Called by a commit before `committed`, where a cache's facts say `hears`: the confidence [R, W] float64 of
+        the window's candidates, good where they were `available` [R, W] bool."""
 
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         """Called by a commit once the window [R, W] holds `tokens`, before steps are counted and blocks move."""

@@ -6,10 +6,10 @@ The cache of block diffusion (Arriola et al., BD3-LM, arXiv 2503.09573) as SDAR,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.contract import CanvasState
@@ -28,8 +28,7 @@ class BlockCache(RangeCache):
     paper = "BD3-LM"
     arxiv = "2503.09573"
     summary = "keeps finished blocks; evaluates the open block alone; exact"
-    topologies = ("block_causal",)
-    exact_on: ClassVar[tuple[str, ...]] = ("block_causal",)
+    facts = CacheFacts(topologies=("block_causal",), exact_on=("block_causal",))
 
     def begin(self, state: CanvasState) -> np.ndarray:
         """[B] int64: where the last step began to evaluate the model's block; everything left of it is final."""

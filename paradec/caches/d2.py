@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.stored import ChangeLog, SubsetCache
 from paradec.core import rows as of_rows
 from paradec.core.checks import check_int, check_number
@@ -54,12 +55,8 @@ class D2Cache(SubsetCache):
     paper = "d2Cache"
     arxiv = "2509.23094"
     summary = "evaluates the masks that may be decided next, and what was decided last"
-    topologies = ("bidirectional",)
+    facts = CacheFacts(topologies=("bidirectional",), evaluates="some", steady=False, suffixes=True, hears=True)
     exact_when = "the model has one layer, predicts in place, and current_k covers the masks"
-    evaluates = "some"
-    steady = False
-    suffixes = True
-    hears = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

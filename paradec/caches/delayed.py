@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_choice, check_int
@@ -47,9 +48,8 @@ class DelayedCache(RangeCache):
     paper = "d3LLM"
     arxiv = "2601.07568"
     summary = "keeps full blocks after some whole steps; evaluates the rest of the row"
-    exact_on = ("block_causal",)
+    facts = CacheFacts(exact_on=("block_causal",), steady=False)
     exact_when = "the model has one layer"
-    steady = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

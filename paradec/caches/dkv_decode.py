@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.stored import SubsetCache
 from paradec.core.checks import check_choice, check_int
 from paradec.core.contract import CanvasState
@@ -45,9 +46,8 @@ class DkvDecode(SubsetCache):
     paper = "dKV-Cache"
     arxiv = "2505.15781"
     summary = "keeps decided tokens, one step late; evaluates all that is undecided"
+    facts = CacheFacts(evaluates="undecided", steady=False)
     exact_when = "refresh_interval=1, or the model has one layer and shift_type is 'un_right'"
-    evaluates = "undecided"
-    steady = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

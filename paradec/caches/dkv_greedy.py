@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.stored import SubsetCache
 from paradec.core.checks import check_int
 from paradec.core.contract import CanvasState
@@ -35,10 +36,8 @@ class DkvGreedy(SubsetCache):
     paper = "dKV-Cache"
     arxiv = "2505.15781"
     summary = "evaluates what is decided now, what was last, and a few masks beside"
-    predictions = ("same",)
+    facts = CacheFacts(predictions=("same",), evaluates="picks", steady=False)
     exact_when = "refresh_interval=1, or the model has one layer"
-    evaluates = "picks"
-    steady = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

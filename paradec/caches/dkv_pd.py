@@ -24,7 +24,7 @@ class DkvPD(DkvDecode):
     exact_when = "the model has one layer and shift_type is 'un_right'"
 
     def exact_for(self, topology: str) -> bool:
-        return topology in self.exact_on
+        return topology in self.facts.exact_on
 
     def interval(self, state: CanvasState) -> int:
         return self.refresh_interval or 4

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.contract import CanvasState
@@ -25,7 +26,7 @@ class DkvPrefill(RangeCache):
     paper = "dKV-Cache"
     arxiv = "2505.15781"
     summary = "keeps the prompt from the first step on; evaluates the whole answer"
-    exact_on = ("block_causal",)
+    facts = CacheFacts(exact_on=("block_causal",))
     exact_when = "the model has one layer"
 
     def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:

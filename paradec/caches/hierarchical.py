@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.block import BlockCache
+from paradec.caches.facts import CacheFacts
 from paradec.core.contract import CanvasState
 
 
@@ -27,7 +28,7 @@ class HierarchicalCache(BlockCache):
     paper = "Fast-dLLM v2"
     arxiv = "2509.26328"
     summary = "as block, with a dual cache of the request's smaller blocks inside"
-    exact_on = ()
+    facts = CacheFacts(topologies=("block_causal",))
     exact_when = "the request's blocks are the model's, or the model has one layer"
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

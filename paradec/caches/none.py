@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.base import Cache, Part, level_rows
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import whole_rows
 from paradec.core.contract import CanvasState
+
+ANY = ("bidirectional", "block_causal", "causal")
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,7 @@ class NoCache(Cache):
     name = "none"
     summary = "no cache: whole rows at every step; exact"
     device_step = True
-    suffixes = True
-    uses_store = False
-    exact_on = ("bidirectional", "block_causal", "causal")
-    topologies = ("bidirectional", "block_causal", "causal")
+    facts = CacheFacts(uses_store=False, topologies=ANY, exact_on=ANY, suffixes=True)
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         keep = state.while_rows_stay if state.present is None else state.while_blocks_stay

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.contract import CanvasState
@@ -30,8 +31,7 @@ class PrefixCache(RangeCache):
     arxiv = "2505.22618"
     summary = "keeps everything left of the open block; evaluates the block and all after it"
     device_step = True
-    suffixes = True
-    exact_on = ("block_causal",)
+    facts = CacheFacts(exact_on=("block_causal",), suffixes=True)
     exact_when = "every block takes one step, or the model has one layer"
 
     def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.base import Part
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import subsets, whole_rows
 from paradec.caches.stored import StoredCache
 from paradec.core.checks import check_bool
@@ -32,11 +33,8 @@ class RecapCache(StoredCache):
     paper = "ReCAP"
     arxiv = "2505.19089"
     summary = "evaluates the positions that a group of steps will decide, over what its first step kept"
-    topologies = ("bidirectional",)
-    predictions = ("same",)
+    facts = CacheFacts(topologies=("bidirectional",), predictions=("same",), evaluates="targets", steady=False)
     exact_when = "the model has one layer, or every step is a full one"
-    evaluates = "targets"
-    steady = False
     costly_rows = True
 
     def __post_init__(self) -> None:
@@ -44,7 +42,7 @@ class RecapCache(StoredCache):
         check_bool("recompute_prompt", self.recompute_prompt)
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
-        assert picks is not None  # what `evaluates` asks for
+        assert picks is not None  # what `facts.evaluates` asks for
         full = (picks < 0).all(1)
         whole, rest = np.flatnonzero(full), np.flatnonzero(~full)
         parts = whole_rows(state, whole, 1 if len(rest) else 3, self.shape_multiple) if len(whole) else []

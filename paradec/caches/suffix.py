@@ -131,9 +131,9 @@ class Suffix:
             return f"{facts.name} is {facts.topology.replace('_', '-')}, and sees nothing after its block anyway"
         if getattr(model, "makes", "text") != "text":
             return f"{facts.name} makes pictures or codes, all of whose positions are near each other"
-        if not cache.suffixes:
+        if not cache.facts.suffixes:
             return f"cache={cache.name!r} counts on all of a row; use 'none', 'prefix', 'dual', 'vicinity' or 'd2'"
-        if sampler.mask_probes:
+        if sampler.needs.mask_probes:
             return f"sampler {sampler.name!r} evaluates masks of its own beside the row"
         if (self.density != "cut" or gaps) and not model.supports_store:
             return f"it leaves gaps, and {facts.name} takes no position ids; use density='cut' and no holes"

@@ -1,8 +1,8 @@
 """Which sampler works with which cache on which model, and whether the result is that of no cache.
 
-Nothing here lists pairs: a verdict follows from what samplers (`previews`, `needs_decided_logits`, `multi_step`,
-`mask_probes`), caches (see `paradec.caches.base.Cache`) and models (`paradec.core.facts.ModelFacts`) declare, so it
-covers those that are registered later.
+Nothing here lists pairs: a verdict follows from what samplers (`paradec.samplers.masked.needs.Needs`), caches
+(`paradec.caches.facts.CacheFacts`) and models (`paradec.core.facts.ModelFacts`) say of themselves, so it covers those
+that are registered later.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     """
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
-    if sampler.mask_probes and facts.prediction != "same":
+    if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
-    if not cache.uses_store:
+    if not cache.facts.uses_store:
         return Verdict(EXACT)
     if not stores:
         return Verdict(
             REFUSED, f"{facts.name} does not run over a key/value store, which the cache needs: use cache='none'"
         )
-    if facts.topology not in cache.topologies:
-        needed = " or ".join(topology.replace("_", "-") for topology in cache.topologies)
+    if facts.topology not in cache.facts.topologies:
+        needed = " or ".join(topology.replace("_", "-") for topology in cache.facts.topologies)
         return Verdict(REFUSED, f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}")
-    if facts.prediction not in cache.predictions:
+    if facts.prediction not in cache.facts.predictions:
         return Verdict(REFUSED, f"it needs a model that predicts in place ('same'); {facts.name} predicts shifted")
-    if cache.evaluates == "picks" and not sampler.previews:
+    if cache.facts.evaluates == "picks" and not sampler.needs.previews:
         return Verdict(
             REFUSED, "the cache must know what a step will commit before the forward; this sampler decides after"
         )
-    if cache.evaluates == "targets" and not hasattr(sampler, "targets"):
+    if cache.facts.evaluates == "targets" and not hasattr(sampler, "targets"):
         return Verdict(REFUSED, "the cache evaluates what the sampler chose before; only 'recap' does so")
-    if sampler.needs_decided_logits and cache.evaluates != "block":
+    if sampler.needs.decided_logits and cache.facts.evaluates != "block":
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
-    if sampler.multi_step and not cache.steady and not cache.exact_for(facts.topology):
+    if sampler.needs.multi_step and not cache.facts.steady and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
             "the sampler promises the result of single steps, and the cache's steps depend on how many there were; "
@@ -80,9 +80,9 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
 def prefix_verdict(cache: Any, facts: Any) -> Verdict:
     """What becomes of a request that takes over a prefix with this cache, from an earlier one or from a forward of the
     prefix by itself. Arguments as in `verdict`."""
-    if not cache.uses_store:
+    if not cache.facts.uses_store:
         return Verdict(REFUSED, "the cache keeps no keys and values")
-    if facts.topology not in cache.topologies:
+    if facts.topology not in cache.facts.topologies:
         return Verdict(REFUSED, f"it does not work with {facts.topology.replace('_', '-')} models")
     if facts.topology == "block_causal":
         return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "as the cache is")

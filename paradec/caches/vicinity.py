@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_int
@@ -38,10 +39,8 @@ class VicinityCache(RangeCache):
     paper = "dInfer"
     arxiv = "2510.08666"
     summary = "as dual, with some positions around the block evaluated too, after a few whole steps"
-    suffixes = True
-    exact_on = ("block_causal",)
+    facts = CacheFacts(exact_on=("block_causal",), steady=False, suffixes=True)
     exact_when = "cache_update_freq=1, the looks cover the row, or the model has one layer"
-    steady = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

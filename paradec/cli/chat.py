@@ -119,7 +119,7 @@ class Talk:
     def keeps_turns(self) -> bool:
         """Whether what was evaluated can be kept for the next turn."""
         cache = self.work.request["cache"]
-        return self.work.method.family == "renoising" if cache is None else cache.uses_store
+        return self.work.method.family == "renoising" if cache is None else cache.facts.uses_store
 
     def run(self, terminal: bool) -> int:
         """Read turns and answer them until there are no more. Returns the exit code.

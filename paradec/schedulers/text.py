@@ -257,7 +257,7 @@ class BlockScheduler(SamplerScheduler):
             [B] bool.
         """
         undecided = cur_x == mask_token_id
-        if self.sampler.revises:
+        if self.sampler.needs.revises:
             undecided = undecided.clone()
             open_rows = self._running(len(cur_x)).to(cur_x.device)
             undecided[:, -final_transfer.shape[1] :] |= final_transfer & open_rows.unsqueeze(1)
@@ -375,7 +375,7 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
 
     def make_sampler(self) -> MaskedSampler:
         found = samplers.create(self.config.combination)
-        if found.family != "masked" or found.multi_step or found.mask_probes:
+        if found.family != "masked" or found.needs.multi_step or found.needs.mask_probes:
             raise ValueError(
                 f"combination={shown(self.config.combination)} cannot be a scheduler: use paradec.generate"
             )

@@ -22,7 +22,7 @@ from paradec.caches.stored import RangeCache
 from paradec.core.blocks import WholeCanvas
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked import MaskedSampler
+from paradec.samplers.masked import MaskedSampler, Needs
 
 MASKED = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked"]
 PROMPT = [1, 2, 3]
@@ -437,20 +437,21 @@ def own(**declared: Any) -> Any:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({"reads": ("entrpy",)}, "reads=('entrpy',) of class Own: unknown quantity: 'entrpy' (did you mean"),
-        ({"reads": "entropy"}, "reads='entropy' of class Own must be a tuple of confidence, margin"),
-        ({"score": "margin"}, "score='margin' of class Own must be one of its reads=('confidence',)"),
-        ({"score_from": "sample"}, "score_from='sample' of class Own must be 'raw' or 'sampled'"),
+        ({"reads": ("entrpy",)}, "reads=('entrpy',): unknown quantity: 'entrpy' (did you mean"),
+        ({"reads": "entropy"}, "reads='entropy' must be a tuple of confidence, margin"),
+        ({"score": "margn"}, "score='margn': unknown quantity: 'margn' (did you mean 'margin'?)"),
+        ({"score_from": "sample"}, "unknown score_from: 'sample' (did you mean 'sampled'?); allowed: raw, sampled"),
+        ({"reference_draws": "mask"}, "unknown reference_draws: 'mask' (did you mean 'masked'?)"),
     ],
 )
 def test_quantities_that_nothing_computes(declared: dict[str, Any], message: str) -> None:
     """Said where the class is written."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        own(**declared)
+        own(needs=Needs(**declared))
 
 
 def test_the_confidence_is_read_anyway(llada: Counted) -> None:
-    margin = own(reads=("margin",), score="margin", select=lambda self, view: view.scores >= view.scores.amax(1, True))
+    margin = own(needs=Needs(score="margin"), select=lambda self, view: view.scores >= view.scores.amax(1, True))
     out = paradec.generate(llada.model, PROMPT, sampler=margin(), max_new_tokens=4, block_length=4)
     expected = paradec.generate(llada.model, PROMPT, sampler="margin", max_new_tokens=4, block_length=4)
     assert out.sequences.tolist() == expected.sequences.tolist()
@@ -508,7 +509,7 @@ def to_be_broken() -> dict[str, Model]:
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_broken_weights_end_the_decoding(to_be_broken: dict, name: str, broken: float) -> None:
     sampler = paradec.samplers.create(name)
-    model = to_be_broken["llada-tiny" if sampler.mask_probes else "dream-tiny"]  # shadows need logits in place
+    model = to_be_broken["llada-tiny" if sampler.needs.mask_probes else "dream-tiny"]  # shadows need logits in place
     model.module.lm_head.weight.data.fill_(broken)
     state = sampler.start(model, [[1, 2], [3, 4, 5]], max_new_tokens=4, seed=0)
     before, undecided = state.canvas.clone(), state.undecided.clone()

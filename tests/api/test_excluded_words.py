@@ -97,7 +97,7 @@ def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str,
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", [name for name in MASKED if not samplers.get(name).multi_step])
+@pytest.mark.parametrize("name", [name for name in MASKED if not samplers.get(name).needs.multi_step])
 def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
     for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
         found = [

@@ -66,7 +66,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
     assert out.new_tokens.shape == (3, 0)
     assert [len(row) for row in out.trace.replay()] == [len(row) for row in HOLES]
     for index, row in enumerate(HOLES):
-        assert out.row_nfe[index] <= row.count(_) or paradec.samplers.get(name).revises
+        assert out.row_nfe[index] <= row.count(_) or paradec.samplers.get(name).needs.revises
         if index != MASKED.index(name) % len(HOLES):
             continue
         alone = paradec.infill(model, masked(model, row), **arguments)

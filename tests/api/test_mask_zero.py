@@ -105,7 +105,7 @@ def test_the_device_side_step_counts_the_same(models: tuple[Model, Model], cache
 def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> None:
     """`sequences` is a prompt: its padding holds no masks to fill, and a kept prefix covers the tokens alone."""
     model = models[0]
-    keep = caches.create(cache).uses_store
+    keep = caches.create(cache).facts.uses_store
     first = paradec.generate(model, RAGGED, max_new_tokens=NEW, cache=cache, keep_prefix=keep)
     assert not (first.sequences == 0).any()
     rows = [[*row, *new] for row, new in zip(RAGGED, first.new_tokens.tolist())]

@@ -122,7 +122,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
 def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
     """Greedy tokens, where the order in which they are taken is the same: in blocks of one position, and in others
     where positions are ranked by the model's own distribution."""
-    blocks = (1, 4) if samplers.get(name).score_from == "raw" else (1,)
+    blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" else (1,)
     for block, filters in itertools.product(blocks, FILTERS[::3]):
         greedy, cold = (
             answer(name, table(), filter_file, block, temperature=temperature, **filters) for temperature in (0.0, COLD)
@@ -146,13 +146,13 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             out = paradec.generate(table(), rows, sampler=sampler, max_new_tokens=8, block_length=4, **given)
-        filters = {} if sampler.score_from == "sampled" else changes
+        filters = {} if sampler.needs.score_from == "sampled" else changes
         idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
         idle += [f"seed={given['seed']}"] * (name not in DRAWN)
         said = [str(one.message) for one in heard if "temperature 0" in str(one.message)]
         assert [one.split(" ha")[0] for one in said] == [", ".join(idle)] * bool(idle)
         found.append((out.sequences.tolist(), out.nfe))
-        assert ("seed" in changes and name in DRAWN) == (found[-1] != found[0]) or sampler.score_from == "sampled"
+        assert ("seed" in changes and name in DRAWN) == (found[-1] != found[0]) or sampler.needs.score_from == "sampled"
 
 
 def test_it_is_said_once_where_the_request_is_made() -> None:
@@ -170,6 +170,7 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
         assert len(heard) == 1
     own = type("Own", (samplers.get("threshold"),), {})()
     quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
+    quiet.append({"sampler": "entropy_bound", "seed": None})  # its scores are those of the filtered distribution
     for changes in quiet:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -25,12 +25,13 @@ from paradec.caches.stored import ChangeLog
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
 from paradec.core.query import Query
 from paradec.models.adapter import Model
+from paradec.samplers.masked import Needs
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW = 12
-STORED = [name for name in caches.names() if caches.get(name).uses_store]
+STORED = [name for name in caches.names() if caches.get(name).facts.uses_store]
 
 
 def differences(
@@ -59,7 +60,7 @@ def differences(
 
 def sampler_for(cache: Any) -> str:
     name = cache if isinstance(cache, str) else cache.name
-    return {"picks": "random", "targets": "recap"}.get(caches.get(name).evaluates, "low_confidence")
+    return {"picks": "random", "targets": "recap"}.get(caches.get(name).facts.evaluates, "low_confidence")
 
 
 # ---- exactness ----------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ EVERY_STEP = [
 @pytest.mark.parametrize("cache", EVERY_STEP, ids=str)
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
-    if prediction not in cache.predictions:
+    if prediction not in cache.facts.predictions:
         pytest.skip("refused")
     model = tiny(3, prediction=prediction)
     assert max(differences(model, cache, sampler=sampler_for(cache))) == 0.0
@@ -138,13 +139,13 @@ def test_vicinity_that_covers_everything_is_no_cache() -> None:
 def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
     """Keys and values of one layer depend on their own token alone: a cache that renews every token's is exact."""
     cache = caches.create(name)
-    if topology not in cache.topologies or prediction not in cache.predictions:
+    if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
         pytest.skip("refused")
     if "refresh_interval" in cache.settings():
         cache = dataclasses.replace(cache, refresh_interval=99)
     model = tiny(1, topology, prediction)
     # several tokens a step, and rows that move at their own pace
-    if cache.evaluates in ("picks", "targets"):
+    if cache.facts.evaluates in ("picks", "targets"):
         assert max(differences(model, cache, sampler=sampler_for(cache), steps=6)) < 1e-12
     else:
         assert max(differences(model, cache, sampler=samplers.create("threshold", threshold=0.3))) < 1e-12
@@ -163,7 +164,7 @@ def test_without_its_delay_dkv_is_wrong_even_with_one_layer(prediction: str) -> 
     assert max(differences(tiny(1, prediction=prediction), WithoutDelay(refresh_interval=99))) > 1e-3
 
 
-BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).exact_on]
+BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).facts.exact_on]
 
 
 def test_which_caches_are_exact_for_block_causal_models() -> None:
@@ -185,7 +186,7 @@ def test_hierarchical_is_exact_when_blocks_are_the_models_and_not_below() -> Non
     assert max(differences(model, "hierarchical", block_length=2)) > 1e-6
 
 
-@pytest.mark.parametrize("name", [n for n in STORED if "bidirectional" in caches.get(n).topologies])
+@pytest.mark.parametrize("name", [n for n in STORED if "bidirectional" in caches.get(n).facts.topologies])
 def test_approximate_caches_do_change_deep_models(name: str) -> None:
     cache = caches.create(name)
     if name == "vicinity":  # the rows are shorter than what it looks at
@@ -212,7 +213,7 @@ HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, M
 def fitting(name: str, topology: str, prediction: str) -> Any:
     """The cache, refreshed rarely, if it works with such a model."""
     cache = caches.create(name)
-    if topology not in cache.topologies or prediction not in cache.predictions:
+    if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
         pytest.skip("refused")
     return dataclasses.replace(cache, refresh_interval=99) if "refresh_interval" in cache.settings() else cache
 
@@ -349,7 +350,7 @@ def test_shape_multiple_rounds_widths_and_changes_nothing() -> None:
     model = Counting(tiny(1))
     request = {"steps": 6, "max_new_tokens": 24, "block_length": 8, "seed": 3, "eos_early_stop": False}
     for name in STORED:
-        if "bidirectional" not in caches.get(name).topologies:
+        if "bidirectional" not in caches.get(name).facts.topologies:
             continue
         request["sampler"] = "recap" if name == "recap" else "random"
         plain = paradec.generate(model, ROWS, cache=name, **request)
@@ -393,7 +394,7 @@ def test_table(entry: Any, models: dict) -> None:
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
     if found.status == REFUSED:
         message = f"cache='{cache}' does not work with sampler '{sampler}'"
-        if samplers.get(sampler).mask_probes and prediction == "shifted":
+        if samplers.get(sampler).needs.mask_probes and prediction == "shifted":
             message = f"sampler '{sampler}' evaluates masks"  # whatever the cache
         with pytest.raises(ValueError, match=message):
             paradec.generate(model, ROWS, **request)
@@ -430,12 +431,12 @@ def test_table_follows_from_declarations() -> None:
     @dataclass(frozen=True)
     class Drafting(type(samplers.create("threshold"))):
         name = "drafting"
-        multi_step = True
+        needs = Needs(multi_step=True)
 
     @dataclass(frozen=True)
     class Rereading(type(samplers.create("threshold"))):
         name = "rereading"
-        needs_decided_logits = True
+        needs = Needs(decided_logits=True)
 
     allowed = [name for name in caches.names() if verdict(Drafting(), caches.create(name), Facts).status != REFUSED]
     assert allowed == ["none", "prefix", "dual", "dkv_prefill"]

@@ -20,7 +20,7 @@ from paradec import Suffix, caches, samplers
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 NEW = 10
-WITH = [name for name in caches.names() if caches.get(name).suffixes]
+WITH = [name for name in caches.names() if caches.get(name).facts.suffixes]
 WINDOWS = [None, Suffix(0), Suffix(5), Suffix(7, "gaussian"), Suffix(8, "uniform", count=3)]
 PAIRS = [(cache, window) for cache in WITH for window in WINDOWS]
 SOME = [pair for at, pair in enumerate(PAIRS) if at % 4 == 0]

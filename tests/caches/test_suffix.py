@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW, BLOCK = 20, 4
 ASKED = {"max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False, "seed": 3}
-WITH = [name for name in caches.names() if caches.get(name).suffixes]
+WITH = [name for name in caches.names() if caches.get(name).facts.suffixes]
 FULL = pytest.mark.full
 SOME = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", count=3)]
 

@@ -196,7 +196,7 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(
 ) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 4}
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
-    if samplers.get(name).mask_probes:  # asks for a mask of its own, which no opaque module takes
+    if samplers.get(name).needs.mask_probes:  # asks for a mask of its own, which no opaque module takes
         with pytest.raises(ValueError, match="LLaDAModelLM is not one"):
             paradec.generate(wrapped_remote, prompts, **request)
         return

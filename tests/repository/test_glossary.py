@@ -23,7 +23,7 @@ MEANT = {
 """Where a word that is ruled out means something else, and is right: words of a text, in files about texts; the name of
 a group of cases; somebody's title."""
 
-FORMER = re.compile(r'^(paradec/samplers/masked/declaring\.py:\d+:     "\w+": "|docs/write_a_sampler\.md:\d+: \| `)')
+FORMER = re.compile(r'^(paradec/samplers/masked/needs\.py:\d+:     "\w+": "|docs/write_a_sampler\.md:\d+: \| `)')
 """The lists of names that have changed."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import paradec
 from paradec.models.adapter import Model
+from paradec.samplers.masked.needs import Needs
 
 UNREADY = {"learn2pd"}
 """They need something that was trained for the model."""
@@ -14,5 +15,5 @@ MASKED = [
 
 def fits(name: str, model: Model) -> bool:
     """Whether the model can give what the sampler asks for: some evaluate masks beside the row (`mask_probes`)."""
-    mask_probes = getattr(paradec.samplers.get(name), "mask_probes", False)
-    return not mask_probes or (model.supports_visibility and model.facts.prediction == "same")
+    needs = getattr(paradec.samplers.get(name), "needs", Needs())
+    return not needs.mask_probes or (model.supports_visibility and model.facts.prediction == "same")

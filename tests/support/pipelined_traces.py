@@ -10,7 +10,7 @@ from torch import Tensor
 import paradec
 from paradec import PipelinedBlocks
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import View
+from paradec.samplers.masked.base import Needs, View
 from paradec.samplers.masked.rules.threshold import Threshold
 
 
@@ -42,7 +42,7 @@ class D2FRule(Threshold):
     strategy: str = "confidence"
 
     name = "d2f_rule"
-    reads = ("confidence", "margin")
+    needs = Needs(reads=("margin",))
 
     def select(self, view: View) -> Tensor:
         return (view.scores >= self.threshold) | view.best(view.quantities[self.strategy])

@@ -342,7 +342,7 @@ def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, i
     config: probabilities are those among the 50 likeliest tokens, greedy or not."""
 
     class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
-        score_from = "sampled"
+        needs = dataclasses.replace(type(sampler).needs, score_from="sampled")
 
     settings = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
     return OfTheLikeliest(**settings), {"top_k": 50}

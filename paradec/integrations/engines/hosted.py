@@ -44,9 +44,9 @@ def refusal(sampler: Any) -> str | None:
         return f"it is of family {sampler.family!r}, and engines host the masked one"
     if "text" not in sampler.models:
         return f"it decodes models that make {', '.join(sampler.models)}"
-    if sampler.multi_step:
+    if sampler.needs.multi_step:
         return "it evaluates drafts of later steps beside the row"
-    if sampler.mask_probes:
+    if sampler.needs.mask_probes:
         return "it evaluates masks that the rest of the row does not see"
     if sampler.blocks(None) is not None:
         return "it cuts the blocks itself, and an engine's are fixed"

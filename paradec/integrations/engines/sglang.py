@@ -187,9 +187,9 @@ class BlockSteps:
         """The most steps that a block takes, and the one that finds it final."""
         part = block_size // self.parts
         most = part
-        if self.sampler.revises:
+        if self.sampler.needs.revises:
             most = int(self.sampler.most_steps(np.array([part]))[0])
-        elif self.sampler.may_wait:
+        elif self.sampler.needs.may_wait:
             most = max(part, (self.fields.get("steps") or 0) // self.parts)
         return most * self.parts + 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View")
+BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View")
 """What a new method needs, from `base.py`, which is not imported for a stop rule alone."""
 
 

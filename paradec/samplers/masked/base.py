@@ -27,15 +27,26 @@ from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import draws, noting, pipeline, reference, revising
-from paradec.samplers.masked.declaring import declare
 from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
+from paradec.samplers.masked.needs import Needs, declare
 from paradec.samplers.masked.queries import part_query, reads_window, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
 from paradec.samplers.statistics import Raised
 
-__all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
+__all__ = [
+    "LAST",
+    "UNCUT",
+    "MaskedProposal",
+    "MaskedSampler",
+    "MaskedState",
+    "Needs",
+    "Revision",
+    "Stage",
+    "View",
+    "reference",
+]
 
 
 @dataclass(frozen=True)
@@ -43,60 +54,26 @@ class MaskedSampler(Sampler):
     """Base of the family. A subclass declares what it reads and implements `select` (and `quota` if it has a schedule).
 
     Class attributes:
-        reads: quantities computed from the logits (`paradec.samplers.statistics.QUANTITIES`); always "confidence" too.
-        score: the one of them that ranks positions.
-        score_from: "raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the
-            tempered and filtered distribution that tokens are drawn from (Dream).
+        needs: what the method reads and does (`Needs`); what follows from the methods that it overrides goes without
+            saying.
         draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too (see `Sampler`).
         uses_steps: whether `steps` means something to the method (see `Sampler`).
-        least_by_steps: whether the schedule of `steps` says only what a step commits at least, beside what the rule
-            finds without it; then pipelined blocks take the method, without `steps`.
-        may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
-        reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
-        needs_decided_logits: whether the method reads the logits of decided positions of the block as well (to edit or
-            remask). Without it, and without a `process_logits`, `extra_quantities` or `revise`, large vocabularies have
-            none there.
-        mask_probes: whether it evaluates masks beside the row that the rest of the row does not see.
-        multi_step: whether it evaluates drafts of later steps, and promises the result of taking them one by one.
-        ends_with_block: whether stop rules of a method that `revises` see a block only when it closes.
         device_step: whether `select` waits for no device and takes counts from tensors, and nothing else is the class's
             own, so that the device step can take it. Subclasses say so again for themselves.
         sweep: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
             arguments of the request. A fraction for `steps` is that share of the undecided positions.
-        names_rules: whether a selection is several rules' (`rules_of`).
-
-    Class attributes that follow from what a class overrides, unless it says otherwise:
-        previews: whether `preview` says what a step will commit before the model is called.
-        processes_logits: whether the method has a logits stage of its own, `process_logits`.
-        has_extra_quantities: whether it finds out more about a proposal, by `extra_quantities`.
-        revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
-            token as decided when a step has left it as it is, or its block has closed.
     """
 
     family: ClassVar[str] = "masked"
     models: ClassVar[tuple[str, ...]] = ("text", "codes", "masked image")
-    reads: ClassVar[tuple[str, ...]] = ("confidence",)
-    score: ClassVar[str] = "confidence"
-    score_from: ClassVar[str] = "raw"
+    needs: ClassVar[Needs] = Needs()
     draws: ClassVar[bool] = False
-    least_by_steps: ClassVar[bool] = False
-    may_wait: ClassVar[bool] = False
-    reference_draws: ClassVar[str] = "canvas"
-    needs_decided_logits: ClassVar[bool] = False
-    mask_probes: ClassVar[bool] = False
-    multi_step: ClassVar[bool] = False
-    ends_with_block: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
     sweep: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    names_rules: ClassVar[bool] = False
-    previews: ClassVar[bool] = False
-    processes_logits: ClassVar[bool] = False
-    has_extra_quantities: ClassVar[bool] = False
-    revises: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        declare(cls)
+        declare(cls, MaskedSampler)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -144,7 +121,7 @@ class MaskedSampler(Sampler):
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """What to take back of `view.editable`, after a selection; for methods that declare `needs_decided_logits`."""
+        """What to take back of `view.editable`, after a selection; for methods that need `decided_logits`."""
         return Revision()
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
@@ -194,7 +171,7 @@ class MaskedSampler(Sampler):
     def query(self, state: MaskedState) -> list[WindowQuery]:
         """One query per part of the cache's plan; each wants the logits of its rows' windows, or of what is undecided
         there where nothing reads the others."""
-        picks = self.told(state) if state.cache.evaluates in ("picks", "targets") else None
+        picks = self.told(state) if state.cache.facts.evaluates in ("picks", "targets") else None
         queries = [self.query_part(state, part) for part in state.cache.plan(state, picks)]
         if reads_window(self, state):
             return queries
@@ -244,7 +221,7 @@ class MaskedSampler(Sampler):
         )
         for tracker in state.trackers:
             tracker.proposed(state, proposal)
-        if self.has_extra_quantities:
+        if self.needs.extra_quantities:
             proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
 
@@ -264,7 +241,7 @@ class MaskedSampler(Sampler):
 
     def ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
-        scores = quantities[self.score]
+        scores = quantities[self.needs.score]
         if state.request.confidence_eos_eot_inf and len(state.ends):
             scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
         return scores
@@ -298,7 +275,7 @@ class MaskedSampler(Sampler):
         view = stages.view_of(self, state, proposal, memory, generator)
         picked = self.selected(view)
         decision = Decision(proposal.values, picked, picked)
-        if self.revises:
+        if self.needs.revises:
             decision = revising.revised(self, state, view, picked)
         for tracker in state.trackers:
             tracker.decided(state, proposal, decision)
@@ -308,11 +285,11 @@ class MaskedSampler(Sampler):
             filled=decision.filled,
             tokens=written,
             confidence=proposal.quantities["confidence"],
-            selected=decision.selected if self.revises else None,
+            selected=decision.selected if self.needs.revises else None,
             hold_block=decision.hold_block,
             cut=cut,
             block_end=proposal.block_end,
-            available=available if state.cache.hears else None,
+            available=available if state.cache.facts.hears else None,
         )
         committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
         stages.check(self, state, rows, decided["confidence"], committed)  # nothing has changed until here
@@ -326,7 +303,7 @@ class MaskedSampler(Sampler):
             stages.remember(self, state, proposal, view, picked)
         for tracker in state.trackers:
             tracker.committed(state, proposal, decided)
-        if state.cache.hears:
+        if state.cache.facts.hears:
             state.cache.heard(state, decided["confidence"], decided["available"])
         stages.count(state, rows, proposal.cost, decided["tokens"], committed)
         stages.close(self, state, proposal, decided)

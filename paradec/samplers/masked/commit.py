@@ -57,9 +57,10 @@ def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.nda
         raise NotFinite(
             f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}", broken
         )
-    idle = (committed < revising.least(sampler, state, rows)).any() if sampler.revises else 0 in committed.tolist()
+    needs = sampler.needs
+    idle = (committed < revising.least(sampler, state, rows)).any() if needs.revises else 0 in committed.tolist()
     # a method that may wait must have filled the block by its last planned step
-    if idle and not sampler.may_wait or sampler.may_wait and _overdue(state, rows, committed):
+    if idle and not needs.may_wait or needs.may_wait and _overdue(state, rows, committed):
         raise RuntimeError(f"sampler {sampler.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
 
@@ -86,7 +87,7 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
     """Close full blocks and the rows that have ended. decided: what `to_host` gave of the step."""
     rows, tokens = proposal.rows, decided["tokens"]
     held, shown = None, tokens
-    if sampler.revises:
+    if sampler.needs.revises:
         held, shown = revising.shown_to_stop_rules(sampler, state, rows, decided)
     ends = first_end(state.stop_rules, state, shown) if state.stop_rules else None
     moved = proposal.block_end is not None
@@ -117,7 +118,7 @@ def view_of(
         memory=memory,
         updates=proposal.updates,
         current=proposal.current,
-        editable=revising.editable(state, proposal) if sampler.revises else state.nothing,
+        editable=revising.editable(state, proposal) if sampler.needs.revises else state.nothing,
         top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
         draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
         choose=lambda scores, count: draws.choose(sampler, state, scores, count, generator),

@@ -28,7 +28,7 @@ def tokens(
         sample = read_stats(logits, frozenset(), draws=GumbelDraws(keys, steps, positions)).sample
         assert sample is not None  # asked for with `draws`
         return sample
-    if sampler.score_from == "sampled":
+    if sampler.needs.score_from == "sampled":
         return reference.categorical(state, logits, positions, rows, generator)
     noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
     return (logits.double() + rng.gumbel(noise)).argmax(-1)
@@ -37,7 +37,7 @@ def tokens(
 def position_noise(sampler: Any, state: CanvasState, generator: torch.Generator | None) -> Tensor:
     """[R, W] float64 uniform numbers for choosing positions."""
     if generator is not None:
-        return reference.position_noise(state, sampler.reference_draws, generator)
+        return reference.position_noise(state, sampler.needs.reference_draws, generator)
     window = state.window
     steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
     keys = state.keys[window.row_index[:, 0]]

@@ -33,7 +33,7 @@ def check_pair(sampler: Any, model: Any) -> None:
             "paradec.wrap its mask_token_id, prediction and topology; else give one of family 'draft_verify', e.g. "
             "sampler='sjd'"
         )
-    if sampler.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
+    if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
             f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
@@ -70,7 +70,7 @@ def block_policy(
     if policy is not None:
         if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
             raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
-        if getattr(policy, "reads_logits", False) and sampler.multi_step:
+        if getattr(policy, "reads_logits", False) and sampler.needs.multi_step:
             raise ValueError(
                 f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: it drafts steps ahead, before "
                 "the logits that say where a block ends; use paradec.FixedBlocks"
@@ -128,16 +128,16 @@ def cache_of(request: Request, sampler: Any, model: Any, blocks: BlockPolicy) ->
     """
     given = "none" if request.cache is None else request.cache
     cache: Cache = caches.create(given) if isinstance(given, str) else given
-    if cache.uses_store:
+    if cache.facts.uses_store:
         found = verdict(sampler, cache, model.facts, stores=model.supports_store)
         if found.status == REFUSED:
             raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {found.why}")
-    if cache.evaluates == "picks" and getattr(blocks, "reads_logits", False):
+    if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
             f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "
             "the logits that say where a block ends; use paradec.FixedBlocks or another cache"
         )
-    if cache.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
+    if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
         raise ValueError(
             f"cache={cache.name!r} asks what will be committed before tokens are drawn, which rng='reference' draws "
             f"first from the same stream: use temperature=0 or rng='counter'"

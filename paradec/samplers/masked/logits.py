@@ -57,7 +57,7 @@ def own_stage(
     watched: dict[str, Tensor] = {}
     if state.watched:
         watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
-    if not sampler.processes_logits:
+    if not sampler.needs.processes_logits:
         return logits, watched
     seen = [available, state.window.positions, current]
     if len(query.rows) < len(available):
@@ -73,22 +73,22 @@ def candidates(
     sampler: Any, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
-    request = state.request
+    request, needs = state.request, sampler.needs
     statistics = token_statistics if generator is None else reference.statistics
     filtered = any(each is not None for each in (request.top_p, request.top_k, request.top_n_sigma))
     if isinstance(logits, Raised):
-        if request.temperature == 0 and not filtered and generator is None and sampler.reads == ("confidence",):
+        if request.temperature == 0 and not filtered and generator is None and needs.reads == ("confidence",):
             tokens, confidence = logits.statistics()
             return tokens, {"confidence": confidence}
         logits = logits.written()
     if generator is not None and sampler.weighs_mask(state):
         return reference.read(sampler, state, logits, query, generator)
-    if request.temperature == 0 and not (filtered and sampler.score_from == "sampled"):
-        return statistics(logits, sampler.reads)
+    if request.temperature == 0 and not (filtered and needs.score_from == "sampled"):
+        return statistics(logits, needs.reads)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
     drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
     drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
-    return statistics(drawn_from if sampler.score_from == "sampled" else logits, sampler.reads, drawn)
+    return statistics(drawn_from if needs.score_from == "sampled" else logits, needs.reads, drawn)
 
 
 def in_row_order(

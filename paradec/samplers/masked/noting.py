@@ -29,7 +29,7 @@ def complete(sampler: Any, state: MaskedState, proposal: MaskedProposal, notes: 
         ]
     rules: dict[tuple[int, int], str] = {}
     positions = proposal.positions.tolist()
-    if sampler.names_rules:
+    if sampler.needs.names_rules:
         memory = state.memory.read(proposal.rows, proposal.available.shape[1]) if state.memory.specs else {}
         # a copy of the generator: the commit draws the same numbers
         generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)

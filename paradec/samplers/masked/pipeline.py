@@ -36,11 +36,11 @@ class OpenBlocks(Tracker):
 def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
     """Raise ValueError where a sampler, or a request with these `steps`, cannot work in several blocks at once."""
     why = None
-    if sampler.revises:
+    if sampler.needs.revises:
         why = "it takes back what it decided in one open block"
-    elif sampler.has_extra_quantities or sampler.mask_probes:
+    elif sampler.needs.extra_quantities or sampler.needs.mask_probes:
         why = "it judges one block at a time"
-    elif sampler.uses_steps and not sampler.least_by_steps:
+    elif sampler.uses_steps and not sampler.needs.least_by_steps:
         why = "its schedule is of one block after the other"
     if why is not None:
         raise ValueError(

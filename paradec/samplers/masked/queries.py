@@ -46,8 +46,9 @@ def part_query(state: MaskedState, part: Part) -> WindowQuery:
 def reads_window(sampler: Any, state: MaskedState) -> bool:
     """Whether this step reads the logits of decided positions as well: the method, or something else that has more to
     do with them than to choose candidates."""
-    own: bool = sampler.needs_decided_logits or sampler.revises or sampler.processes_logits
-    own = own or sampler.has_extra_quantities or sampler.mask_probes or sampler.multi_step
+    needs = sampler.needs
+    own: bool = needs.decided_logits or needs.revises or needs.processes_logits
+    own = own or needs.extra_quantities or needs.mask_probes or needs.multi_step
     for tracker in state.trackers:
         own = own or tracker.reads_window(state)
     return own

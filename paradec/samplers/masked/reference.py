@@ -124,10 +124,10 @@ def read(
     if request.temperature > 0:
         drawn_from = filter_logits(divided(proposable, request.temperature), request.top_p, request.top_k)
         tokens = sampler.draw_tokens(state, drawn_from, query, generator)
-    if sampler.score_from == "sampled":
+    if sampler.needs.score_from == "sampled":
         logits = logits if request.temperature == 0 else divided(logits, request.temperature)
         logits = filter_logits(logits, request.top_p, request.top_k)
-    tokens, found = statistics(logits, sampler.reads, tokens)
+    tokens, found = statistics(logits, sampler.needs.reads, tokens)
     return tokens, {**found, "best_token": best} if "best_token" in found else found
 
 

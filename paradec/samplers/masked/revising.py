@@ -54,5 +54,5 @@ def shown_to_stop_rules(
     if held is not None:
         held = held & (state.block_step[rows] < sampler.most_steps(state.masks_at_open[rows]))
         closes = closes & ~held
-    open_still = ~closes[:, None] if sampler.ends_with_block else decided["selected"] & ~closes[:, None]
+    open_still = ~closes[:, None] if sampler.needs.ends_with_block else decided["selected"] & ~closes[:, None]
     return held, np.where(open_still, state.facts.mask_id, decided["tokens"])

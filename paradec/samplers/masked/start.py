@@ -98,7 +98,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
-        revises=sampler.revises,
+        revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
     _track(state, model, request, early_rules, generator, reuse)
@@ -162,7 +162,7 @@ def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attent
     if attention is not None:
         state.trackers += (SparseAttention(attention.begin(state, sampler.uses_steps)),)
         state.attach_trackers()
-    said = {"score": sampler.score, "cache": cache.name, "mask_id": state.mask_id}
+    said = {"score": sampler.needs.score, "cache": cache.name, "mask_id": state.mask_id}
     state.trace = trace_of(sampler, request, state.canvas, state.length, **said)
     if state.trace is not None and state.suffix is not None:
         state.trace.settings |= {"suffix": state.suffix.to_dict()}

@@ -304,7 +304,7 @@ class MaskedState(Tracked, RefilledRows):
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
-        if self.reuses or not self.cache.uses_store:
+        if self.reuses or not self.cache.facts.uses_store:
             return None  # it has won already, or there is none
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
 

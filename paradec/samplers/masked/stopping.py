@@ -111,8 +111,8 @@ def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[Ea
                 f"stop={shown(rule)} must be a stop rule, e.g. paradec.Prophet(), or a list of them; texts go to "
                 "stop_strings"
             )
-    if early and (sampler.multi_step or sampler.mask_probes):
-        what = "drafts of later steps" if sampler.multi_step else "mask probes of the block"
+    if early and (sampler.needs.multi_step or sampler.needs.mask_probes):
+        what = "drafts of later steps" if sampler.needs.multi_step else "mask probes of the block"
         raise ValueError(
             f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {what} beside the "
             "window, which the rule widens to the end of the row"

@@ -161,7 +161,7 @@ class CanvasSampler(Sampler):
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
         self._keep_ends_out(state, rows, positions, logits)
-        reads = tuple(dict.fromkeys((*state.rule.reads, "confidence", "minus_entropy")))
+        reads = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
         found, said = [], []
         shape = logits.shape[:2]
         for piece in self._drawn_from_in_pieces(state, rows, logits, max(1, PIECE // logits.shape[-1])):
@@ -177,7 +177,7 @@ class CanvasSampler(Sampler):
             values=torch.where(given, state.read(state.canvas, rows, positions), tokens),
             cost=Cost(queries, state.batch),
             positions=positions,
-            scores=quantities[state.rule.score],
+            scores=quantities[state.rule.needs.score],
             available=~given,
             quantities=quantities,
             made_at=state.commits,

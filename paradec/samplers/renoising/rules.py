@@ -28,19 +28,19 @@ def refusal(rule: MaskedSampler) -> str | None:
     """Why a sampler cannot say what a canvas keeps, in words that follow its name; None where it can."""
     if isinstance(rule, Combination):
         found = next((why for member in rule.members if (why := refusal(member))), None)
-        return found or ("its stages change logits from step to step" if rule.processes_logits else None)
+        return found or ("its stages change logits from step to step" if rule.needs.processes_logits else None)
     if "text" not in rule.models:
         return "it is made for pictures"
-    if rule.multi_step or rule.mask_probes:
+    if rule.needs.multi_step or rule.needs.mask_probes:
         return "it evaluates drafts or mask probes, which a canvas has none of"
-    if rule.has_extra_quantities and not rule.revises:
+    if rule.needs.extra_quantities and not rule.needs.revises:
         return "it was trained on masks"
-    if rule.revises or rule.needs_decided_logits:
+    if rule.needs.revises or rule.needs.decided_logits:
         return "it takes back what it decided, and in a canvas nothing is decided before it closes"
     memory = rule.memory()
     if any("vocab" in spec.dims for spec in memory.values()):
         return "it remembers a number for every token of every position: 256 MiB for a row of DiffusionGemma"
-    if memory or rule.processes_logits:
+    if memory or rule.needs.processes_logits:
         return "it remembers what earlier steps decided, and on a canvas every step decides all anew"
     if any(getattr(type(rule), name) is not getattr(MaskedSampler, name) for name in STAGES):
         return "its scores, or its draws, are made in a step of its own"

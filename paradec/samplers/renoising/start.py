@@ -19,6 +19,7 @@ from paradec.core.prompts import encode
 from paradec.core.trace import spans
 from paradec.request import DEFAULTS, Request, randomness
 from paradec.request_fields import refused_by
+from paradec.samplers.masked.needs import Needs
 from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 from paradec.samplers.renoising import rules
@@ -134,7 +135,7 @@ def _check_begins(facts: ModelFacts, rows: list[list[int]]) -> None:
 
 def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
     """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
-    found, early = check_stop(request.stop, SimpleNamespace(multi_step=False, mask_probes=False))
+    found, early = check_stop(request.stop, SimpleNamespace(needs=Needs()))
     if early:
         raise ValueError(
             f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "

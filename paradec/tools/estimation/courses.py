@@ -103,14 +103,14 @@ class Course(CanvasState):
     def evaluated(self, picks: int) -> tuple[str, int, int]:
         """What this step evaluates: "whole" or "part", positions, and keys seen. picks: tokens that it will decide."""
         ahead = self.block_end - self.remaining
-        told = ahead[:, None] + np.arange(picks) if self.cache.evaluates == "picks" else None
+        told = ahead[:, None] + np.arange(picks) if self.cache.facts.evaluates == "picks" else None
         (part,) = self.cache.plan(self, told)
         positions, last = int(part.sizes[0]), int(part.positions.max())
         seen = int(self.length[0] if self.present is None else self.present.sum())
         block = self.facts.block_length
         if self.facts.topology == "block_causal" and block is not None:
             seen = min(seen, (last // block + 1) * block)
-        if not self.cache.uses_store:
+        if not self.cache.facts.uses_store:
             seen = positions
         return "whole" if part.kind == "full" and positions == self.length[0] else "part", positions, seen
 

@@ -90,7 +90,7 @@ def estimate(
     causal, decided = shape.topology == "causal", _decided(shape, prompt, answer)
     known = (prompt, decided, width, tokens_per_forward)
     course = causal_course(*known) if causal else masked_course(shape, plan, sparse, *known, window)
-    stores = causal or plan.uses_store
+    stores = causal or plan.facts.uses_store
     kept = getattr(plan, "store_dtype", None) if stores else None
     times = {
         each: forward_cost(shape, found, dtype, batch, each, group, stores, kept).scaled(1 / efficiency)
@@ -196,7 +196,7 @@ def _check_suffix(shape: Shape, cache: Any, sparse: SparseD | None, suffix: Suff
     """Raise ValueError where a model, cache or attention cannot have this suffix."""
     if shape.topology != "bidirectional":
         why = f"{shape.name} sees nothing after its block anyway"
-    elif not cache.suffixes:
+    elif not cache.facts.suffixes:
         why = f"cache={cache.name!r} counts on all of a row"
     else:
         why = "" if sparse is None else "the lists of 'sparsed' are of whole rows"
@@ -214,7 +214,7 @@ def _check(shape: Shape, cache: Any, sparse: SparseD | None, prompt: int, answer
     if group > shape.heads:
         raise ValueError(f"group={group} is more than the {shape.heads} heads of {shape.name}, which it shares out")
     if shape.topology == "causal":
-        if cache.uses_store:
+        if cache.facts.uses_store:
             raise ValueError(f"cache={cache.name!r} is for masked models; {shape.name} is causal and keeps its own")
         if sparse is not None:
             raise ValueError(f"attention='sparsed' is for full attention, and {shape.name} is causal")

@@ -31,7 +31,7 @@ from paradec.core.protocol import Commit, Interrupted, State
 from paradec.core.registry import unknown
 from paradec.core.text_files import parse_json, read_lines
 from paradec.models.base import Model
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.base import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
 from paradec.samplers.masked.state import MaskedState
 from paradec.tools.evaluation.tasks import TASKS
@@ -145,9 +145,7 @@ class _Replay(MaskedSampler):
     """Commits every masked position that the caller marks in the proposal's quantity "agrees"."""
 
     name = "learn2pd replay"
-    reads = READ_BY_FILTERS
-    needs_decided_logits = True
-    may_wait = True
+    needs = Needs(reads=READ_BY_FILTERS, decided_logits=True, may_wait=True)
 
     def select(self, view: View) -> Tensor:
         return view.quantities["agrees"]

@@ -232,7 +232,7 @@ def _allowed(
         cache = caches.create(cache_name)
         found = verdict(method, cache, model.facts, model.supports_store)
         why = found.why if found.status == REFUSED else ""
-        if not why and cache.uses_store:
+        if not why and cache.facts.uses_store:
             try:
                 _start(model, prompts, Request(**{**base, "sampler": method, "cache": cache}))
             except ValueError as error:

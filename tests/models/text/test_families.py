@@ -429,7 +429,7 @@ def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> No
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: str) -> None:
     """Exact caches give the same; rows in a padded batch = rows alone; blocks are finished from left to right."""
-    mask_probes = samplers.get(name).mask_probes  # which need logits in place
+    mask_probes = samplers.get(name).needs.mask_probes  # which need logits in place
     families = [found for found in loaded.values() if found.facts.prediction == "same" or not mask_probes]
     model = families[MASKED.index(name) % len(families)]  # the families take turns
     request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
@@ -446,7 +446,7 @@ def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: st
         assert blocks == sorted(blocks)
         final = {entry[1] for step in out.trace.steps for entry in step.commits if entry[0] == row}
         assert len(final) == 7 + -(len(prompt) + 7) % BLOCK  # the last block is whole
-        assert len(blocks) == len(final) or samplers.get(name).revises
+        assert len(blocks) == len(final) or samplers.get(name).needs.revises
     for row in (0, 2):
         alone = paradec.generate(model, [PROMPTS[row]], **request)
         assert out.new_tokens[row].tolist() == alone.new_tokens[0].tolist()

@@ -22,7 +22,7 @@ from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-BIDIRECTIONAL = [name for name in caches.names() if "bidirectional" in caches.get(name).topologies]
+BIDIRECTIONAL = [name for name in caches.names() if "bidirectional" in caches.get(name).facts.topologies]
 
 
 def pairs() -> list[tuple[str, str, str]]:
@@ -138,7 +138,7 @@ def test_every_step_and_every_row(
     state = sampler.start(model, rows, max_new_tokens=NEW, cache=cache, **asked)
     mask = model.facts.mask_token_id
     most = NEW
-    if sampler.revises:
+    if sampler.needs.revises:
         length = asked["block_length"]
         most = sampler.most_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
     steps, forwarded = [], []
@@ -153,7 +153,7 @@ def test_every_step_and_every_row(
             entries = sampler.commit(state, again).to_list()
             written = torch.zeros_like(before["undecided"])
             for row, position, token, _ in entries:
-                if sampler.revises:
+                if sampler.needs.revises:
                     assert start[row] <= position < end[row] and not state.given[row, position] and running[row]
                     assert before["undecided"][row, position] or token != before["canvas"][row, position]
                     assert not (before["undecided"][row, position] and token == mask)
@@ -165,8 +165,8 @@ def test_every_step_and_every_row(
             # what changed without being committed is padding after an end of text
             assert (state.canvas[outside] == state.facts.fill_token_id).all()
             opened = state.undecided & ~before["undecided"]
-            assert not (opened & ~written if sampler.revises else opened).any()
-            if not sampler.may_wait and not sampler.revises:
+            assert not (opened & ~written if sampler.needs.revises else opened).any()
+            if not sampler.needs.may_wait and not sampler.needs.revises:
                 assert {row for row, *_ in entries} == set(np.flatnonzero(running).tolist())
             steps.append(entries)
             forwarded.append(again.cost.forwarded)
@@ -237,7 +237,7 @@ def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
     )
     if name not in UNBOUNDED:
         assert out.nfe <= steps
-    if not samplers.get(name).may_wait and name not in AHEAD:
+    if not samplers.get(name).needs.may_wait and name not in AHEAD:
         assert out.nfe == steps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from paradec.core.memory import Memory, MemorySpec
 from paradec.samplers.masked.ahead.draft_layout import Ahead
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
-from paradec.samplers.masked.declaring import DERIVED, FORMER
 from paradec.samplers.masked.device.engine import DeviceEngine
 from paradec.samplers.masked.device.graphs import StepLayout, block_table
+from paradec.samplers.masked.needs import FORMER, OVERRIDES, Needs
 from paradec.samplers.masked.state import MaskedState
 
 MODEL = tiny(2)
@@ -89,7 +90,7 @@ def test_methods_read_what_the_contract_declares(name: str) -> None:
 
     sampler.quota(Noted(), state.window.rows)  # type: ignore[arg-type]
     sampler.position_noise(Noted(), None)  # type: ignore[arg-type]
-    if sampler.previews:
+    if sampler.needs.previews:
         sampler.preview(Noted())  # type: ignore[arg-type]
     assert read and read <= declared
 
@@ -218,14 +219,44 @@ class Mixin:
         return state.window.host_positions
 
 
-def test_flags_follow_from_what_a_class_overrides() -> None:
-    assert Fusing.processes_logits and not (Fusing.previews or Fusing.revises or Fusing.has_extra_quantities)
-    assert type("Mixed", (Mixin, Fusing), {}).previews
-    silent = type("Silent", (Fusing,), {"processes_logits": False})
-    assert not silent.processes_logits and not type("Heir", (silent,), {}).processes_logits
-    assert type("Again", (silent,), {"process_logits": lambda self, logits, stage: (logits, {})}).processes_logits
-    for flag in DERIVED:
-        assert getattr(MaskedSampler, flag) is False
+def test_needs_follow_from_what_a_class_overrides() -> None:
+    assert MaskedSampler.needs == Needs() and Fusing.needs == Needs(processes_logits=True)
+    assert type("Mixed", (Mixin, Fusing), {}).needs == Needs(processes_logits=True, previews=True)
+    ranked = type("Ranked", (Fusing,), {"needs": Needs(score="margin")})
+    assert ranked.needs == type("Heir", (ranked,), {}).needs == Needs(score="margin", processes_logits=True)
+    with pytest.raises(TypeError, match="of sampler class Wrong must be a paradec.samplers.masked.Needs"):
+        type("Wrong", (Fusing,), {"needs": {"score": "margin"}})
+    with pytest.raises(TypeError, match="scores"):
+        Needs(scores="margin")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "gone"),
+    [
+        ("wino", {"threshold_back": 0}, {"revises", "processes_logits", "extra_quantities", "mask_probes"}),
+        ("editing", {"editing_threshold": 1}, {"revises"}),
+        ("saber", {"remask_share": 0}, {"revises"}),
+        ("union", {"rules": ("threshold", "klass")}, {"extra_quantities"}),
+        ("intersection", {"rules": ("threshold", "margin")}, {"extra_quantities", "processes_logits"}),
+    ],
+)
+def test_settings_that_use_less_need_less(name: str, settings: dict[str, Any], gone: set[str]) -> None:
+    most, found = samplers.get(name).needs, samplers.create(name, **settings).needs
+    flags = {*OVERRIDES.values(), "mask_probes"}
+    assert {flag for flag in flags if getattr(most, flag) and not getattr(found, flag)} == gone
+
+
+@pytest.mark.parametrize("name", ["freedave", "lopa"])
+def test_what_takes_the_steps_of_another_needs_what_that_reads(name: str) -> None:
+    base, found = samplers.create("learn2pd").needs, samplers.create(name, base="learn2pd").needs
+    assert base.decided_logits and found.decided_logits and found.multi_step and set(base.reads) <= set(found.reads)
+    found = samplers.create(name, base="entropy_bound").needs
+    assert (found.score, found.score_from) == ("minus_entropy", "sampled") and "minus_entropy" in found.reads
+
+
+def test_freedave_waits_where_its_base_may() -> None:
+    sampler = samplers.create("freedave", base=samplers.create("entropy", alg_temp=0.5))
+    assert sampler.needs.may_wait and sampler.draws and sampler.uses_steps
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -233,9 +264,9 @@ def test_registered_methods_have_the_flags_of_their_methods(name: str) -> None:
     sampler = samplers.create(name)
     if not isinstance(sampler, MaskedSampler):
         pytest.skip("no method of the base")
-    for flag, method in DERIVED.items():
+    for method, flag in OVERRIDES.items():
         if getattr(type(sampler), method) is getattr(MaskedSampler, method):
-            assert not getattr(sampler, flag), flag
+            assert not getattr(sampler.needs, flag), flag
 
 
 @pytest.mark.parametrize("registry", [samplers, caches])
@@ -263,6 +294,13 @@ def test_a_shadow_that_is_not_finite_is_seen() -> None:
 
 @pytest.mark.parametrize("name", FORMER)
 def test_a_class_with_an_old_name_is_told_the_new_one(name: str) -> None:
-    assert hasattr(MaskedSampler, FORMER[name])
-    with pytest.raises(TypeError, match=f"class Old defines {name}, which is called {FORMER[name]} now"):
+    assert hasattr(MaskedSampler, FORMER[name].split(" ")[0])
+    with pytest.raises(TypeError, match=re.escape(f"sampler class Old defines {name}, which is now {FORMER[name]}")):
         type("Old", (MaskedSampler,), {name: None})
+
+
+@pytest.mark.parametrize("name", ["evaluates", "exact_on", "steady", "uses_store"])
+def test_a_cache_with_an_old_name_is_told_the_new_one(name: str) -> None:
+    said = f"cache class Old defines {name}, which is now facts = CacheFacts({name}=...)"
+    with pytest.raises(TypeError, match=re.escape(said)):
+        type("Old", (caches.get("dual"),), {name: None})

@@ -78,7 +78,7 @@ def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
             evaluated = of(step.evaluated[row])
             assert evaluated == sorted(set(evaluated))
             # shadows and drafts are evaluated beside the row, at positions that it has too
-            if not (sampler.mask_probes or sampler.multi_step):
+            if not (sampler.needs.mask_probes or sampler.needs.multi_step):
                 assert len(evaluated) == step.forwarded[row]
             written = [position for at, position, *_ in step.commits if at == row]
             assert set(written) <= set(evaluated)

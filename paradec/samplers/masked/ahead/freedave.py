@@ -9,7 +9,7 @@ have no mask left, and with one draft a step it is the base itself, forward for 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
+from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
 from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.stopping import NEVER, first_end
 from paradec.samplers.masked.trimming import trim as trim_rows
@@ -124,16 +124,9 @@ class FreeDave(MaskedSampler):
     paper = "FreeDave"
     arxiv = "2510.00294"
     summary = "the steps of another sampler, several per forward: drafted, verified, the same tokens"
-    multi_step = True
+    needs = Needs(multi_step=True)
     sweep = ({"draft_steps": 2}, {"draft_steps": 8})
     presets = {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}}
-
-    reads = property(lambda self: self.base.reads)  # type: ignore[assignment]
-    score = property(lambda self: self.base.score)  # type: ignore[assignment]
-    score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
-    draws = property(lambda self: self.base.draws)  # type: ignore[assignment]
-    uses_steps = property(lambda self: self.base.uses_steps)  # type: ignore[assignment]
-    may_wait = property(lambda self: self.base.may_wait)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_int("draft_steps", self.draft_steps, low=1, high=64)
@@ -141,26 +134,28 @@ class FreeDave(MaskedSampler):
         check_choice("agreement", self.agreement, ("exact", "subset"))
         base = base_sampler(self.base)
         why = None
-        if base.multi_step:
+        if base.needs.multi_step:
             why = "it drafts by itself"
-        elif base.revises:
+        elif base.needs.revises:
             why = "it takes back what it decided"
         elif getattr(base.blocks(None), "reads_logits", False):
             why = "the logits say where its blocks end, and drafts are made before"
         elif own := own_part(base):
             why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
-        elif self.agreement == "subset" and (base.memory() or base.uses_steps or base.may_wait):
+        elif self.agreement == "subset" and (base.memory() or base.uses_steps or base.needs.may_wait):
             why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
-        object.__setattr__(self, "base", base)
-        object.__setattr__(self, "needs_decided_logits", base.needs_decided_logits)
+        read = base.needs
+        needs = replace(self.needs, reads=read.reads, score=read.score, score_from=read.score_from)
+        needs = replace(needs, may_wait=read.may_wait, decided_logits=read.decided_logits)
+        vars(self).update(base=base, needs=needs, draws=base.draws, uses_steps=base.uses_steps)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         kept = dict(self.base.memory())
         if self.draft_steps == 1:
             return kept
-        found = {name: torch.float64 for name in {"confidence", *self.reads}} | {"tokens": torch.int64}
+        found = {name: torch.float64 for name in self.needs.reads} | {"tokens": torch.int64}
         return kept | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in found.items()}
 
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
@@ -209,7 +204,7 @@ class FreeDave(MaskedSampler):
         may wait fill something, and most schedules end with their planned steps."""
         rows = state.window.rows
         copies = np.full(len(rows), self.draft_steps)
-        if not self.may_wait:
+        if not self.needs.may_wait:
             copies = np.minimum(copies, state.remaining[rows])
         if self.uses_steps:
             planned = state.planned_steps(rows) - state.block_step[rows]
@@ -226,7 +221,7 @@ class FreeDave(MaskedSampler):
         tokens = found.pop("tokens")
         kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
         for steps in range(1, count):
-            updates = {**kept, **found} if self.base.processes_logits else {}
+            updates = {**kept, **found} if self.base.needs.processes_logits else {}
             taken = take(self.base, drafts[-1], tokens, found, updates, kept, [])
             kept = taken.memory
             drafts.append(Ahead(state, steps, taken.written))
@@ -251,7 +246,7 @@ class FreeDave(MaskedSampler):
                 state.holes.keep_ends_out(state, here, None)
             updates: Mapping[str, Tensor] = {}
             plain = here
-            if base.processes_logits:
+            if base.needs.processes_logits:
                 here, updates = base.process_logits(
                     here, Stage(ahead.candidates, window.positions, memory, ahead.tokens)
                 )
@@ -360,7 +355,7 @@ class FreeDave(MaskedSampler):
                 rows[broken.any(0)],
             )
         idle = within & (counts == 0)
-        if self.may_wait:
+        if self.needs.may_wait:
             steps = state.block_step[rows] + np.arange(1, len(counts) + 1)[:, None]
             idle &= steps >= state.planned_steps(rows)
         if idle.any():
@@ -398,11 +393,11 @@ class FreeDave(MaskedSampler):
 
     def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:
         """Keep what was read from the last step's logits: the next drafts are made of it."""
-        memory, read = state.memory, {"confidence", *self.reads}
+        memory, read = state.memory, self.needs.reads
         found = [{"tokens": step.proposal.values} for step in steps]
         for kept, step in zip(found, steps, strict=True):
             kept.update({name: value for name, value in step.proposal.quantities.items() if name in read})
-        if self.base.processes_logits:
+        if self.base.needs.processes_logits:
             own = self.base.memory()
             for kept, step in zip(found, steps, strict=True):
                 kept.update({name: value for name, value in step.proposal.updates.items() if name not in own})

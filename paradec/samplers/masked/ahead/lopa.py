@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Stage
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
 
 TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
 """In the memory, each [B, window]: what the last winner's logits said, and where something was open then."""
@@ -86,12 +86,8 @@ class LoPA(MaskedSampler):
     paper = "LoPA"
     arxiv = "2512.16229"
     summary = "the steps of another sampler, from the best of several rows with one token more"
-    multi_step = True
+    needs = Needs(multi_step=True)
     sweep = ({"branches": 2}, {"branches": 4, "base": {"sampler": "threshold", "threshold": 0.7}})
-
-    score = property(lambda self: self.base.score)  # type: ignore[assignment]
-    score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
-    draws = property(lambda self: self.base.draws)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_int("branches", self.branches, low=0, high=64)
@@ -100,11 +96,11 @@ class LoPA(MaskedSampler):
         check_choice("confidence", self.confidence, ("minus_entropy", "confidence", "margin"))
         base = base_sampler(self.base)
         why = None
-        if base.multi_step:
+        if base.needs.multi_step:
             why = "it evaluates rows of its own"
-        elif base.revises:
+        elif base.needs.revises:
             why = "it takes back what it decided"
-        elif base.uses_steps or base.may_wait:
+        elif base.uses_steps or base.needs.may_wait:
             why = "its schedule counts tokens, and a branch adds one"
         elif getattr(base.blocks(None), "reads_logits", False):
             why = "the logits say where its blocks end"
@@ -112,13 +108,11 @@ class LoPA(MaskedSampler):
             why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'lopa': {why}")
-        object.__setattr__(self, "base", base)
-        object.__setattr__(self, "needs_decided_logits", base.needs_decided_logits)
-        object.__setattr__(self, "has_extra_quantities", base.has_extra_quantities)
-
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(dict.fromkeys((*self.base.reads, self.confidence)))
+        read = base.needs
+        reads = (*read.reads, self.confidence)
+        needs = replace(self.needs, reads=reads, score=read.score, score_from=read.score_from)
+        needs = replace(needs, decided_logits=read.decided_logits, extra_quantities=read.extra_quantities)
+        vars(self).update(base=base, needs=needs, draws=base.draws)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         kept = dict(self.base.memory())
@@ -201,7 +195,7 @@ class LoPA(MaskedSampler):
             if state.holes is not None:
                 state.holes.keep_ends_out(state, here, None)
             updates: Mapping[str, Tensor] = {}
-            if base.processes_logits:
+            if base.needs.processes_logits:
                 here, updates = base.process_logits(
                     here, Stage(branch.candidates, window.positions, memory, branch.tokens)
                 )

@@ -59,7 +59,7 @@ def take(
         made_at=ahead.commits,
         kind="+".join(dict.fromkeys(query.kind for query in queries)),
     )
-    if base.has_extra_quantities:
+    if base.needs.extra_quantities:
         proposal.quantities.update(base.extra_quantities(ahead, proposal))
     view = view_of(base, ahead, proposal, memory, None)
     selected = base.selected(view)

@@ -102,7 +102,7 @@ class DeviceEngine(CanvasState):
     def empty(self, model: Any) -> None:
         """Hold nothing; `model` evaluates what will be put in."""
         self.model = model
-        if self.cache.uses_store:
+        if self.cache.facts.uses_store:
             if self.store is None:
                 self.store = model.make_store(self.batch, self.columns, self.cache.store_dtype)
             self.store.token_at_write.fill_(-1)  # what it holds is another request's
@@ -172,7 +172,7 @@ class DeviceEngine(CanvasState):
 
     def advance(self, whole: int, part: int, widest: int, poll_every: int = 1) -> None:
         """Take the steps that `flags` ask for."""
-        if not self.cache.uses_store:
+        if not self.cache.facts.uses_store:
             for _ in range(poll_every):
                 self._play("full", self._rounded(whole), self.columns)
             return
@@ -241,7 +241,7 @@ class DeviceEngine(CanvasState):
     def step(self, kind: str, count: int, width: int) -> None:
         """Take one step of the rows in the phase `kind`, at most `count` of them, over `width` columns each."""
         mine = self.running & self.live
-        if self.cache.uses_store:
+        if self.cache.facts.uses_store:
             fresh = self.block_step == 0
             mine = mine & (fresh if kind == "full" else ~fresh)
         every = torch.arange(self.batch, device=self.device)
@@ -275,7 +275,7 @@ class DeviceEngine(CanvasState):
 
         healthy = (quantities["confidence"].isfinite() | ~valid).all(1)
         idle = ~selected.any(1)
-        if sampler.may_wait:
+        if sampler.needs.may_wait:
             idle = idle & (self.block_step[rows] + 1 >= self.planned_steps(rows))
         failed, stuck = active & ~healthy, active & healthy & idle
         self.failed.index_copy_(0, rows, torch.where(failed, self.row_step[rows], self.failed[rows]))
@@ -376,7 +376,7 @@ class DeviceEngine(CanvasState):
         """What the host reads: rows to evaluate whole, rows to evaluate in part, columns of the widest window that may
         come, and whether something went wrong."""
         whole, part, widest = self.running, torch.zeros_like(self.running), torch.zeros_like(self.block_start)
-        if self.cache.uses_store:
+        if self.cache.facts.uses_store:
             whole, part = self.running & (self.block_step == 0), self.running & (self.block_step > 0)
             every = torch.arange(self.batch, device=self.device)
             first, stop = self.cache.range(self, every)

@@ -17,7 +17,7 @@ from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.samplers.distributions import log_of
-from paradec.samplers.masked.base import Stage, View
+from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_with_probability
 
@@ -60,8 +60,7 @@ class CCD(LowConfidence):
     paper = "CCD"
     arxiv = "2512.02044"
     summary = "the tokens whose distribution, averaged over the last steps, has the lowest entropy"
-    reads = ("confidence", "minus_entropy")
-    score = "minus_entropy"
+    needs = Needs(score="minus_entropy")
     sweep = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from paradec.core.checks import check_bool, check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import View
+from paradec.samplers.masked.base import Needs, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 
@@ -51,9 +51,7 @@ class CCDAgree(LowConfidence):
     paper = "CCD"
     arxiv = "2512.02044"
     summary = "the tokens with the lowest entropy, several where they agree with the step before"
-    reads = ("confidence", "negative_entropy", "best_token")
-    score = "negative_entropy"
-    score_from = "sampled"
+    needs = Needs(reads=("best_token",), score="negative_entropy", score_from="sampled")
     sweep = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
-from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Stage, View
+from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Needs, Stage, View
 from paradec.samplers.masked.views import selection
 from paradec.samplers.statistics import Raised, written
 
@@ -58,28 +58,28 @@ class Combination(MaskedSampler):
             object.__setattr__(self, name, tuple(self._member(name, entry) for entry in given))
         if not self.rules:
             raise ValueError("rules=() must name one sampler at least")
-        sources = {rule.score_from: rule.name for rule in reversed(self.rules)}
+        sources = {rule.needs.score_from: rule.name for rule in reversed(self.rules)}
         if len(sources) > 1:
             raise ValueError(
                 f"rules {sources['raw']!r} and {sources['sampled']!r} cannot be joined: one scores tokens by the "
                 "model's distribution, the other by the one that they are drawn from"
             )
         for stage in self.stages:
-            if not stage.processes_logits:
+            if not stage.needs.processes_logits:
                 raise ValueError(f"stages: sampler {stage.name!r} has no logits stage")
-        # class attributes of other samplers; here they follow from the rules
-        vars(self).update(
-            reads=tuple(dict.fromkeys(["confidence", *(read for rule in self.rules for read in rule.reads)])),
-            score=self.rules[0].score,
-            score_from=self.rules[0].score_from,
-            draws=any(rule.draws for rule in self.rules),
-            uses_steps=any(rule.uses_steps for rule in self.rules),
-            least_by_steps=all(rule.least_by_steps or not rule.uses_steps for rule in self.rules),
+        needs = dataclasses.replace(
+            self.needs,
+            reads=tuple(read for rule in self.rules for read in rule.needs.reads),
+            score=self.rules[0].needs.score,
+            score_from=self.rules[0].needs.score_from,
+            least_by_steps=all(rule.needs.least_by_steps or not rule.uses_steps for rule in self.rules),
             may_wait=self._may_wait(),
-            needs_decided_logits=any(rule.needs_decided_logits for rule in self.rules),
-            processes_logits=any(member.processes_logits for member in self.members),
-            has_extra_quantities=any(rule.has_extra_quantities for rule in self.rules),
+            decided_logits=any(rule.needs.decided_logits for rule in self.rules),
+            processes_logits=any(member.needs.processes_logits for member in self.members),
+            extra_quantities=any(rule.needs.extra_quantities for rule in self.rules),
         )
+        draws, uses_steps = (any(getattr(rule, name) for rule in self.rules) for name in ("draws", "uses_steps"))
+        vars(self).update(needs=needs, draws=draws, uses_steps=uses_steps)
 
     def _member(self, name: str, given: Any) -> MaskedSampler:
         """The sampler that an entry of `rules` or `stages` means, if it can be joined with others."""
@@ -92,8 +92,8 @@ class Combination(MaskedSampler):
         own_step = any(getattr(type(given), half) is not getattr(MaskedSampler, half) for half in OWN)
         own_order = type(given).position_noise is not MaskedSampler.position_noise and given.memory()
         for cause, why in {
-            "it drafts steps ahead": given.multi_step,
-            "it takes back what it decided": given.revises,
+            "it drafts steps ahead": given.needs.multi_step,
+            "it takes back what it decided": given.needs.revises,
             "its step is its own": own_step,
             "its order is drawn once per block": own_order,
         }.items():
@@ -131,7 +131,7 @@ class Combination(MaskedSampler):
         processed: Tensor | Raised = logits
         updates = {}
         for index, member in enumerate(self.members):
-            if member.processes_logits:
+            if member.needs.processes_logits:
                 own = dataclasses.replace(stage, memory=_own(stage.memory, index))
                 processed, updates[index] = member.process_logits(written(processed), own)
         return processed, _joined(updates)
@@ -148,7 +148,7 @@ class Combination(MaskedSampler):
         cuts = [cut for cut in found if cut is not None]
         return torch.stack(cuts).amin(0) if cuts else None
 
-    names_rules = True
+    needs = Needs(names_rules=True)
 
     def rules_of(self, view: View) -> dict[tuple[int, int], str]:
         """The names of the rules that would commit a position, joined."""
@@ -172,7 +172,7 @@ class Combination(MaskedSampler):
         for index, rule in enumerate(self.rules, len(self.stages)):
             own = dataclasses.replace(
                 view,
-                scores=torch.where(fixed, view.scores, view.quantities[rule.score]),
+                scores=torch.where(fixed, view.scores, view.quantities[rule.needs.score]),
                 quota=view.quota[index - len(self.stages)],
                 quantities={**view.quantities, **_own(view.quantities, index)},
                 memory=_own(view.memory, index),
@@ -201,7 +201,7 @@ class Union(Combination):
     sweep = ({"rules": ("threshold", "persistence")}, {"rules": ("credit", "hierarchy")})
 
     def _may_wait(self) -> bool:
-        return all(rule.may_wait for rule in self.rules)
+        return all(rule.needs.may_wait for rule in self.rules)
 
     def select(self, view: View) -> Tensor:
         return functools.reduce(operator.or_, (selection(rule, own) for _, rule, own in self.views(view)))
@@ -223,7 +223,7 @@ class Intersection(Combination):
 
     def _may_wait(self) -> bool:
         for rule in self.rules:
-            if rule.may_wait:
+            if rule.needs.may_wait:
                 raise ValueError(f"rules: sampler {rule.name!r} may wait, which an intersection does not")
         return False
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from paradec.core.checks import check_number, check_temperature
 from paradec.core.contract import CanvasState, Numbers
 from paradec.samplers.distributions import tempered
-from paradec.samplers.masked.base import LAST, MaskedSampler, View
+from paradec.samplers.masked.base import LAST, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.schedules import share_table, time_grid
 
 
@@ -35,15 +35,17 @@ class DreamSampler(MaskedSampler):
 
     paper = "Dream 7B"
     arxiv = "2508.15487"
-    score_from = "sampled"
+    needs = Needs(score_from="sampled", may_wait=True)
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
-    may_wait = True
-    draws = property(lambda self: bool(self.alg_temp))  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_temperature("alg_temp", self.alg_temp, none=True)
         check_number("eps", self.eps, low=0, high=1, open_low=True)
+
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return bool(self.alg_temp)
 
     def quota(self, state: CanvasState, rows: Numbers) -> Numbers:
         left, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)

@@ -7,7 +7,7 @@ dllm's LLaDA2.1 sampler run it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
 from paradec.samplers.masked.rules.threshold import at_least
 
 
@@ -52,9 +52,7 @@ class Editing(MaskedSampler):
     paper = "LLaDA2.1"
     arxiv = "2602.08676"
     summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
-    needs_decided_logits = True
-    ends_with_block = property(lambda self: self.end == "block")  # type: ignore[assignment]
-    revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
+    needs = Needs(decided_logits=True)
     presets = {
         "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
         "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
@@ -68,6 +66,8 @@ class Editing(MaskedSampler):
         check_int("max_post_steps", self.max_post_steps, low=0, high=1_000_000)
         check_int("least", self.least, low=1, high=1_000_000)
         check_choice("end", self.end, ("step", "block"))
+        needs = replace(self.needs, revises=self.editing_threshold < 1, ends_with_block=self.end == "block")
+        object.__setattr__(self, "needs", needs)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"post_steps": MemorySpec(dtype=torch.int64)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paradec.samplers.masked.rules.dream import DreamSampler
 
@@ -18,5 +18,4 @@ class Entropy(DreamSampler):
     name = "entropy"
     summary = "the most confident tokens by entropy, on Dream's time grid"
     device_step = True
-    reads = ("confidence", "negative_entropy")
-    score = "negative_entropy"
+    needs = replace(DreamSampler.needs, score="negative_entropy")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number
-from paradec.samplers.masked.base import LAST, MaskedSampler, View
+from paradec.samplers.masked.base import LAST, MaskedSampler, Needs, View
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class EntropyBound(MaskedSampler):
     arxiv = "2505.24857"
     summary = "the longest prefix of sorted entropies whose sum, without the largest, is at most gamma"
     device_step = True
-    reads = ("confidence", "minus_entropy")
-    score = "minus_entropy"
-    score_from = "sampled"
+    needs = Needs(score="minus_entropy", score_from="sampled")
     sweep = ({"gamma": 0.01}, {"gamma": 0.5})
 
     def __post_init__(self) -> None:

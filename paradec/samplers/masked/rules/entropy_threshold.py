@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paradec.core.checks import check_number
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.base import MaskedSampler, Needs, View
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class EntropyThreshold(MaskedSampler):
     arxiv = "2509.26488"
     summary = "every token with an entropy of at most the threshold, and the one with the lowest"
     device_step = True
-    reads = ("confidence", "minus_entropy")
-    score = "minus_entropy"
+    needs = Needs(score="minus_entropy")
     sweep = ({"threshold": 0.25}, {"threshold": 1.0})
 
     def __post_init__(self) -> None:

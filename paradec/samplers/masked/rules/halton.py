@@ -39,6 +39,7 @@ class Halton(InOrder, MaskGIT):
     paper = "Halton-MaskGIT"
     arxiv = "2503.17076"
     summary = "positions in Halton order, in numbers that grow from step to step"
+    needs = MaskGIT.needs
     draws = False
     presets = {}
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})

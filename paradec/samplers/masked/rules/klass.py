@@ -16,7 +16,7 @@ from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.samplers.distributions import divergence
-from paradec.samplers.masked.base import Stage, View
+from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 
@@ -52,7 +52,7 @@ class KLASS(LowConfidence):
     name = "klass"
     paper = "KLASS"
     arxiv = "2511.05664"
-    least_by_steps = True
+    needs = Needs(least_by_steps=True)
     summary = "every confident token whose distribution has stopped changing, else the most confident ones"
     sweep = (
         {"confidence_threshold": 0.6, "kl_threshold": 0.015},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.core.checks import check_bool, check_choice, check_number, shown
 from paradec.core.contract import CanvasState
-from paradec.samplers.masked.base import LAST, UNCUT, MaskedProposal, MaskedSampler, View
+from paradec.samplers.masked.base import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import (
     Filter,
     block_features,
@@ -63,7 +63,7 @@ class Learn2PD(MaskedSampler):
     paper = "Learn2PD"
     arxiv = "2509.25188"
     summary = "every token that a trained filter accepts, and the best one"
-    needs_decided_logits = True
+    needs = Needs(decided_logits=True)
     sweep = ({"filter_threshold": 0.9}, {"filter_threshold": 0.7}, {"filter_threshold": 0.5})
 
     def __post_init__(self) -> None:
@@ -77,10 +77,8 @@ class Learn2PD(MaskedSampler):
         check_choice("eot", self.eot, ("committed", "greedy", "none"))
         check_number("eot_confidence", self.eot_confidence, low=0, high=1)
         check_bool("allow_mismatch", self.allow_mismatch)
-
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        return quantities_of([self.filter] if self.filter else default_filters())
+        reads = quantities_of([self.filter] if self.filter else default_filters())
+        object.__setattr__(self, "needs", replace(self.needs, reads=reads))
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         path = self.filter or default_filter(facts.name, facts.vocab_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paradec.samplers.masked.base import Needs
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 
@@ -23,5 +24,4 @@ class Margin(LowConfidence):
     arxiv = "2502.06768"
     summary = "the tokens furthest ahead of the second best, in equal numbers per step"
     device_step = True
-    reads = ("confidence", "margin")
-    score = "margin"
+    needs = Needs(score="margin")

@@ -19,7 +19,7 @@ from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import tempered
-from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
+from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View, reference
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import Raised, written
 
@@ -62,7 +62,7 @@ class MaskGIT(MaskedSampler):
     summary = "the most confident with some noise, in numbers that grow from step to step"
     uses_steps = True
     draws = True
-    reference_draws = "masked"
+    needs = Needs(reference_draws="masked")
     presets = {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}}
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 

@@ -14,5 +14,3 @@ class MaskGitPlus(DreamSampler):
     name = "maskgit_plus"
     summary = "the most confident tokens by probability, on Dream's time grid"
     device_step = True
-    reads = ("confidence",)
-    score = "confidence"

@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_number
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedSampler, View, reference
+from paradec.samplers.masked.base import MaskedSampler, Needs, View, reference
 from paradec.samplers.masked.rules.schedules import time_share
 
 
@@ -34,12 +34,10 @@ class Origin(MaskedSampler):
     paper = "Dream 7B"
     arxiv = "2508.15487"
     summary = "each masked token on its own, with the probability of the time grid"
-    score_from = "sampled"
+    needs = Needs(score_from="sampled", may_wait=True, reference_draws="masked")
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
-    may_wait = True
     draws = True
-    reference_draws = "masked"
 
     def __post_init__(self) -> None:
         check_number("eps", self.eps, low=0, high=1, open_low=True)
@@ -58,7 +56,7 @@ class Origin(MaskedSampler):
         # the public code decides first what becomes final, and draws tokens for that alone
         assert state.generator is not None
         if torch.equal(generator.get_state(), state.generator.get_state()):
-            reference.position_noise(state, self.reference_draws, generator)
+            reference.position_noise(state, self.needs.reference_draws, generator)
         index = torch.as_tensor(query.window.index, device=logits.device)
         share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
         final = self.position_noise(state, generator)[index] < share

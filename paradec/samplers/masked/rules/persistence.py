@@ -15,7 +15,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import LAST, View
+from paradec.samplers.masked.base import LAST, Needs, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 
@@ -47,9 +47,8 @@ class Persistence(LowConfidence):
     name = "persistence"
     paper = "CORA-Diff"
     arxiv = ""
-    least_by_steps = True
     summary = "the most confident tokens on schedule, and confident ones that were the best before"
-    reads = ("confidence", "best_token")
+    needs = Needs(reads=("best_token",), least_by_steps=True)
     sweep = ({"threshold": 0.9}, {"threshold": 0.7})
 
     def __post_init__(self) -> None:

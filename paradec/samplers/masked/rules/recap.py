@@ -110,7 +110,7 @@ class Recap(MaskGIT):
         return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets, -1 elsewhere
 
     def told(self, state: CanvasState) -> np.ndarray | None:
-        return self.targets(state) if state.cache.evaluates == "targets" else None
+        return self.targets(state) if state.cache.facts.evaluates == "targets" else None
 
     def targets(self, state: CanvasState) -> np.ndarray:
         """[R, K] int64: the targets of a local step, decided ones included, -1 where there are fewer; none in a full

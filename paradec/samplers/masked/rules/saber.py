@@ -7,7 +7,7 @@ Dong et al., "Saber: Efficient Sampling with Adaptive Acceleration and Backtrack
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Saber(MaskedSampler):
     paper = "Saber"
     arxiv = "2510.18165"
     summary = "all above the mean confidence so far; takes back where confidence fell most"
-    needs_decided_logits = True
-    revises = property(lambda self: self.remask_share > 0)  # type: ignore[assignment]
+    needs = Needs(decided_logits=True)
     sweep = ({"minimum": 1}, {"minimum": 4})
 
     def __post_init__(self) -> None:
         check_int("minimum", self.minimum, low=1)
         check_number("remask_share", self.remask_share, low=0, high=1)
+        object.__setattr__(self, "needs", replace(self.needs, revises=self.remask_share > 0))
 
     def memory(self) -> Mapping[str, MemorySpec]:
         double = torch.float64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paradec.samplers.masked.rules.dream import DreamSampler
 
@@ -14,5 +14,4 @@ class TopKMargin(DreamSampler):
     name = "topk_margin"
     summary = "the most confident tokens by top-2 margin, on Dream's time grid"
     device_step = True
-    reads = ("confidence", "margin")
-    score = "margin"
+    needs = replace(DreamSampler.needs, score="margin")

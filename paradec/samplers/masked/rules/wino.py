@@ -20,7 +20,7 @@ from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, Stage, View
 from paradec.samplers.masked.queries import per_branch
 from paradec.samplers.statistics import token_statistics
 
@@ -58,8 +58,7 @@ class Wino(MaskedSampler):
     paper = "WINO"
     arxiv = "2507.18578"
     summary = "all above a low confidence; takes back what it would not predict from the rest of the text"
-    needs_decided_logits = True
-    revises = processes_logits = has_extra_quantities = mask_probes = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
+    needs = Needs(decided_logits=True, mask_probes=True)
     sweep = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
 
     def __post_init__(self) -> None:
@@ -69,13 +68,15 @@ class Wino(MaskedSampler):
         check_int("cap_high", self.cap_high, low=1)
         check_int("cap_low", self.cap_low, low=1)
         check_order("cap_low", self.cap_low, "cap_high", self.cap_high)
+        if self.threshold_back == 0:  # no shadow, then, and nothing that is found in it
+            object.__setattr__(self, "needs", Needs(decided_logits=True))
 
     # ---- the shadow -----------------------------------------------------------------------------------------------
 
     def query_part(self, state: MaskedState, part: Part) -> WindowQuery:
         """The call of one part, with the shadow of its window after its columns."""
         query = super().query_part(state, part)
-        if not self.mask_probes:
+        if not self.needs.mask_probes:
             return query
         key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
         found = state.while_blocks_stay(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)

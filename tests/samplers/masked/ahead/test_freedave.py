@@ -22,7 +22,7 @@ from paradec.core.query import WindowLogits
 from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.draft_layout import DraftLogits
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.base import MaskedSampler, Needs
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}
@@ -558,7 +558,7 @@ def test_settings_that_are_refused(settings: dict, words: list[str]) -> None:
 @dataclass(frozen=True)
 class Rewriter(MaskedSampler):
     name = "rewriter"
-    revises = needs_decided_logits = True
+    needs = Needs(revises=True, decided_logits=True)
 
 
 @dataclass(frozen=True)

@@ -549,13 +549,13 @@ def steps_without_values(
     with torch.inference_mode():
         device = engine.DeviceEngine(dataclasses.replace(layout, device=torch.device("meta")))
         device.model = model
-        if device.cache.uses_store:
+        if device.cache.facts.uses_store:
             device.store = model.make_store(device.batch, device.columns)
         device.step("full", device.batch, device.columns)  # the store is allocated once, before any capture
         with NothingNew(), OnTheDevice() as watched:
             device.step("full", device.batch, device.columns)
             device.step("full", 1, device.columns)
-            if device.cache.uses_store:
+            if device.cache.facts.uses_store:
                 device.step("window", device.batch, device.columns)
                 device.step("window", 1, device._width(device.most))
     return watched

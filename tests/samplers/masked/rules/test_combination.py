@@ -18,7 +18,7 @@ import paradec
 from paradec import cli, samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import UNCUT, MaskedSampler, View
+from paradec.samplers.masked.base import UNCUT, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.combination import Intersection, Union
 from paradec.samplers.masked.rules.learn2pd import Learn2PD
 
@@ -240,7 +240,7 @@ def test_combinations_by_hand(joined: type, rules: list[tuple[str, dict]], steps
         ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
         assert ours == by_hand(model, prompt, joined is Union, rules, 12, steps)
         idle += set() in ours
-    assert bool(idle) == sampler.may_wait
+    assert bool(idle) == sampler.needs.may_wait
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,8 @@ class Idle(MaskedSampler):
     """Commits nothing, though it may not wait."""
 
     name = "idle"
-    reads = ("confidence",)
+    needs = Needs(score_from="sampled")
     uses_steps = True
-    score_from = "sampled"
 
     def select(self, view: View) -> Tensor:
         return torch.zeros_like(view.candidates)
@@ -261,7 +260,7 @@ class Patient(Idle):
     """Commits nothing, and says that it may wait."""
 
     name = "patient"
-    may_wait = True
+    needs = replace(Idle.needs, may_wait=True)
 
 
 def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
@@ -282,7 +281,7 @@ def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
 def test_who_may_wait_and_for_how_long() -> None:
     """A union waits where all of its rules may; one rule that may not must commit something. And nothing waits beyond
     its plan: where that is over without the block being full, the family stops it."""
-    assert samplers.create("maskgit_plus").may_wait and not samplers.create("threshold").may_wait
+    assert samplers.create("maskgit_plus").needs.may_wait and not samplers.create("threshold").needs.may_wait
     assert steps_until_it_is_stopped(samplers.create("maskgit_plus"), 12) is None
     assert steps_until_it_is_stopped(Union(rules=(Patient(), "maskgit_plus")), 12) is None
     assert steps_until_it_is_stopped(Idle(), 12) == 0

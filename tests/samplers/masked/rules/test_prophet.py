@@ -97,7 +97,7 @@ def test_a_gap_of_just_the_bar_is_enough() -> None:
 
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-REFUSED = [name for name in MASKED if samplers.get(name).multi_step or samplers.get(name).mask_probes]
+REFUSED = [name for name in MASKED if samplers.get(name).needs.multi_step or samplers.get(name).needs.mask_probes]
 
 
 @pytest.mark.thinned

@@ -23,7 +23,7 @@ from paradec.cli.watch import UNDECIDED, LiveView
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.adapter import Model, take_columns
-from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
@@ -389,8 +389,7 @@ class Undoing(MaskedSampler):
 
     name = "undoing"
     slack: int = 0
-    needs_decided_logits = True
-    revises = True
+    needs = Needs(decided_logits=True)
 
     def select(self, view: View) -> Tensor:
         return view.top(view.scores, torch.full((len(view.scores),), 2))

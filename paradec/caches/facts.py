@@ -1,0 +1,48 @@
+"""What a cache says of itself, in one value: `facts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paradec.core.former import check_former
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """What a cache is for and what it asks; `paradec.caches.table` derives from it what it can be combined with."""
+
+    uses_store: bool = True
+    """Whether keys and values are kept."""
+    topologies: tuple[str, ...] = ("bidirectional", "block_causal")
+    predictions: tuple[str, ...] = ("same", "shifted")
+    """The models that it is for (see `paradec.core.facts`)."""
+    exact_on: tuple[str, ...] = ()
+    """Topologies on which every step's logits equal those without a cache, whatever the settings."""
+    evaluates: str = "block"
+    """What a step inside a block always evaluates: "block" (all of it), "undecided" (what is undecided in it), "some"
+    (a part of that, one position at least), "picks" (what the sampler previewed) or "targets" (the same, where that is
+    a set chosen before)."""
+    steady: bool = True
+    """Whether a step depends on nothing but the canvas and the block: not on which steps led there."""
+    suffixes: bool = False
+    """Whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which leave out
+    what does not exist for now, and it keeps nothing beyond a block about what is after it."""
+    hears: bool = False
+    """Whether commits tell it how confident the model was (`heard`)."""
+
+
+FORMER = {field.name: f"facts = CacheFacts({field.name}=...)" for field in fields(CacheFacts)}
+"""What a subclass may have been written with, and what is written now."""
+
+
+def declare(cls: Any) -> None:
+    """Check what a subclass of `Cache` says of itself.
+
+    Raises:
+        TypeError: a name of before, or `facts` that are no `CacheFacts`.
+    """
+    check_former("cache", cls, FORMER)
+    if not isinstance(cls.facts, CacheFacts):
+        raise TypeError(f"facts={cls.facts!r} of cache class {cls.__name__} must be a paradec.caches.facts.CacheFacts")
+    cls.device_step = vars(cls).get("device_step", False)

@@ -1,0 +1,108 @@
+"""What a masked method needs of a step: one value, `needs`, that the loop asks.
+
+A class says what it needs (`needs = Needs(score="margin")`), but for what follows from the methods that it overrides
+(`OVERRIDES`). Where needs depend on settings, `__post_init__` sets those of the one sampler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from paradec.core.checks import check_choice
+from paradec.core.former import check_former
+from paradec.core.registry import unknown
+from paradec.samplers.statistics import QUANTITIES
+
+OVERRIDES = {
+    "preview": "previews",
+    "process_logits": "processes_logits",
+    "extra_quantities": "extra_quantities",
+    "revise": "revises",
+}
+"""Methods of `MaskedSampler`, and the field of `Needs` that follows from overriding each."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method reads, and what it does beside its `select`.
+
+    Raises:
+        ValueError: quantities that nothing computes, or another `score_from`.
+    """
+
+    reads: tuple[str, ...] = ()
+    """Quantities computed from the logits (`paradec.samplers.statistics.QUANTITIES`); "confidence" and `score` too."""
+    score: str = "confidence"
+    """The one of them that ranks positions."""
+    score_from: str = "raw"
+    """"raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the tempered and
+    filtered distribution that tokens are drawn from (Dream)."""
+    reference_draws: str = "canvas"
+    """Whether the public code draws position noise for the whole "canvas" or the "masked" positions."""
+    decided_logits: bool = False
+    """Whether the method reads the logits of decided positions of the block as well (to edit or remask). Without it,
+    and without a `process_logits`, `extra_quantities` or `revise`, large vocabularies have none there."""
+    may_wait: bool = False
+    """Whether a step may commit nothing; then the method's schedule must bound the steps."""
+    least_by_steps: bool = False
+    """Whether the schedule of `steps` says only what a step commits at least, beside what the rule finds without it;
+    then pipelined blocks take the method, without `steps`."""
+    mask_probes: bool = False
+    """Whether it evaluates masks beside the row that the rest of the row does not see."""
+    multi_step: bool = False
+    """Whether it evaluates drafts of later steps, and promises the result of taking them one by one."""
+    ends_with_block: bool = False
+    """Whether stop rules of a method that `revises` see a block only when it closes."""
+    names_rules: bool = False
+    """Whether a selection is several rules' (`rules_of`)."""
+    previews: bool = False
+    """Whether `preview` says what a step will commit before the model is called."""
+    processes_logits: bool = False
+    """Whether the method has a logits stage of its own."""
+    extra_quantities: bool = False
+    """Whether it finds out more about a proposal."""
+    revises: bool = False
+    """Whether it takes back what it decided in the open block. Then stop rules count a token as decided when a step has
+    left it as it is, or its block has closed."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reads, (tuple, list)):
+            raise ValueError(f"reads={self.reads!r} must be a tuple of {', '.join(QUANTITIES)}")
+        reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # every commit looks at the first
+        if wrong := [name for name in reads if name not in QUANTITIES]:
+            said = f"score={self.score!r}" if wrong[0] == self.score else f"reads={self.reads!r}"
+            raise ValueError(f"{said}: {unknown('quantity', wrong[0], QUANTITIES)}")
+        check_choice("score_from", self.score_from, ("raw", "sampled"))
+        check_choice("reference_draws", self.reference_draws, ("canvas", "masked"))
+        object.__setattr__(self, "reads", reads)
+
+
+FORMER = {
+    "announce": "preview",
+    "assess": "extra_quantities",
+    "drafts": "needs = Needs(multi_step=...)",
+    "frontier": "sweep",
+    "fuse": "process_logits",
+    "has_extra_quantities": "needs = Needs(extra_quantities=...)",
+    "needs_decided_logits": "needs = Needs(decided_logits=...)",
+    "rereads": "needs = Needs(decided_logits=...)",
+    "shadows": "needs = Needs(mask_probes=...)",
+    "unserved": "unsupported",
+}
+FORMER |= {field.name: f"needs = Needs({field.name}=...)" for field in fields(Needs) if field.name not in OVERRIDES}
+"""What a subclass may have been written with, and what is written now."""
+
+
+def declare(cls: Any, base: type) -> None:
+    """Complete the `needs` of a subclass of `base` by what it overrides.
+
+    Raises:
+        TypeError: a name that the family had before, or `needs` that are no `Needs`.
+    """
+    check_former("sampler", cls, FORMER)
+    if not isinstance(cls.needs, Needs):
+        raise TypeError(f"needs={cls.needs!r} of sampler class {cls.__name__} must be a paradec.samplers.masked.Needs")
+    own: Any = {OVERRIDES[name]: True for name in OVERRIDES if getattr(cls, name) is not getattr(base, name)}
+    cls.needs = replace(cls.needs, **own)
+    cls.device_step = vars(cls).get("device_step", False)
