@@ -116,4 +116,4 @@ def test_the_animation_of_the_readme_is_what_the_script_draws(
     assert "threshold: 4 forwards" in capsys.readouterr().out
     assert stored.stat().st_size < 1_000_000
     with Image.open(stored) as one, Image.open(tmp_path / "x.gif") as other:
-        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (33, (720, 194))
+        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (9, (720, 191))
