@@ -41,11 +41,16 @@ SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin m
 
 
 def candidates(sampler: str, end: int) -> list[Configuration]:
-    """One sampler's settings; `end` is the id of the end token."""
+    """One sampler's settings; `end` is the id of the end token. The baseline alone has the shortest blocks."""
     found = []
+    shortest = 1 if sampler == BASELINE else 4
     for tokens in TOKENS:
         steps = {} if tokens == 1 else {"steps": 1 / tokens}
-        found += [Configuration(sampler, steps | {"block_length": block}) for block in BLOCKS if block >= tokens]
+        found += [
+            Configuration(sampler, steps | {"block_length": block})
+            for block in BLOCKS
+            if block >= max(tokens, shortest)
+        ]
     return [*found, Configuration(sampler, {"blocks": AdaptiveBlocks(32, delimiters=(end,))})]
 
 
