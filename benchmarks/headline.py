@@ -41,16 +41,12 @@ SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin m
 
 
 def candidates(sampler: str, end: int) -> list[Configuration]:
-    """One sampler's settings; `end` is the id of the end token. The baseline alone has the shortest blocks."""
+    """One sampler's settings; `end` is the id of the end token. The baseline alone has the shortest and the longest blocks."""
     found = []
-    shortest = 1 if sampler == BASELINE else 4
+    lengths = BLOCKS if sampler == BASELINE else (4, 8, 16)
     for tokens in TOKENS:
         steps = {} if tokens == 1 else {"steps": 1 / tokens}
-        found += [
-            Configuration(sampler, steps | {"block_length": block})
-            for block in BLOCKS
-            if block >= max(tokens, shortest)
-        ]
+        found += [Configuration(sampler, steps | {"block_length": block}) for block in lengths if block >= tokens]
     return [*found, Configuration(sampler, {"blocks": AdaptiveBlocks(32, delimiters=(end,))})]
 
 
