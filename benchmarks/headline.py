@@ -41,7 +41,7 @@ SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin m
 
 
 def candidates(sampler: str, end: int) -> list[Configuration]:
-    """One sampler's settings; `end` is the id of the end token. The baseline alone has the shortest and the longest blocks."""
+    """One sampler's settings; `end` is the id of the end token. The baseline alone has all of `BLOCKS`."""
     found = []
     lengths = BLOCKS if sampler == BASELINE else (4, 8, 16)
     for tokens in TOKENS:

@@ -315,6 +315,24 @@ def test_the_home_page_leads_to_every_page() -> None:
     assert set(re.findall(r"\]\(([\w/]+\.md)\)", home)) == set(navigation()) - {"index.md"}
 
 
+def test_a_page_has_one_title() -> None:
+    """The same as its heading, in the menu and on the home page."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
+    named = {file: title for title, file in re.findall(r"^ +- ([^:]+): (\S+\.md)$", menu, flags=re.MULTILINE)}
+    home = re.findall(
+        r"\[([^\]]+)\]\(([\w/]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8").partition("## In")[0]
+    )
+    heading = {
+        file: (DOCS / file).read_text(encoding="utf-8").partition("\n")[0] for file in named if (DOCS / file).exists()
+    }
+    for path in NOTEBOOKS:
+        first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"][0]
+        heading[f"notebooks/{path.stem}.md"] = first.rstrip("\n")
+    assert heading == {file: f"# {title}" for file, title in named.items()}
+    assert dict(map(reversed, home)) == {file: title for file, title in named.items() if file != "index.md"}
+    assert len(set(named.values())) == len(named)
+
+
 def referenced(folder: str = "api") -> set[Any]:
     """What the reference describes, as objects; each must be there."""
     pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / folder).glob("*.md")))

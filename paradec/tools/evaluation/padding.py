@@ -7,16 +7,13 @@ included. Such forwards make it look slower than it has to be: with shorter bloc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 
 from paradec.api.output import Output
 from paradec.core.protocol import Commit, State
-
-if TYPE_CHECKING:
-    from paradec.tools.evaluation.compare import Result
 
 UNWRITTEN = 2**62
 """In the place of a position, where a step wrote nothing in a row."""
@@ -41,9 +38,9 @@ class PaddingCounter:
         return sum(int(((first >= lengths[rows]) & (first < UNWRITTEN)).sum()) for rows, first in self._first)
 
 
-def padding_lines(results: Iterable[Result]) -> list[str]:
-    """What to say below a comparison: a heading, and a line for each row that spent a tenth of its forwards or more on
-    padding alone; nothing where no row did."""
+def padding_lines(results: Iterable[Any]) -> list[str]:
+    """What to say below a comparison of these `Result`s: a heading, and a line for each that spent a tenth of its
+    forwards or more on padding alone; nothing where none did."""
     found = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results
