@@ -38,8 +38,10 @@ def by_sampler(results: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
 
 def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
     """Right answers and forwards of `paradec compare`."""
-    lines = ["| sampler | setting | right, one answer | right, many answers | forwards | tokens per forward | AUP |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        "| sampler | setting | right, one answer | right, many answers | forwards | only padding | tokens per forward | AUP |",
+        "|---" * 8 + "|",
+    ]
     for name, entries in by_sampler(data["results"]):
         for index, entry in enumerate(entries):
             if defaults_only and entry["changes"]:
@@ -48,7 +50,9 @@ def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
             for many in (False, True):
                 counts = [count for task, count in entry["tasks"].items() if data["many"][task] == many]
                 cells.append(f"{100 * sum(right for right, _ in counts) / sum(of for _, of in counts):.1f}")
-            cells += [f"{entry['nfe']:.1f}", f"{entry['tokens_per_forward']:.2f}"]
+            asked = sum(of for _, of in entry["tasks"].values())
+            cells += [f"{entry['nfe']:.1f}", f"{entry['padding_forwards'] / asked:.1f}"]
+            cells.append(f"{entry['tokens_per_forward']:.2f}")
             cells.append(f"{data['aup'][name]:.0f}" if not index and name in data["aup"] else "")
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
