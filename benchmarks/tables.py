@@ -39,7 +39,8 @@ def by_sampler(results: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
 def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
     """Right answers and forwards of `paradec compare`."""
     lines = [
-        "| sampler | setting | right, one answer | right, many answers | forwards | only padding | tokens per forward | AUP |",
+        "| sampler | setting | right, one answer | right, many answers | forwards | only padding | tokens per forward "
+        "| AUP |",
         "|---" * 8 + "|",
     ]
     for name, entries in by_sampler(data["results"]):
