@@ -64,7 +64,7 @@ def test_examples_run_offline() -> None:
     assert "low_confidence" in llada and "threshold" in llada
     assert "noise" in dream and "16 forwards" in dream
     assert "kiwi apple fig pear" in infill and "hole 1: 'apple fig'" in infill
-    assert watch.strip().splitlines()[0::2] == ["one token per step: 32 forwards", "threshold: 4 forwards"]
+    assert watch.strip().splitlines()[0::2] == ["one token per step: 8 forwards", "threshold: 4 forwards"]
     # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
     assert "ThresholdScheduler: 16 forwards, a right answer\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
     found = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", swap_in)
