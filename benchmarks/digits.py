@@ -4,7 +4,7 @@
     python benchmarks/digits.py --resume           # goes on with what was done with the same weights
     python benchmarks/digits.py --only sjd scd     # some samplers
     python benchmarks/digits.py --figure docs/figures/digits.png    # the pictures alone
-    python benchmarks/tables.py                    # afterwards: the tables of docs/images.md and docs/samplers.md
+    python benchmarks/tables.py                    # afterwards: the tables of docs/images.md and docs/samplers_data.md
 
 Class accuracy is how often the packaged classifier (98 % right on held-out digits) sees the class that was asked for;
 the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:

@@ -1,6 +1,4 @@
-"""Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images, performance, ranking,
-samplers) from the results of benchmarks: compare, antibody, protein, digits, estimate, jacobi, caches, canvases,
-ranking_text, sparsed. One, the samplers' settings, is read off their classes.
+"""Writes the tables of README.md and docs/ from `benchmarks/results/`, and the samplers' settings from their classes.
 
     python benchmarks/tables.py
 
@@ -40,8 +38,11 @@ def by_sampler(results: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
 
 def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
     """Right answers and forwards of `paradec compare`."""
-    lines = ["| sampler | setting | right, one answer | right, many answers | forwards | tokens per forward | AUP |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        "| sampler | setting | right, one answer | right, many answers | forwards | only padding | tokens per forward "
+        "| AUP |",
+        "|---" * 8 + "|",
+    ]
     for name, entries in by_sampler(data["results"]):
         for index, entry in enumerate(entries):
             if defaults_only and entry["changes"]:
@@ -50,23 +51,69 @@ def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
             for many in (False, True):
                 counts = [count for task, count in entry["tasks"].items() if data["many"][task] == many]
                 cells.append(f"{100 * sum(right for right, _ in counts) / sum(of for _, of in counts):.1f}")
-            cells += [f"{entry['nfe']:.1f}", f"{entry['tokens_per_forward']:.2f}"]
+            asked = sum(of for _, of in entry["tasks"].values())
+            cells += [f"{entry['nfe']:.1f}", f"{entry['padding_forwards'] / asked:.1f}"]
+            cells.append(f"{entry['tokens_per_forward']:.2f}")
             cells.append(f"{data['aup'][name]:.0f}" if not index and name in data["aup"] else "")
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-HEADLINE = {"low_confidence": "one token per step", "threshold": "`threshold`, the default"}
-
-
 def headline_table(data: dict[str, Any]) -> str:
-    """One token per step beside the default sampler, of `paradec compare`."""
-    base = data["results"][0]["tasks"]
-    lines = [f"| | right, of {sum(of for _, of in base.values())} prompts | forwards per answer |", "|---|---|---|"]
-    for name, label in HEADLINE.items():
-        entry = next(entry for entry in data["results"] if entry["sampler"] == name and not entry["changes"])
-        right = sum(count for count, _ in entry["tasks"].values())
-        lines.append(f"| {label} | {right} | {entry['nfe']:.1f} |")
+    """The best setting of one token per step beside the default sampler, of benchmarks/headline.py."""
+    baseline = data["reporting"][1]
+    rows = {f"one token per step, in {_blocks(baseline)}": baseline, "`threshold`, the default": data["reporting"][0]}
+    lines = [f"| | right, of {baseline['of']} prompts | forwards per answer | tokens per answer |", "|---|---|---|---|"]
+    for label, row in rows.items():
+        lines.append(f"| {label} | {row['right']} | {row['forwards']:.1f} | {row['tokens']:.1f} |")
+    return "\n".join(lines)
+
+
+def _blocks(row: dict[str, Any]) -> str:
+    """How a row of benchmarks/headline.py cuts the answer into blocks."""
+    changes = row["changes"]
+    if "blocks" in changes:
+        return "blocks that end at the end token"
+    return f"blocks of {changes.get('block_length', 32)}"
+
+
+def schedules_table(rows: list[dict[str, Any]]) -> str:
+    """Samplers with a schedule, beside `threshold`, in blocks of several lengths, of benchmarks/headline.py."""
+    heads = ["sampler", "tokens a step", "blocks", f"right, of {rows[0]['of']}", "95 %", "forwards", "only padding"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        low, high = (row["of"] * share for share in row["interval"])
+        a_step = f"{1 / row['changes'].get('steps', 1):.0f}" if row["changes"] else "as many as are sure"
+        cells = [f"`{row['sampler']}`", a_step, _blocks(row).removeprefix("blocks ").removeprefix("of ")]
+        cells += [str(row["right"]), f"{low:.0f}-{high:.0f}", f"{row['forwards']:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{row['padding_forwards']:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def _headline_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """`threshold`, the baseline, and the same filling whole blocks of 32."""
+    return [*data["reporting"][:2], data["reporting"][-1]]
+
+
+DECODERS = {"llada": "LLaDA", "fast_dllm": "Fast-dLLM", "dinfer": "dInfer", "dkv_cache": "dKV-Cache"}
+
+
+def beside_table(data: dict[str, Any]) -> str:
+    """What README.md says of benchmarks/peers/text.py: CPU time and memory over those of the public decoders."""
+    lines = ["| the public code of | cache | our CPU time over its | peak MiB, ours / its | tokens |", "|---" * 5 + "|"]
+    for key, called in DECODERS.items():
+        for name, case in data["cases"].items():
+            project, _, cache = name.partition(" ")
+            if project == key:
+                ours, theirs = case["contestants"]["paradec"], case["contestants"][key]
+                cells = [
+                    called,
+                    cache or ("none" if key == "llada" else "its own"),
+                    f"{ours[f'cpu_over_{key}'][1]:.2f}",
+                ]
+                cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
+                cells.append("equal" if ours["compared_with"]["equal"] else "differ")
+                lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -173,7 +220,7 @@ SHORT_DIGITS = ("ar", "sjd", "scd", "speculative", "gsd", "lantern++", "lantern"
 
 
 def digits_table(data: dict[str, Any], short: bool) -> str:
-    """Forwards and quality of benchmarks/digits.py; short: the rows of docs/samplers.md, without intervals."""
+    """Forwards and quality of benchmarks/digits.py; short: the rows of docs/samplers_data.md, without intervals."""
     settings = {entry["label"]: entry for entry in data["settings"]}
     if short:
         lines = ["| sampler | lossless | forwards | right, % | Frechet distance | p |"]
@@ -650,8 +697,9 @@ def rendered() -> dict[str, str]:
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
     canvases, ranking, probes = _result("canvases"), _result("ranking_text"), _result("probes")
+    headline = _result("headline")
     tables = {
-        "README.md": {"headline": headline_table(compare)},
+        "README.md": {"headline": headline_table(headline), "beside": beside_table(_result("peers_text"))},
         "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
         "docs/caches.md": {
             "caches": caches_table(_result("caches")),
@@ -667,8 +715,15 @@ def rendered() -> dict[str, str]:
             "canvases_memory": canvases_memory_table(canvases),
         },
         "docs/comparison.md": {
-            "compare": compare_table(compare, False),
+            "headline_rows": schedules_table(_headline_rows(headline)),
+            "compare_defaults": compare_table(compare, True),
             "compare_heldout": heldout_table(compare, compare_heldout),
+            "antibody_defaults": antibody_table(antibody, True),
+        },
+        "docs/comparison_data.md": {
+            "compare": compare_table(compare, False),
+            "schedules": schedules_table(headline["choosing"]),
+            "schedules_heldout": schedules_table(headline["reporting"]),
             "antibody": antibody_table(antibody, False),
             "antibody_heldout": antibody_table(antibody_heldout, False),
             "protein": protein_table(_result("protein")),
@@ -682,7 +737,7 @@ def rendered() -> dict[str, str]:
             "ranking_antibody": ranking_table(ranking["places"]["antibody"]),
             "ranking_alone": ranking_alone_table(ranking["places"]["packaged-64"]),
         },
-        "docs/diffusion.md": {
+        "docs/diffusion_data.md": {
             "probes": probes_table(probes),
             "probes_even": probes_even_table(probes),
             "probes_published": probes_published_table(probes),
@@ -698,14 +753,13 @@ def rendered() -> dict[str, str]:
         },
         "docs/serving.md": {"server": server_table(_result("server"))},
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
-        "docs/samplers.md": {
-            "compare": compare_table(compare, True),
-            "antibody": antibody_table(antibody, True),
-            "digits": digits_table(digits, short=True),
+        "docs/samplers.md": {"headline_rows": schedules_table(_headline_rows(headline))},
+        "docs/samplers_data.md": {
             "settings": settings_table(),
             "pipelined": pipelined_table(_result("pipelined")),
+            "digits": digits_table(digits, short=True),
         },
-        "docs/performance.md": {
+        "docs/performance_data.md": {
             "estimate": estimate_table(_result("estimate")),
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),

@@ -10,7 +10,7 @@ that nothing else uses. `antibody`: AntiBERTy, the sequences of benchmarks/data,
 (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half. What a canvas gives is kept
 in the file of `--canvases`, where there is one, for runs to come.
 
-Then every setting made by hand that docs/comparison.md lists - defaults and `sweep` of the samplers whose defaults
+Then every setting made by hand that docs/comparison_data.md lists - defaults and `sweep` of the samplers whose defaults
 take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named, by one rule, the fewest
 forwards at most a point below the best score: the one that it takes on the half that chose (`fair`), and the one that
 it would take on the reported half itself, which nobody can know beforehand (`oracle`). The preset is compared with both

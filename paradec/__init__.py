@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paradec.integrations.transformers import hf_generate
     from paradec.models.checkpoint import CheckpointError
     from paradec.models.eagle import load_drafter
+    from paradec.models.images.pixel_dit import PixelDiTPipeline
     from paradec.models.loading import load
     from paradec.models.proteins.mpnn import load_protein_mpnn
     from paradec.models.wrapping import wrap
@@ -54,6 +55,7 @@ __all__ = [
     "Interrupted",
     "Output",
     "PipelinedBlocks",
+    "PixelDiTPipeline",
     "Prophet",
     "Request",
     "SparseD",
@@ -85,6 +87,7 @@ LATER = {
     "Interrupted": "paradec.core.protocol",
     "Output": "paradec.api.output",
     "PipelinedBlocks": "paradec.core.pipelined_blocks",
+    "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",
@@ -104,7 +107,7 @@ LATER = {
     "tune": "paradec.tools.tuning.run",
     "wrap": "paradec.models.wrapping",
 }
-"""Imported when they are first asked for: all of them import torch, some of them parts of transformers."""
+"""Imported when they are first asked for: all of them import torch, some of them transformers or diffusers."""
 
 
 def __getattr__(name: str) -> Any:

@@ -47,10 +47,10 @@ def generate(
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
-        prompt: text, a chat (list of {"role", "content"}), input ids, or a list of any one of these; or what a
+        prompt: a text, a chat (list of {"role", "content"}), input ids, or a list of one of these kinds; or what a
             tokenizer or its `apply_chat_template` returns.
-        input_ids: ids under their transformers name, instead of `prompt`. Where ids hold the mask id, those positions
-            are filled as well, and everything else stays as it is (see `infill`).
+        input_ids: the same as `prompt`, under transformers' name. Positions that hold the mask id are filled as well;
+            all others stay as they are (see `infill`).
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         preset: a `paradec.Request`, or a file that `Request.save` wrote, whose values arguments override.
         arguments: the fields of `paradec.Request`, which explains them: sampler, cache, steps, temperature, ...

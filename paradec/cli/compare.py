@@ -104,8 +104,17 @@ def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bo
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
         return
     tables.comparison(found.columns(), found.table())
+    tell_padding(found)
     if code:
         print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
+
+
+def tell_padding(found: Any) -> None:
+    """Say, beside the results, which rows spent their forwards on padding."""
+    from paradec.tools.evaluation.padding import padding_lines
+
+    for line in padding_lines(found.results):
+        print(line, file=sys.stderr)
 
 
 def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:

@@ -52,25 +52,25 @@ def load(
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
-    `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
-    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Mixtures of
-    experts likewise: LLaDA-MoE and SDAR-MoE on `Qwen3MoeForCausalLM`, LLaDA2.0 and 2.1 on `Glm4MoeForCausalLM`
+    `Qwen2ForCausalLM`, both without a causal mask. SDAR and TraDo ("sdar") run on `Qwen3ForCausalLM` and Fast-dLLM v2
+    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask that they were trained with. Of the
+    mixtures of experts LLaDA-MoE and SDAR-MoE run on `Qwen3MoeForCausalLM`, LLaDA2.0 and 2.1 on `Glm4MoeForCausalLM`
     (docs/models.md has the table). DiffusionGemma ("diffusion_gemma") runs on transformers' own class, with its
     generation_config.json for defaults. Weights must be safetensors (one file or sharded); remote code is never
     executed.
 
-    Any causal language model in transformers' own format ("qwen3", "llama", "gemma3_text", ...) runs on its own class
-    there, and ends and pads as its `generate` does; GGUF files as far as transformers reads them (with the package
-    gguf), as plain numbers.
+    Any causal language model in transformers' own format ("qwen3", "llama", "gemma3_text", ...) runs on its own class,
+    and ends and pads as transformers' `generate` does. GGUF files are read as far as transformers reads them (with the
+    package gguf), and are unpacked to plain numbers.
 
-    Ids of masked models come from the checkpoint's own files: config.json, then generation_config.json, then the
-    tokenizer; where they disagree on the mask or the padding, the first one counts (and the logger "paradec" says so).
-    End tokens are all that these files and the tokenizer's turn ends name.
+    The ids of a masked model's mask, padding and end tokens come from the checkpoint's files: config.json, then
+    generation_config.json, then the tokenizer. Where these disagree on the mask or the padding, the first one counts
+    (and the logger "paradec" says so). Every end token that one of them names counts, the tokenizer's turn ends too.
 
-    Image models (`paradec.generate_images`): LlamaGen's, MAR's, VAR's, LPD's and kin's single files and folders
-    (docs/pictures.md has the table), and Emu3, Chameleon's kin and Janus in transformers' format; "digits-ar" is the
-    small one inside the package, "digits-ar-drafter" a smaller one that drafts for it, "digits-maskgit" a masked one,
-    and "digits-var" and "digits-var-small" write scales.
+    Image models (for `paradec.generate_images`) load from the published files and folders of LlamaGen, MAR, VAR, LPD
+    and kin (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon and Janus. Five small ones
+    are inside the package: "digits-ar", "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked),
+    "digits-var" and "digits-var-small" (by scales).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as

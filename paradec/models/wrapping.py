@@ -46,15 +46,16 @@ def wrap(
 ) -> Model:
     """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
 
-    A masked LM (BERT-like) predicts in place and sees both ways, so only its mask id is asked for. A transformers
-    causal LM is taken as that, with the end and padding ids of its own `generate`, where nothing speaks of masks: no
-    `mask_token_id`, here or in the tokenizer. Else it must be told its `prediction` and `topology`; unless the topology
-    is "causal", calls through the model attend without a causal mask. A class of one's own that extends one of these is
-    taken as what it extends. Any other module is called with ids alone, without padding and without a key/value store.
+    A masked language model (BERT-like) predicts in place and sees both ways, so only its mask id is needed. A
+    transformers causal language model without a mask id, in `mask_token_id` or the tokenizer, is decoded as a causal
+    model, with the end and padding ids of its own `generate`. With a mask id it needs `prediction` and `topology`;
+    unless the topology is "causal", calls through the model attend without a causal mask. Your own class that extends
+    one of these is treated as the class that it extends. Any other module is called with ids alone, without padding and
+    without a key/value store.
 
-    The module stays as it is for whoever else uses it, in other threads as well: its own calls attend as before, and
-    its parts stay in training mode where they are (calls through the model are in evaluation mode, with no dropout). It
-    may be wrapped several times; `Model.unwrap()` takes off what the wrap put on it, in any order.
+    Other users of the module, in other threads too, see no change: the module's own calls attend as before, and parts
+    in training mode stay in training mode (calls through the model are in evaluation mode, with no dropout). A module
+    may be wrapped several times; `Model.unwrap()` undoes one wrap, in any order.
 
     Args:
         mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from causal_models import tiny_llama
+from page_stand_ins import NOW, SUBSTITUTES, StandIn, runnable
 from places import GOLDEN, ROOT
 from scripts import load_script
 from typer.testing import CliRunner
@@ -37,6 +39,10 @@ ELSEWHERE = re.compile(
     r"custom_generate|logits\)|\.\.\.|questions|generate\(model, (prompt|chat)\b"
 )
 """Code with one of these needs a checkpoint, a GPU, or something that only the text around it names."""
+WHOLE = ("README.md", "diffusion.md", "images.md", "index.md", "schedulers.md", "text.md")
+"""Pages of which every block runs; tiny models are in the places of checkpoints (`page_stand_ins`)."""
+SLOW = ("images.md", "schedulers.md")
+"""Of these, pages that take long; they run in `.ci/full`."""
 LONG = ("bench", "compare", "eval", "learn2pd", "serve", "tune", "verify")
 """Commands that take minutes, do not end, or need an extra; they have tests of their own."""
 SECONDS = re.compile(r"\d+\.\d+ s$")
@@ -87,22 +93,38 @@ def test_commands_run(page: str, command: str, monkeypatch: pytest.MonkeyPatch, 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_prints_what_it_is_said_to(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Blocks of a page run one after the other, as a reader would run them. "# -> " is what a line prints."""
-    monkeypatch.chdir(tmp_path)
-    for registry in (samplers.registry, caches.registry):  # what a page registers goes with it
-        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-    names: dict[str, Any] = {}
-    for block in blocks(page, "python"):
-        if ELSEWHERE.search(block):
-            assert "# -> " not in block, "this block is not run"
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block, str(page), "exec"), names)
-        said = re.findall(r"# -> (.*)$", block, flags=re.MULTILINE)
-        assert not said or printed.getvalue().splitlines() == said
+def executed(page: Path, blocks: list[str], names: dict[str, Any], tmp_path: Path) -> None:
+    """Run blocks one after the other, as a reader would run them. "# -> " is what a line prints."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tiny models in the places of others
+        patch.chdir(tmp_path)
+        for registry in (samplers.registry, caches.registry):  # what a page registers goes with it
+            patch.setattr(registry, "_targets", dict(registry._targets))
+        for block in blocks:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(block, str(page), "exec"), names)
+            said = re.findall(r"# -> (.*)$", block, flags=re.MULTILINE)
+            assert not said or printed.getvalue().splitlines() == said
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WHOLE], ids=lambda page: page.name)
+def test_code_prints_what_it_is_said_to(page: Path, tmp_path: Path) -> None:
+    """What needs nothing but the package."""
+    found = [block for block in blocks(page, "python") if not ELSEWHERE.search(block)]
+    assert all("# -> " not in block for block in blocks(page, "python") if block not in found), "this block is not run"
+    executed(page, found, {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in WHOLE]
+)
+def test_every_block_of_the_first_pages_runs(page: str, tmp_path: Path) -> None:
+    path = next(each for each in PAGES if each.name == page)
+    written = blocks(path, "python")
+    for text in SUBSTITUTES.get(page, {}):
+        assert any(text in block for block in written), f"{page} does not have {text}"
+    executed(path, [runnable(page, block) for block in written], {NOW: StandIn(tmp_path)}, tmp_path)
 
 
 # ---- parts of one's own ---------------------------------------------------------------------------------------------
@@ -240,8 +262,11 @@ def test_the_cache_that_is_shown_is_approximate_elsewhere(own: dict[str, Any]) -
 def test_the_examples_are_found() -> None:
     """A pattern above that matched everything would leave nothing to run."""
     assert len(list(transcripts())) >= 5 and len(list(commands())) >= 6
-    runnable = [page.name for page in PAGES if any(not ELSEWHERE.search(block) for block in blocks(page, "python"))]
-    assert {"README.md", "index.md", "images.md"} <= set(runnable)
+    found = [page.name for page in PAGES if any(not ELSEWHERE.search(block) for block in blocks(page, "python"))]
+    assert {"quick_start.md", "pictures.md", "write_a_cache.md"} <= set(found)
+    assert set(WHOLE) <= {page.name for page in PAGES} and all(
+        blocks(page, "python") for page in PAGES if page.name in WHOLE
+    )
 
 
 def navigation() -> list[str]:
@@ -288,6 +313,24 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_home_page_leads_to_every_page() -> None:
     home = (DOCS / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\(([\w/]+\.md)\)", home)) == set(navigation()) - {"index.md"}
+
+
+def test_a_page_has_one_title() -> None:
+    """The same as its heading, in the menu and on the home page."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
+    named = {file: title for title, file in re.findall(r"^ +- ([^:]+): (\S+\.md)$", menu, flags=re.MULTILINE)}
+    home = re.findall(
+        r"\[([^\]]+)\]\(([\w/]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8").partition("## In")[0]
+    )
+    heading = {
+        file: (DOCS / file).read_text(encoding="utf-8").partition("\n")[0] for file in named if (DOCS / file).exists()
+    }
+    for path in NOTEBOOKS:
+        first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"][0]
+        heading[f"notebooks/{path.stem}.md"] = first.rstrip("\n")
+    assert heading == {file: f"# {title}" for file, title in named.items()}
+    assert dict(map(reversed, home)) == {file: title for file, title in named.items() if file != "index.md"}
+    assert len(set(named.values())) == len(named)
 
 
 def referenced(folder: str = "api") -> set[Any]:

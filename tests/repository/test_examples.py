@@ -64,7 +64,7 @@ def test_examples_run_offline() -> None:
     assert "low_confidence" in llada and "threshold" in llada
     assert "noise" in dream and "16 forwards" in dream
     assert "kiwi apple fig pear" in infill and "hole 1: 'apple fig'" in infill
-    assert watch.strip().splitlines()[0::2] == ["one token per step: 32 forwards", "threshold: 4 forwards"]
+    assert watch.strip().splitlines()[0::2] == ["one token per step: 8 forwards", "threshold: 4 forwards"]
     # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
     assert "ThresholdScheduler: 16 forwards, a right answer\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
     found = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", swap_in)
@@ -116,4 +116,4 @@ def test_the_animation_of_the_readme_is_what_the_script_draws(
     assert "threshold: 4 forwards" in capsys.readouterr().out
     assert stored.stat().st_size < 1_000_000
     with Image.open(stored) as one, Image.open(tmp_path / "x.gif") as other:
-        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (33, (720, 194))
+        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (9, (720, 191))

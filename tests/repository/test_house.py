@@ -39,9 +39,10 @@ def tracked_files() -> list[Path]:
 
 
 def readme_commands() -> list[str]:
-    """The README's commands that set everything up from a bare Python."""
+    """The README's commands that set everything up from a bare Python; lines that a backslash continues are one."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if "-m venv" in line]
+    lines = [line for block in blocks for line in re.sub(r" \\\n +", " ", block).splitlines()]
+    return [line for line in lines if "-m venv" in line]
 
 
 def test_importing_paradec_is_light() -> None:
@@ -157,6 +158,24 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
         file, _, anchor = link.partition("#")
         assert "://" not in link and (ROOT / file).exists(), link
         assert not anchor or anchor in anchors(ROOT / file), link
+
+
+def test_commands_of_the_readme_fit_80_columns() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks and [line for block in blocks for line in block.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_pages_are_short(page: Path) -> None:
+    """A guide whose measurements have a page of their own is shorter. The reference is written from docstrings."""
+    apart = page.with_name(f"{page.stem}_data.md").exists()
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= (250 if apart else 400)
+
+
+def test_guides_have_their_measurements_apart() -> None:
+    apart = {page.stem for page in (ROOT / "docs").glob("*_data.md")}
+    assert apart == {f"{guide}_data" for guide in ("samplers", "comparison", "diffusion", "performance")}
 
 
 def test_the_readme_leads_to_every_page_of_the_documentation() -> None:

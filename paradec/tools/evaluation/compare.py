@@ -35,6 +35,7 @@ from paradec.models.loading import load
 from paradec.request import Request, seed_matters
 from paradec.samplers.masked.fitting import attention_of, block_policy
 from paradec.tools.evaluation.metrics import aup, wilson
+from paradec.tools.evaluation.padding import PaddingCounter
 from paradec.tools.evaluation.questions import Question, packaged_questions
 
 SCHEMA = "paradec-compare/1"
@@ -147,6 +148,8 @@ class Result:
     """Answer tokens, end tokens included and the padding after them excluded."""
     seconds: float = 0.0
     """Wall time of decoding."""
+    padding_forwards: int | None = None
+    """Of `forwards` those that decided only padding after the answer; None where an older file did not count them."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
         """(right answers, prompts) of some tasks, or of all."""
@@ -224,6 +227,7 @@ class Comparison:
                     "forwarded_tokens": result.forwarded_tokens,
                     "tokens": result.tokens,
                     "seconds": result.seconds,
+                    "padding_forwards": result.padding_forwards,
                     "accuracy": result.accuracy(),
                     "interval": list(wilson(right, asked)),
                     "nfe": result.nfe,
@@ -271,7 +275,8 @@ class Comparison:
                 Result(
                     Configuration(row["sampler"], row["changes"]),
                     {name: (right, asked) for name, (right, asked) in row["tasks"].items()},
-                    *(row[name] for name in ("forwards", "forwarded_tokens", "tokens", "seconds")),
+                    **{name: row[name] for name in ("forwards", "forwarded_tokens", "tokens", "seconds")},
+                    padding_forwards=row.get("padding_forwards"),
                 )
                 for row in data["results"]
             ]
@@ -443,13 +448,15 @@ def _measure(
         asked = request | configuration.request(new, max(counts))
         if not seed_matters(method, asked.get("temperature", 0), asked["suffix"]):
             asked["seed"] = None
-        output = generate(model, prompts, sampler=method, **asked)
+        padding = PaddingCounter()
+        output = generate(model, prompts, sampler=method, callback=padding, **asked)
         for question, text in zip(rows, output.text or (), strict=True):
             right.setdefault(question.task, []).append(question.right(text))
         result.forwards += sum(output.row_nfe)
         result.forwarded_tokens += output.forwarded_tokens
         result.tokens += sum(output.tokens)
         result.seconds += output.seconds
+        result.padding_forwards = (result.padding_forwards or 0) + padding.forwards(output)
         yield first + len(rows)
     result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
 

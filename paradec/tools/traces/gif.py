@@ -16,6 +16,7 @@ PAD, GAP, SIZE = 14, 3, 15
 """Pixels around a panel and between tokens, and of the letters."""
 PADDING = 7
 """Pixels along a token after the end."""
+CAPTION = "small boxes: padding after the answer"
 MOST_HEIGHT = 1200
 """Pixels; what a text does not have room for is left out below."""
 MOST_PICTURES = 8
@@ -208,6 +209,8 @@ def _written(trace: Trace, row: int, moment: int) -> dict[int, tuple[int, int]]:
 class _Text(_Panel):
     """Tokens in their final places, from the prompt's last line on."""
 
+    caption_at: int | None = None
+
     def lay(self) -> int:
         final = [token if isinstance(token, int) else -1 for token in self.trace.replay()[self.row]]
         stop = len(final)
@@ -242,6 +245,9 @@ class _Text(_Panel):
             x += wide + GAP
             if "\n" in self.trace.texts.get(final[position], ""):
                 x, y = 0, y + self.line + GAP
+        if any(wide == PADDING for _, _, wide in self.places.values()):
+            y += self.line
+            self.caption_at = y
         return y + self.line + 4
 
     def text(self, token: Any) -> str:
@@ -255,6 +261,9 @@ class _Text(_Panel):
 
     def body(self, image: Any, pen: Any, x: int, y: int, moment: int) -> None:
         written, canvas = _written(self.trace, self.row, moment), self.trace.canvas[self.row]
+        if self.caption_at is not None:
+            text = self.fitted(CAPTION, self.letters)
+            pen.text((x, y + self.caption_at), text, font=self.letters, fill=self.colours["soft"])
         last = max(1, len(self.trace.steps) - 1)
         for position, (left, top, wide) in self.places.items():
             box = (x + left, y + top, x + left + wide - 1, y + top + self.line - 3)

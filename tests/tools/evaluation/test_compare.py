@@ -27,6 +27,7 @@ from paradec.tools import evaluation
 from paradec.tools.evaluation import Comparison, Configuration
 from paradec.tools.evaluation.compare import COMBINATIONS, Result
 from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
+from paradec.tools.evaluation.padding import padding_lines
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_length": 12}
@@ -379,6 +380,29 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
         evaluation.compare(packaged, questions=other, resume=partial, **SMALL)
 
 
+def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: Comparison) -> None:
+    """As the trace of the same decoding says: every position that a step wrote is after the answer."""
+    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
+    for result in small.results:
+        request = result.configuration.request(12) | {"max_new_tokens": 12, "block_length": 12, "trace": True}
+        only = 0
+        for question in questions:
+            out = paradec.generate(packaged, question.prompt, sampler=result.configuration.make(), **request)
+            end = int(out.attention_mask.sum()) - 12 + out.tokens[0]
+            only += sum(min((at for _, at, _, _ in step.commits), default=0) >= end for step in out.trace.steps)
+        assert result.padding_forwards == only
+    schedule = next(result for result in small.results if result.configuration.name == "low_confidence")
+    assert schedule.padding_forwards == schedule.forwards - schedule.tokens > 0  # one token a forward
+    assert small.baseline.padding_forwards == 0
+    # a line for every row that it is a tenth of; an older file did not count them
+    heading, *lines = padding_lines(small.results)
+    assert "only padding" in heading and [line.split(":")[0].strip() for line in lines] == [
+        result.configuration.name for result in small.results if result.padding_forwards >= 0.1 * result.forwards
+    ]
+    assert f"  low_confidence: {schedule.padding_forwards / 8:.1f} of {schedule.nfe:.1f}" in lines
+    assert padding_lines([small.baseline, replace(schedule, padding_forwards=None)]) == []
+
+
 def test_caches_are_compared_too(packaged: Model) -> None:
     questions = evaluation.packaged_questions("shuffle", limit=4)
     found = evaluation.compare(packaged, questions=questions, names="threshold", cache="dual", batch=4, block_length=4)
@@ -510,6 +534,16 @@ def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert run(*FEW, "--out", file, "--resume").exit_code == 0
     assert Comparison.from_json(file).complete
+
+
+def test_the_command_says_which_rows_decided_padding(tmp_path: Path) -> None:
+    """On standard error: the table has standard output for itself."""
+    few = ("--tasks", "copy", "--limit", 1, "--samplers", "low_confidence", "--max-new-tokens", 12)
+    file = tmp_path / "results.json"
+    result = run(*few, "--out", file)
+    found = Comparison.from_json(file)
+    assert len(result.stdout.splitlines()) == 1 + len(found.results)
+    assert result.stderr.splitlines() == padding_lines(found.results) and "low_confidence: " in result.stderr
 
 
 def test_the_file_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

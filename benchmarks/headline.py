@@ -1,0 +1,115 @@
+"""What parallel decoding saves beside a baseline that decodes no padding: the README's first table.
+
+    python benchmarks/headline.py [--batch 20] [--samplers low_confidence,random]
+
+A sampler that decides a fixed number of tokens a step fills whole blocks. The packaged model's answers have 7.6 tokens
+in the mean, so in blocks of 32 most of its forwards decide padding. Here every such sampler decides one, two or four
+tokens a step in blocks of several lengths, and one token a step also in blocks that end where the model predicts the
+end of the text. Of these the fewest forwards are taken among the settings that have at most `FEWER` right answers less
+than `threshold` at its defaults, on the prompts of benchmarks/results/compare.json; they are measured again on the
+other prompts of benchmarks/compare_heldout.py. One token a step is chosen likewise, by itself: the baseline.
+
+Writes benchmarks/results/headline.json after every sampler, and goes on with what is there; the commit that each
+setting was measured on is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare_heldout import FEWER, other_questions
+from provenance import COMMIT, write_result
+
+import paradec
+from paradec import AdaptiveBlocks
+from paradec.tools import evaluation
+from paradec.tools.evaluation import Configuration
+from paradec.tools.evaluation.metrics import wilson
+
+FILE = Path(__file__).resolve().parent / "results" / "headline.json"
+BLOCKS = (1, 2, 4, 8, 16, 32)
+TOKENS = (1, 2, 4)
+"""Decided in a step."""
+BASELINE = "low_confidence"
+"""One token a step, the most confident first."""
+SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin maskgit halton recap".split())
+"""Samplers that decide as many tokens a step as `steps` says."""
+
+
+def candidates(sampler: str, end: int) -> list[Configuration]:
+    """One sampler's settings; `end` is the id of the end token. The baseline alone has all of `BLOCKS`."""
+    found = []
+    lengths = BLOCKS if sampler == BASELINE else (4, 8, 16)
+    for tokens in TOKENS:
+        steps = {} if tokens == 1 else {"steps": 1 / tokens}
+        found += [Configuration(sampler, steps | {"block_length": block}) for block in lengths if block >= tokens]
+    return [*found, Configuration(sampler, {"blocks": AdaptiveBlocks(32, delimiters=(end,))})]
+
+
+def row(result: Any) -> dict[str, Any]:
+    right, asked = result.right()
+    changes = dict(result.configuration.changes)
+    if "blocks" in changes:
+        changes["blocks"] = "end at the end token"
+    found = {"sampler": result.configuration.sampler, "changes": changes, "right": right, "of": asked}
+    found |= {"interval": list(wilson(right, asked)), "forwards": result.nfe, "commit": COMMIT}
+    found |= {"padding_forwards": result.padding_forwards / asked, "tokens": result.tokens / asked}
+    return found | {"positions": result.forwarded_tokens / asked}
+
+
+def best(rows: list[dict[str, Any]], least: int) -> dict[str, Any]:
+    """The fewest forwards among the rows with enough right answers; the most right of equal ones."""
+    return min((row for row in rows if row["right"] >= least), key=lambda row: (row["forwards"], -row["right"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--samplers", help="separated by commas; by default all that have a schedule")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model = paradec.load()
+    (end,) = model.facts.eos_token_ids
+    data = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"choosing": [], "reporting": []}
+    names = list(SCHEDULES) if arguments.samplers is None else arguments.samplers.split(",")
+    questions = evaluation.packaged_questions(limit=12)
+
+    def measured(configurations: list[Configuration], asked: Any) -> list[dict[str, Any]]:
+        found = evaluation.compare(model, names=configurations, questions=asked, batch=arguments.batch, progress=told)
+        return [row(result) for result in found.results]
+
+    def told(comparison: Any, configuration: Configuration, share: float) -> None:
+        print(f"{share:5.1%} {configuration.name}", flush=True)
+
+    for name in filter(None, names):
+        rows = measured(candidates(name, end), questions)
+        data["choosing"] = [row for row in data["choosing"] if row["sampler"] not in ("threshold", name)]
+        data["choosing"] = [rows[0], *data["choosing"], *rows[1:]]
+        write_result(FILE, data | {"fewer": FEWER})
+    least = data["choosing"][0]["right"] - FEWER
+    one = [row for row in data["choosing"] if row["sampler"] == BASELINE and "steps" not in row["changes"]]
+    taken = [best(one, least)]
+    for name in dict.fromkeys(row["sampler"] for row in data["choosing"][1:]):
+        own = [row for row in data["choosing"] if row["sampler"] == name]
+        if any(row["right"] >= least for row in own):
+            taken.append(best(own, least))
+    wanted = [Configuration(row["sampler"], row["changes"]) for row in taken if "blocks" not in row["changes"]]
+    wanted += [
+        Configuration(row["sampler"], {"blocks": AdaptiveBlocks(32, delimiters=(end,))})
+        for row in taken
+        if "blocks" in row["changes"]
+    ]
+    wanted.append(Configuration(BASELINE, {"block_length": 32}))  # what it takes to fill whole blocks
+    data["baseline"] = taken[0]["changes"]
+    data["reporting"] = measured(wanted, other_questions())
+    write_result(FILE, data | {"fewer": FEWER})
+    for row_ in data["reporting"]:
+        print(row_["sampler"], row_["changes"], row_["right"], round(row_["forwards"], 2), round(row_["tokens"], 2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What code on pages runs with in tests: tiny models in the places of published checkpoints, which are not at hand.
+
+Everything else of a page's code stays as it is written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import eagle_drafters
+import text_families
+from scripts import load_script
+
+CUDA = ', dtype="bfloat16", device="cuda")'
+NOW = "stand_in"
+"""The name that substitutes have in the code."""
+KNOWN = {"Natalia sold 48 clips in April and half as many in May. How many in all?": "Sort: pear fig apple"}
+"""The packaged model has words of its own."""
+SUBSTITUTES: dict[str, dict[str, str]] = {
+    "README.md": {'paradec.load("GSAI-ML/LLaDA-8B-Instruct"' + CUDA: "paradec.load()", **KNOWN},
+    "text.md": {
+        'paradec.load("GSAI-ML/LLaDA-8B-Instruct"' + CUDA: "paradec.load()",
+        'paradec.load("Dream-org/Dream-v0-Instruct-7B"' + CUDA: "paradec.load()",
+        **KNOWN,
+        "Write a haiku about rain.": "Sort: pear fig apple",
+    },
+    "images.md": {
+        'paradec.load("c2i_XL_384.pt", vq="vq_ds16_c2i.pt"' + CUDA: f"{NOW}.teacher",
+        'paradec.load("BAAI/Emu3-Gen-hf"' + CUDA: f"{NOW}.emu3",
+        # no tokenizer, and a smaller picture
+        '"a portrait of a young girl", negative_prompt="lowres, blurry", height=720, width=720': f"**{NOW}.portrait",
+        'paradec.load("c2i_XL_256.pt", vq="vq_ds16_c2i.pt")': f"{NOW}.nar",
+        'paradec.load("llamagen-L.pt", vq="vq_ds16_c2i.pt")': f"{NOW}.student",
+        'paradec.load("c2i_L_256.pt")': f"{NOW}.teacher",
+        'preset="llamagen_l_22", teacher=teacher': "teacher=teacher, teacher_start=2",  # of 256 tokens
+        'paradec.load("c2i_L_256.pt", vq="vq_ds16_c2i.pt")': f"{NOW}.teacher",
+        '"path/to/llamagen_drafter"': f"{NOW}.drafter",
+    },
+    "schedulers.md": {
+        'paradec.load("inclusionAI/LLaDA2.0-mini"' + CUDA: f"paradec.load({NOW}.blocks)",
+        'pipe("Why is the sky blue?", gen_length=64)': f'pipe("w1 w2 w3", **{NOW}.asked)',
+        'AmusedPipeline.from_pretrained("amused/amused-256")': f"{NOW}.amused",
+        'pipe("a red bicycle", num_inference_steps=12)': f"pipe(**{NOW}.bicycle, num_inference_steps=12)",
+    },
+}
+"""By page: what is written, and what is run in its place."""
+
+
+class StandIn:
+    """The tiny models, made when they are asked for; `folder` is for those that are read from files."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.asked = {"gen_length": 8, "num_inference_steps": 8, "block_length": 4}
+        self.asked |= {"mask_token_id": 3, "eos_token_id": 2, "use_chat_template": False}
+
+    def __getattr__(self, name: str) -> Any:
+        made = getattr(self, f"_{name}")()
+        vars(self).update(made)
+        return vars(self)[name]
+
+    def _nar(self) -> dict[str, Any]:
+        return {"nar": load_script("examples/nar_images.py").tiny()}
+
+    def _student(self) -> dict[str, Any]:
+        student, teacher = load_script("examples/distilled_images.py").tiny()
+        teacher.vq = student.vq
+        return {"student": student, "teacher": teacher}
+
+    _teacher = _student
+
+    def _emu3(self) -> dict[str, Any]:
+        model, request = load_script("examples/emu3_images.py").tiny()
+        return {"emu3": model, "portrait": request}
+
+    _portrait = _emu3
+
+    def _amused(self) -> dict[str, Any]:
+        pipe, request = load_script("examples/amused_recap.py").tiny()
+        return {"amused": pipe, "bicycle": request}
+
+    _bicycle = _amused
+
+    def _blocks(self) -> dict[str, Any]:
+        return {"blocks": text_families.write(self.folder / "sdar", "sdar")}
+
+    def _drafter(self) -> dict[str, Any]:
+        config, weights = eagle_drafters.checkpoint(hidden=32, vocab=64, kv_heads=4)
+        return {"drafter": eagle_drafters.write(self.folder / "drafter", config, weights)}
+
+
+def runnable(page: str, block: str) -> str:
+    """A block of a page as it can be run."""
+    for written, run in SUBSTITUTES.get(page, {}).items():
+        block = block.replace(written, run)
+    return block
