@@ -69,7 +69,7 @@ class Groups(GroupSampler):
         rows = np.arange(len(tokens))
         return [
             GroupQuery(
-                rows=np.arange(state.batch),
+                rows=state.rows,
                 tokens=tokens,
                 positions=positions,
                 wanted=torch.arange(read.shape[1], len(ranks), device=ranks.device).expand(len(rows), -1),
@@ -81,7 +81,7 @@ class Groups(GroupSampler):
                 step=state.commits,
                 branches=state.branches,
                 forwarded=np.full(state.batch, len(ranks)),
-                index=np.arange(state.batch),
+                index=state.rows,
                 kind="window" if state.index else "full",
             )
         ]
