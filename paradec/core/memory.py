@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,13 +20,15 @@ class MemorySpec:
 
     Args:
         dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
-            is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), or an int.
+            is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), "slot" (of
+            a window of drafts), "latent" (all of a latent's; comes last), or an int.
+        dtype: None is that of the model: of its distributions, soft embeddings or latents.
         fill: the value it starts from and is reset to.
         reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
     """
 
     dims: tuple[str | int, ...] = ()
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     fill: float = 0.0
     reset: str = "block"
 
@@ -33,15 +36,22 @@ class MemorySpec:
         check_choice("reset", self.reset, ("block", "sequence"))
 
 
+Specs: TypeAlias = Mapping[str, MemorySpec]
+Sizes: TypeAlias = Mapping[str, int | tuple[int, ...]]
+
+
 class Memory:
     """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
 
-    def __init__(self, specs: Mapping[str, MemorySpec], batch: int, sizes: Mapping[str, int], device: torch.device):
+    def __init__(
+        self, specs: Specs, batch: int, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
+    ):
         self.specs = dict(specs)
         self.tensors: dict[str, Tensor] = {}
         for name, spec in self.specs.items():
-            shape = [batch, *(sizes[d] if isinstance(d, str) else d for d in spec.dims)]
-            self.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype, device=device)
+            own = [sizes[d] if isinstance(d, str) else d for d in spec.dims]
+            shape = [batch, *(n for size in own for n in (size if isinstance(size, tuple) else (size,)))]
+            self.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype or dtype, device=device)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch import Tensor
 from paradec.core.checks import check_model
 from paradec.core.latents import LatentProposal
 from paradec.core.logprobs import LogProbs, StepLogProbs
-from paradec.core.memory import Memory
+from paradec.core.memory import Memory, MemorySpec
 from paradec.core.observing import evaluated, traced
 from paradec.core.query import CallCost, Cost
 from paradec.core.registry import Registry, check_declared
@@ -136,9 +137,16 @@ class State:
         """True when every row is finished."""
         raise NotImplementedError(f"{type(self).__name__} does not say when it is done")
 
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[R] int64, on the host, ascending: the rows at work, which the next step evaluates. All rows, but in families
+        where one may end before another; these set it."""
+        return np.arange(self.batch)
+
     @property
     def progress(self) -> tuple[int, int]:
-        """(final, total): tokens or solver steps that are final, and how many there will be."""
+        """(final, total) of all rows together: tokens, or solver steps of latents, that are final, and how many there
+        will be. A row that has ended early counts as final."""
         raise NotImplementedError(f"{type(self).__name__} does not report progress")
 
     @contextmanager
@@ -242,6 +250,11 @@ class Sampler:
         """Make the state of one request: `start(model, prompt, request)`, or with the request's fields by name."""
         raise NotImplementedError
 
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """Tensors that the method keeps between steps, by name; `start` makes them in `State.memory`, where the
+        dimensions and the type that a spec leaves to the model are known."""
+        return {}
+
     def query(self, state: Any) -> list[Any]:
         """What to evaluate now: one query per shape bucket; an empty list when nothing needs the model."""
         raise NotImplementedError
@@ -317,8 +330,7 @@ def check_finite(sound: Tensor, rows: np.ndarray, message: str) -> None:
     """Raise NotFinite where some `rows` [R] are not `sound` [R] bool; `{row}` in the message is the first of these."""
     found = sound.cpu().numpy()
     if not found.all():
-        broken = rows[~found]
-        raise NotFinite(message.format(row=broken[0]), broken)
+        raise NotFinite(message.format(row=rows[~found][0]), rows[~found])
 
 
 class Interrupted(KeyboardInterrupt):

@@ -38,6 +38,13 @@ def test_memory_starts_at_fill() -> None:
     assert memory["count"].tolist() == [7, 7]
 
 
+def test_memory_takes_from_the_model_what_a_spec_leaves_to_it() -> None:
+    specs = {"history": MemorySpec((2, "latent"), None), "count": MemorySpec((), torch.int64)}
+    memory = Memory(specs, 3, {"latent": torch.Size((4, 5))}, torch.device("cpu"), torch.float64)
+    assert memory["history"].shape == (3, 2, 4, 5) and memory["history"].dtype == torch.float64
+    assert memory["count"].shape == (3,) and memory["count"].dtype == torch.int64
+
+
 def test_memory_reset_touches_only_its_rows_and_scope() -> None:
     memory = make_memory()
     before = memory["credit"].clone()

@@ -19,8 +19,9 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
+from paradec.core.former import check_former
 from paradec.core.logprobs import LogProbs, StepLogProbs
-from paradec.core.memory import Memory, MemorySpec
+from paradec.core.memory import Memory
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import NotFinite, Proposal, Sampler
 from paradec.core.query import Cost
@@ -53,6 +54,10 @@ class CausalSampler(Sampler):
     lossless: ClassVar[bool] = True
     """Whether the output has the distribution of token-by-token decoding."""
     state_type: ClassVar[type[CausalState]] = CausalState
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        check_former("sampler", cls, {"reads": "compared_by", "_memory": "memory"})
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +122,7 @@ class CausalSampler(Sampler):
         state = self.state_type(
             batch=batch,
             memory=Memory(
-                self._memory(dtype), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device
+                self.memory(), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device, dtype
             ),
             facts=facts,
             request=request.without_objects(),
@@ -156,10 +161,6 @@ class CausalSampler(Sampler):
     def _width(self, new: int) -> int:
         """Slots of a row's window, for an answer of so many tokens."""
         return 1
-
-    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        """What the method remembers between steps. "slot" is a dimension of the window's slots."""
-        return {}
 
     def _open(self, state: CausalState, model: Any) -> None:
         """Make ready for the first step."""

@@ -53,7 +53,7 @@ class ChainSampler(CausalSampler):
         check_int("window", self.window, low=1)
 
     @property
-    def reads(self) -> str:
+    def compared_by(self) -> str:
         """What `accept` compares the model's tokens by: "token_embeddings", "codebook" or nothing."""
         return ""
 
@@ -67,11 +67,11 @@ class ChainSampler(CausalSampler):
     def _width(self, new: int) -> int:
         return min(self.window, new)
 
-    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+    def memory(self) -> dict[str, MemorySpec]:
         return {
             "drafts": MemorySpec(("slot",), torch.int64, reset="sequence"),
             "draft_source": MemorySpec(("slot",), torch.int64, UNIFORM, reset="sequence"),
-            "draft_distribution": MemorySpec(("slot", "vocab"), dtype, reset="sequence"),
+            "draft_distribution": MemorySpec(("slot", "vocab"), None, reset="sequence"),
         }
 
     def _open(self, state: CausalState, model: Any) -> None:
@@ -79,14 +79,14 @@ class ChainSampler(CausalSampler):
         self._first_drafts(state, model)
 
     def _embeddings(self, model: Any, device: torch.device) -> Tensor | None:
-        if not self.reads:
+        if not (source := self.compared_by):
             return None
-        found = getattr(model, self.reads, lambda: None)()
+        found = getattr(model, source, lambda: None)()
         if found is None:
-            raise ValueError(f"sampler {self.name!r} needs a model with {self.reads}; {model.facts.name} has none")
+            raise ValueError(f"sampler {self.name!r} needs a model with {source}; {model.facts.name} has none")
         if found.ndim != 2 or len(found) != model.facts.vocab_size:
             raise ValueError(
-                f"{self.reads} of {model.facts.name} has shape {tuple(found.shape)}; expected one row for each of "
+                f"{source} of {model.facts.name} has shape {tuple(found.shape)}; expected one row for each of "
                 f"{model.facts.vocab_size} tokens"
             )
         return found.detach().to(device)

@@ -163,8 +163,8 @@ class DraftingSampler(ChainSampler):
             return super()._width(new) if self._own_slots is None else min(self._own_slots, new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
-    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        specs = super()._memory(dtype)
+    def memory(self) -> dict[str, MemorySpec]:
+        specs = super().memory()
         if self._looks_up:  # whose q are one-hot
             specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
         return specs if self.tree is None else {name: specs[name] for name in ("drafts", "draft_distribution")}

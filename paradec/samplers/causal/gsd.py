@@ -74,7 +74,7 @@ class GSD(SJD):
         check_number("d_threshold", self.d_threshold, low=0, none=True, open_low=True)
 
     @property
-    def reads(self) -> str:
+    def compared_by(self) -> str:
         return "" if self.d_threshold is None else "token_embeddings"
 
     def accept(self, window: DraftWindow) -> Tensor:

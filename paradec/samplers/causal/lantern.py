@@ -98,7 +98,7 @@ class Lantern(DraftingSampler, JacobiSampler):
                     )
 
     @property
-    def reads(self) -> str:
+    def compared_by(self) -> str:
         return "codebook"
 
     @property

@@ -64,9 +64,9 @@ class PooledChain(ChainSampler):
         if self.pool and not (model.supports_store and model.supports_visibility):
             raise ValueError(f"pool={self.pool} needs a model that runs over a store; {model.facts.name} does not")
 
-    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+    def memory(self) -> dict[str, MemorySpec]:
         pooled = {"pool": MemorySpec((self.pool_size, self.ngram), torch.int64, -1, reset="sequence")}
-        return super()._memory(dtype) | (pooled if self.pool else {})
+        return super().memory() | (pooled if self.pool else {})
 
     def _tree(self, state: CausalState) -> TreeLayout | None:
         """The window's chain and the branches; None where there are none."""

@@ -154,8 +154,6 @@ class CausalState(State):
         self.answer_start = self.prompt_length
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)
-        self.rows = np.arange(self.batch)
-        """[R] int64 on the host: the rows that are not finished."""
         self.accepted: list[np.ndarray] = []
         """[B] int64 per step: how many tokens each row made final."""
 

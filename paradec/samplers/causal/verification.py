@@ -89,7 +89,7 @@ class DraftWindow:
     fresh: Tensor
     """[R, W] int64: tokens drawn from p."""
     embeddings: Tensor | None = None
-    """[V, d]: of the model's tokens, for methods that compare them (`ChainSampler.reads`)."""
+    """[V, d]: of the model's tokens, for methods that compare them (`ChainSampler.compared_by`)."""
 
     def ratio(self) -> Tensor:
         """p(x) / q(x) of the drafts x, [R, W]."""

@@ -71,10 +71,10 @@ class JacobiSampler(ChainSampler):
             raise ValueError(f"init={self.init!r} needs a grid; text has no rows: use 'random' or a horizontal init")
         return super()._new_tokens(model, grid, new)
 
-    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        specs = super()._memory(dtype)
+    def memory(self) -> dict[str, MemorySpec]:
+        specs = super().memory()
         if self.refresh == "gumbel":
-            specs["noise"] = MemorySpec(("slot", "vocab"), dtype, reset="sequence")
+            specs["noise"] = MemorySpec(("slot", "vocab"), None, reset="sequence")
         if self.init.startswith("sample"):
             specs["best"] = MemorySpec(("position",), torch.int64, -1, reset="sequence")
         return specs
@@ -275,9 +275,9 @@ class Jacobi(PooledChain, JacobiSampler):
     def _width(self, new: int) -> int:
         return super()._width(new) if self.group is None else min(self.group, new)
 
-    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+    def memory(self) -> dict[str, MemorySpec]:
         iteration = {} if self.group is None else {"iteration": MemorySpec((), torch.int64, reset="sequence")}
-        return super()._memory(dtype) | iteration
+        return super().memory() | iteration
 
     def _evaluated(self, state: CausalState) -> np.ndarray:
         found = super()._evaluated(state)

@@ -339,7 +339,7 @@ class CSpD(ContinuousSampler):
         guidance = self.guidance(state, steps[-1])
         assert state.draws is not None  # `start` sets them
         return ContinuousQuery(
-            rows=np.arange(state.batch),
+            rows=state.rows,
             tokens=_at(tokens, known),
             known=known,
             targets=torch.arange(size, device=known.device).expand_as(state.order),

@@ -134,7 +134,7 @@ class MAR(ContinuousSampler):
         guided = state.guidance_scale != 1.0
         return [
             ContinuousQuery(
-                rows=np.arange(state.batch),
+                rows=state.rows,
                 tokens=state.tokens.gather(1, at),
                 known=known,
                 targets=targets,

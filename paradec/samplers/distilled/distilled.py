@@ -271,7 +271,7 @@ class Distilled(Sampler):
         kept = state.stages.kept[at]
         return [
             DistilledQuery(
-                rows=np.arange(state.batch),
+                rows=state.rows,
                 labels=state.labels,
                 tokens=torch.cat((state.tokens[:, :kept], state.noise[:, kept:]), 1),
                 kept=kept,
@@ -316,7 +316,7 @@ class Distilled(Sampler):
         p = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
         ids = draw(p, state.uniform(torch.arange(first, stop, device=logits.device)))
         return DistilledProposal(
-            rows=np.arange(state.batch),
+            rows=state.rows,
             values=state.codes[ids],
             cost=Cost([query], state.batch),
             made_at=state.commits,

@@ -24,7 +24,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_int, check_number
 from paradec.core.latents import LatentProposal, LatentQuery
-from paradec.core.memory import Memory, MemorySpec
+from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Trace
@@ -50,7 +50,6 @@ class ForecastState(State):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.rows = np.arange(self.batch)
         self.course = RunProgress(total=self.total)
         """Which step comes next, and what the refresh rules read."""
         self.input = self._model_input()
@@ -71,7 +70,7 @@ class ForecastState(State):
 
     @property
     def progress(self) -> tuple[int, int]:
-        return self.index, self.total
+        return self.index * self.batch, self.total * self.batch
 
     def advance(self, output: Tensor, full: bool) -> None:
         """Take one solver step with the model's output, or (not `full`) with its forecast."""
@@ -103,10 +102,6 @@ class ForecastSampler(Sampler):
 
     def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         """Note in the course how the model's input changed from one step to the next, where the decision reads that."""
-
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
-        """Tensors that the method keeps between steps, for outputs [B, *shape] of a dtype."""
-        raise NotImplementedError
 
     def remember(
         self, state: ForecastState, output: Tensor, full: bool
@@ -172,7 +167,7 @@ class ForecastSampler(Sampler):
         scheduler.set_timesteps(num_inference_steps, device=latent.device)
         state = ForecastState(
             batch=len(latent),
-            memory=Memory(self.memory(tuple(latent.shape[1:]), latent.dtype), len(latent), {}, latent.device),
+            memory=Memory(self.memory(), len(latent), {"latent": latent.shape[1:]}, latent.device, latent.dtype),
             scheduler=scheduler,
             latent=latent,
             conditions=conditions,

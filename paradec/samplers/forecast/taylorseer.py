@@ -232,9 +232,8 @@ class TaylorSeer(ForecastSampler):
         self.check_run(state.total)
         return state
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
-        kept = self.forecaster.dtype or dtype
-        return {"history": MemorySpec((self.forecaster.slots, *shape), kept, reset="sequence")}
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"history": MemorySpec((self.forecaster.slots, "latent"), self.forecaster.dtype, reset="sequence")}
 
     def remember(
         self, state: ForecastState, output: Tensor, full: bool

@@ -71,7 +71,7 @@ class Groups(GroupSampler):
         at = torch.as_tensor(rows, device=ranks.device)
         return [
             GroupQuery(
-                rows=np.arange(state.batch),
+                rows=state.rows,
                 tokens=tokens,
                 positions=positions,
                 wanted=torch.arange(read.shape[1], len(ranks), device=ranks.device).expand(len(rows), -1),

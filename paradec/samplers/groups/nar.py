@@ -165,7 +165,7 @@ class NAR(GroupWriter):
             visible = int(state.prompt_length.max() + cells.max()) + 1
         return [
             Query(
-                rows=np.arange(state.batch),
+                rows=state.rows,
                 tokens=state.context[rows.unsqueeze(1), positions],
                 positions=positions,
                 wanted=wanted,

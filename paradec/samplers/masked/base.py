@@ -20,7 +20,6 @@ from paradec.caches.base import Cache, Part
 from paradec.core.blocks import BlockPolicy
 from paradec.core.contract import CanvasState
 from paradec.core.logprobs import StepLogProbs
-from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Sampler
 from paradec.core.query import Cost, WindowQuery
 from paradec.core.trace import Notes
@@ -35,18 +34,7 @@ from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
 from paradec.samplers.statistics import Raised
 
-__all__ = [
-    "LAST",
-    "UNCUT",
-    "MaskedProposal",
-    "MaskedSampler",
-    "MaskedState",
-    "Needs",
-    "Revision",
-    "Stage",
-    "View",
-    "reference",
-]
+__all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
 
 
 @dataclass(frozen=True)
@@ -88,10 +76,6 @@ class MaskedSampler(Sampler):
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
         """The block policy that is part of the method, for requests that give none (a length at most)."""
         return None
-
-    def memory(self) -> Mapping[str, MemorySpec]:
-        """Tensors that the method keeps between steps."""
-        return {}
 
     def preview(self, state: CanvasState) -> np.ndarray:
         """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing.

@@ -243,7 +243,7 @@ class MaskedState(Tracked, RefilledRows):
         self.running[rows] = False
 
     def _make_window(self) -> None:
-        rows = self.running.nonzero()[0]
+        self.rows = rows = self.running.nonzero()[0]
         self._made_for_blocks = {}
         if (names := rows.tobytes()) != self._running_rows:
             self._made_for_rows, self._running_rows = {}, names

@@ -100,7 +100,7 @@ class EndOfText:
             self.first[slots] = other.first
 
 
-def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[EarlyRule, ...]]:
+def check_stop(value: Any, sampler: Any = None) -> tuple[tuple[StopRule, ...], tuple[EarlyRule, ...]]:
     """A rule or several, told apart. Raises TypeError for anything else, ValueError for an early rule with drafts."""
     rules = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     early = tuple(rule for rule in rules if hasattr(rule, "satisfied") and not isinstance(rule, type))
@@ -111,7 +111,7 @@ def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[Ea
                 f"stop={shown(rule)} must be a stop rule, e.g. paradec.Prophet(), or a list of them; texts go to "
                 "stop_strings"
             )
-    if early and (sampler.needs.multi_step or sampler.needs.mask_probes):
+    if early and sampler and (sampler.needs.multi_step or sampler.needs.mask_probes):
         what = "drafts of later steps" if sampler.needs.multi_step else "mask probes of the block"
         raise ValueError(
             f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {what} beside the "

@@ -102,11 +102,11 @@ class CanvasSampler(Sampler):
         """The masked sampler whose `select` says what a step keeps; `defaults` are the model's."""
         raise NotImplementedError
 
-    def memory(self, dtype: torch.dtype = torch.float32) -> Mapping[str, MemorySpec]:
-        """What is kept of the open canvas between steps: "window" is C, "hidden" D. dtype: of the soft embeddings."""
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """What is kept of the open canvas between steps: "window" is C, "hidden" D."""
         return {
             "noisy": MemorySpec(("window",), torch.int64),
-            "soft": MemorySpec(("window", "hidden"), dtype),
+            "soft": MemorySpec(("window", "hidden"), None),
             "unchanged": MemorySpec((), torch.int64),
         }
 
@@ -336,9 +336,7 @@ class CanvasSampler(Sampler):
         state.commits += 1
         state.encoded[late] = state.block_start[late]
         state.encoder_calls[late] += 1
-        waits = state.evaluated.copy()
-        waits[rows] = False
-        state.waited[waits] += 1
+        state.waited[np.setdiff1d(state.rows, rows)] += 1
         state.waited[rows] = 0
         state.denoising_calls[rows] += state.running[rows] & ~state.converged[rows]
         state.canvas_step[rows] += 1

@@ -19,7 +19,6 @@ from paradec.core.prompts import encode
 from paradec.core.trace import spans
 from paradec.request import DEFAULTS, Request, randomness
 from paradec.request_fields import refused_by
-from paradec.samplers.masked.needs import Needs
 from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 from paradec.samplers.renoising import rules
@@ -80,7 +79,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
-        memory=Memory(sampler.memory(model.soft_dtype), len(rows), sizes, device),
+        memory=Memory(sampler.memory(), len(rows), sizes, device, model.soft_dtype),
         facts=facts,
         request=request.without_objects(),
         rule=rule,
@@ -135,7 +134,7 @@ def _check_begins(facts: ModelFacts, rows: list[list[int]]) -> None:
 
 def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
     """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
-    found, early = check_stop(request.stop, SimpleNamespace(needs=Needs()))
+    found, early = check_stop(request.stop)
     if early:
         raise ValueError(
             f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "

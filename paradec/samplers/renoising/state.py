@@ -133,9 +133,9 @@ class DenoisingState(State):
         return torch.as_tensor(~self._final, device=self.canvas.device)
 
     @property
-    def evaluated(self) -> np.ndarray:
-        """[B] bool: rows that steps evaluate; in lock step ended ones go on being denoised with the others."""
-        return np.full(self.batch, bool(self.running.any())) if self.lock_step else self.running
+    def rows(self) -> np.ndarray:  # type: ignore[override]
+        """As for all; in lock step ended rows go on being denoised with the others."""
+        return np.arange(self.batch) if self.lock_step and self.running.any() else self.running.nonzero()[0]
 
     @property
     def done(self) -> bool:
@@ -171,7 +171,7 @@ class DenoisingState(State):
 
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
         """[R] rows to encode at this step, and [R] rows whose canvas a step denoises, those among them."""
-        rows = self.evaluated.nonzero()[0]
+        rows = self.rows
         late = self.encoded[rows] < self.block_start[rows]
         ready = late & (late.all() or self.waited[rows].max(initial=0) >= self.encode_wait)
         return rows[ready], rows[~late | ready]
@@ -244,7 +244,7 @@ class DenoisingState(State):
             self._fill_after_end(rows[~alive])
         more = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
         self.running[rows[~more]] = False
-        goes_on = more & self.evaluated[rows]
+        goes_on = more & np.isin(rows, self.rows)
         self._fill_after_end(rows[~goes_on])
         rows = rows[goes_on]
         self.opened[rows] += 1

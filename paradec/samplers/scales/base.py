@@ -210,7 +210,7 @@ class ScaleSampler(Sampler):
         begin, stop = state.begin(first), state.ends[state.index]
         positions = torch.arange(begin, stop, device=state.tokens.device).expand(state.batch, -1)
         query = ScaleQuery(
-            rows=np.arange(state.batch),
+            rows=state.rows,
             inputs=state.inputs[:, max(begin - 1, 0) : stop - 1],
             labels=state.labels,
             first=first,

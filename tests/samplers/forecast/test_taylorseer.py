@@ -415,7 +415,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> N
     assert [step.kind for step in state.trace.steps] == kinds
     full = kinds.count("full")
     assert full == sum(map(sampler.is_full, range(20))) == first_enhance + (20 - first_enhance) // interval
-    assert state.nfe.tolist() == [full] * 3 and state.progress == (20, 20)
+    assert state.nfe.tolist() == [full] * 3 and state.progress == (60, 60)
     assert [step.forwarded for step in state.trace.steps] == [[16] * 3 if kind == "full" else [0] * 3 for kind in kinds]
 
 

@@ -56,6 +56,17 @@ def only(state: MaskedState, *rows: int) -> None:
     state.open_blocks(np.empty(0, np.int64))
 
 
+def test_rows_at_work_are_those_of_the_window() -> None:
+    sampler, state = start()
+    assert state.rows.tolist() == [0, 1, 2]
+    only(state, 0, 2)
+    assert state.rows.tolist() == state.window.rows.tolist() == [0, 2]
+    assert state.taken(np.array([2, 1])).rows.tolist() == [0]
+    while not state.done:
+        sampler.commit(state, sampler.step(MODEL, state))
+    assert state.rows.tolist() == []
+
+
 # ---- the contract ---------------------------------------------------------------------------------------------------
 
 
@@ -304,3 +315,9 @@ def test_a_cache_with_an_old_name_is_told_the_new_one(name: str) -> None:
     said = f"cache class Old defines {name}, which is now facts = CacheFacts({name}=...)"
     with pytest.raises(TypeError, match=re.escape(said)):
         type("Old", (caches.get("dual"),), {name: None})
+
+
+@pytest.mark.parametrize(("name", "now"), [("reads", "compared_by"), ("_memory", "memory")])
+def test_a_causal_method_with_an_old_name_is_told_the_new_one(name: str, now: str) -> None:
+    with pytest.raises(TypeError, match=f"sampler class Old defines {name}, which is now {now}"):
+        type("Old", (samplers.get("gsd"),), {name: None})

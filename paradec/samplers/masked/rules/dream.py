@@ -42,10 +42,7 @@ class DreamSampler(MaskedSampler):
     def __post_init__(self) -> None:
         check_temperature("alg_temp", self.alg_temp, none=True)
         check_number("eps", self.eps, low=0, high=1, open_low=True)
-
-    @property
-    def draws(self) -> bool:  # type: ignore[override]
-        return bool(self.alg_temp)
+        object.__setattr__(self, "draws", bool(self.alg_temp))
 
     def quota(self, state: CanvasState, rows: Numbers) -> Numbers:
         left, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)

@@ -19,7 +19,8 @@ from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import tempered
-from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View, reference
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import Raised, written
 
@@ -73,7 +74,7 @@ class MaskGIT(MaskedSampler):
         check_number("guidance_start", self.guidance_start, low=0, none=True)
 
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
-        return self.quota_at(state, rows, *self.progress(state, rows))
+        return self.quota_at(state, rows, *self.step_of(state, rows))
 
     def quota_at(self, state: CanvasState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """[R] int64: what the schedule grants at `step` of `steps`, both [R]; the last step takes what is left, and
@@ -86,7 +87,7 @@ class MaskGIT(MaskedSampler):
             found[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
         return np.minimum(found, left)
 
-    def progress(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def step_of(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[R] int64: the open block's step t, and its steps T."""
         planned = np.minimum(state.planned_steps(rows), np.maximum(state.masks_at_open[rows], 1))
         return np.minimum(state.block_step[rows], planned - 1), planned
@@ -103,14 +104,14 @@ class MaskGIT(MaskedSampler):
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         """The base's proposal, with the "noise_scale" of this step, [R, W]."""
         proposal = super().propose(state, outputs, queries)
-        scale = torch.as_tensor(self.noise_at(*self.progress(state, proposal.rows)), device=proposal.values.device)
+        scale = torch.as_tensor(self.noise_at(*self.step_of(state, proposal.rows)), device=proposal.values.device)
         proposal.quantities["noise_scale"] = scale.unsqueeze(1).expand(proposal.values.shape)
         return proposal
 
     def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
-        return self.guidance_at(state, *self.progress(state, rows))
+        return self.guidance_at(state, *self.step_of(state, rows))
 
     def guidance_at(self, state: CanvasState, step: np.ndarray, steps: np.ndarray) -> Tensor:
         """[R, 1, 1]: the guidance scale at `step` of `steps`, both [R], where it grows."""
@@ -128,7 +129,7 @@ class MaskGIT(MaskedSampler):
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
-        tau = self.temperature_at(*self.progress(state, query.rows))
+        tau = self.temperature_at(*self.step_of(state, query.rows))
         cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 

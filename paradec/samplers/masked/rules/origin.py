@@ -14,7 +14,8 @@ from torch import Tensor
 from paradec.core.checks import check_number
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedSampler, Needs, View, reference
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.base import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.schedules import time_share
 
 

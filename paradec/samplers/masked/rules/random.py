@@ -16,7 +16,8 @@ from paradec.core import rng
 from paradec.core.checks import check_choice
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import View, reference
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.base import View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 

@@ -92,12 +92,12 @@ class Recap(MaskGIT):
     def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
-        step, steps = self.progress(state, rows)
+        step, steps = self.step_of(state, rows)
         return self.guidance_at(state, np.where(self.place(step) > 0, step - 1, step), steps)
 
     def group_size(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         """[R] int64: positions that this step and the rest of its group commit."""
-        step, steps = self.progress(state, rows)
+        step, steps = self.step_of(state, rows)
         found = np.zeros(len(rows), np.int64)
         for ahead in range(self.local_steps + 1):
             inside = (step + ahead < steps) & (self.group(step + ahead) == self.group(step))
@@ -117,7 +117,7 @@ class Recap(MaskGIT):
         step."""
         window = state.window
         rank = state.memory["rank"][window.row_index[:, 0], : window.positions.shape[1]].cpu().numpy()
-        step, _ = self.progress(state, window.rows)
+        step, _ = self.step_of(state, window.rows)
         target = (rank >= 0) & (self.place(step) > 0)[:, None]
         order = (~target).argsort(1, kind="stable")[:, : max(int(target.sum(1).max()), 1)]
         return np.where(np.take_along_axis(target, order, 1), np.take_along_axis(window.host_positions, order, 1), -1)
@@ -126,7 +126,7 @@ class Recap(MaskGIT):
         """The base's proposal, with the "group_size" of rows that take a full step (0 for the others), [R, W]."""
         proposal = super().propose(state, outputs, queries)
         rows, device = proposal.rows, proposal.values.device
-        step, _ = self.progress(state, rows)
+        step, _ = self.step_of(state, rows)
         sizes = np.where(self.place(step) == 0, self.group_size(state, rows), 0)
         size = torch.as_tensor(sizes, device=device).double().unsqueeze(1)
         proposal.quantities["group_size"] = size.expand(proposal.values.shape)
