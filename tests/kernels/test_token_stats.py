@@ -21,7 +21,7 @@ from paradec.kernels import interpreting
 from paradec.kernels.token_stats import (
     FIELDS,
     IN_ONE_READ,
-    GumbelDraws,
+    TokenDraws,
     TokenStats,
     path_for,
     portable,
@@ -52,15 +52,13 @@ def kernel(
     logits: Tensor,
     temperature: float = 1.0,
     ids: Tensor | None = None,
-    draws: GumbelDraws | None = None,
+    draws: TokenDraws | None = None,
     block: int = 64,
     splits: int = 1,
 ) -> TokenStats:
     """The kernel on the GPU, or interpreted; its findings on the CPU."""
     if draws is not None:
-        draws = GumbelDraws(
-            draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature
-        )
+        draws = TokenDraws(draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature)
     ids = None if ids is None else ids.to(DEVICE)
     # strides outlive a move of the whole storage only
     storage = logits if logits._base is None else logits._base
@@ -95,9 +93,9 @@ def assert_close(found: TokenStats, expected: dict[str, Tensor], names: frozense
             assert torch.equal(got, wanted), name
 
 
-def draws_for(rows: int, width: int, temperature: float = 0.7) -> GumbelDraws:
+def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
     generator = torch.Generator().manual_seed(7)
-    return GumbelDraws(
+    return TokenDraws(
         keys=torch.randint(2**32, (rows, 2), generator=generator),
         steps=torch.randint(1000, (rows,), generator=generator),
         positions=torch.randint(5000, (rows, width), generator=generator),
@@ -333,7 +331,7 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
     logits[2] = large / 4
     for temperature in (1e-6, 1.0, 1e6):
         draws = draws_for(3, 1, temperature)
-        draws = GumbelDraws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
+        draws = TokenDraws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
         found = token_stats(logits, temperature=temperature, path=path, draws=draws)
         assert found.token.tolist() == [70, 30, 0] and not found.nonfinite.any()
         expected = torch.tensor([1, 1 / 2, 1 / VOCABULARY], dtype=torch.float64)
@@ -342,7 +340,7 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(found.sample_prob, expected, rtol=1e-6, atol=0)
         assert found.sample[0] == 70 and found.sample[1] in (30, 90)
     # noise is as large beside huge logits as beside others: equal tokens are drawn alike
-    many = GumbelDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
+    many = TokenDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
     counts = token_stats(logits[1].expand(1, 100, -1), draws=many, path=path).sample.view(-1).bincount()
     assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
 
@@ -414,11 +412,12 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
 def test_a_sample_depends_on_its_row_alone(path: str) -> None:
     logits, draws = logits_of(3, 4), draws_for(3, 4)
     found = token_stats(logits, draws=draws, path=path)
-    noise = rng.gumbel(rng.uniform(draws.keys, draws.steps, draws.positions, VOCABULARY, rng.TOKEN_STREAM))
-    assert torch.equal(found.sample, (logits.double() / 0.7 + noise).argmax(-1))
+    uniform = rng.uniform(draws.keys, draws.steps, draws.positions, 1, rng.TOKEN_STREAM)
+    total = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    assert torch.equal(found.sample, (total > uniform * total[..., -1:]).int().argmax(-1))
     expected = logits.double().softmax(-1).gather(-1, found.sample.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found.sample_prob, expected, rtol=1e-5, atol=0)
-    alone = GumbelDraws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
+    alone = TokenDraws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
     one = token_stats(logits[1, 2].unsqueeze(0), draws=alone, path=path)
     assert one.sample == found.sample[1, 2] and torch.allclose(one.sample_prob, found.sample_prob[1, 2])
 
@@ -428,7 +427,7 @@ def distribution(temperature: float, read: Callable[..., TokenStats], draws: int
     logits = torch.tensor([1.0, 0.0, -torch.inf, 2.0, -1.0, 0.5])
     positions = torch.arange(draws).unsqueeze(0)
     keys = torch.tensor([[12345, 67890]])
-    wanted = GumbelDraws(keys, torch.tensor([4]), positions, temperature)
+    wanted = TokenDraws(keys, torch.tensor([4]), positions, temperature)
     sample = read(logits.repeat(1, draws, 1), draws=wanted).sample
     counts = sample.view(-1).bincount(minlength=6)
     assert counts[2] == 0
@@ -486,7 +485,7 @@ def test_samplers_read_the_same_numbers_on_every_path() -> None:
         ({"ids": torch.tensor([0, 5])}, ValueError, "ids from 0 to 5 must be from 0 to 4"),
         ({"draws": draws_for(3, 1)}, ValueError, r"draws.keys must be int64 \(2, 2\), not"),
         (
-            {"draws": GumbelDraws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
+            {"draws": TokenDraws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
             ValueError,
             "draws.temperature=0 draws nothing",
         ),
@@ -576,9 +575,10 @@ from triton.compiler import ASTSource
 from paradec.kernels.token_stats import triton as module
 
 triton = module.triton
-WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "many"}
-FLOATS, CONSTANTS = {"scale", "temperature"}, {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4}
-POINTERS = {"logits": "*bf16", "keys": "*i64", "steps": "*i64", "positions": "*i64", "tokens": "*i64", "ids": "*i64"}
+WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "places", "many"}
+FLOATS = {"scale", "temperature"}
+CONSTANTS = {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4, "SEGMENT": module.SEGMENT, "PLACES": 512}
+POINTERS = {"logits": "*bf16", "sums": "*fp32", "tops": "*fp32", "tokens": "*i64", "ids": "*i64"}
 for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
     signature, constants = {}, {}
     for name in kernel.arg_names:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paradec.core.query import Cost, Query
+from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
 from paradec.samplers.causal.state import CausalState, Drafting
-from paradec.samplers.causal.verification import draw
 
 
 def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: Tensor) -> Tensor:

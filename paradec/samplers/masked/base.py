@@ -73,6 +73,7 @@ class MaskedSampler(Sampler):
         has_extra_quantities: whether it finds out more about a proposal, by `extra_quantities`.
         revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
             token as decided when a step has left it as it is, or its block has closed.
+        draws_tokens: whether counter-based draws of tokens go through the method's own `draw_tokens`.
     """
 
     family: ClassVar[str] = "masked"
@@ -95,6 +96,7 @@ class MaskedSampler(Sampler):
     processes_logits: ClassVar[bool] = False
     has_extra_quantities: ClassVar[bool] = False
     revises: ClassVar[bool] = False
+    draws_tokens: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

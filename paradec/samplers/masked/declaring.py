@@ -12,6 +12,7 @@ DERIVED = {
     "processes_logits": "process_logits",
     "has_extra_quantities": "extra_quantities",
     "revises": "revise",
+    "draws_tokens": "draw_tokens",
 }
 """Class attributes that say whether a class has a decision of its own, and the method that this is seen by."""
 

@@ -14,6 +14,7 @@ from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
+from paradec.samplers.masked.draws import of_tokens
 from paradec.samplers.masked.queries import owners
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
@@ -92,10 +93,17 @@ def candidates(
         return reference.read(sampler, state, logits, query, generator)
     if request.temperature == 0 and not (filtered and sampler.score_from == "sampled"):
         return statistics(logits, sampler.reads)
+    raw = sampler.score_from == "raw"
+    counted = generator is None and request.temperature > 0 and not sampler.draws_tokens
+    if counted and not filtered:
+        found_in = 1.0 if raw else request.temperature
+        return token_statistics(logits, sampler.reads, None, of_tokens(state, query, request.temperature), found_in)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
     drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
+    if counted and not raw:
+        return token_statistics(drawn_from, sampler.reads, None, of_tokens(state, query))
     drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
-    return statistics(drawn_from if sampler.score_from == "sampled" else logits, sampler.reads, drawn)
+    return statistics(logits if raw else drawn_from, sampler.reads, drawn)
 
 
 def spread(

@@ -40,6 +40,7 @@ class Origin(MaskedSampler):
     may_wait = True
     draws = True
     reference_draws = "masked"
+    draws_tokens = False  # its own draws are the public code's alone
 
     def __post_init__(self) -> None:
         check_number("eps", self.eps, low=0, high=1, open_low=True)
