@@ -291,11 +291,14 @@ class ScaleSampler(Sampler):
         """Codes [B, n, C], blended by filtered logits [B, n, V] (`smooth`)."""
         ratio = state.index / max(len(state.scales) - 1, 1)
         tau = max(0.27 * (1 - 0.95 * ratio), 0.005)
-        noisy = logits * (1 + ratio) + self.noise(state, logits)
+        noisy = logits * (1 + ratio)
+        if self.temperature(state) > 0:
+            noisy = noisy + self.noise(state, logits)
         return (noisy / tau).softmax(-1).to(codes.dtype) @ codes
 
     def noise(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Gumbel noise of the blended codes, as the logits [B, n, V]."""
+        """Gumbel noise of the blended codes, as the logits [B, n, V]: blending weighs every token, so that each has its
+        number."""
         at = state.begin(state.index) + torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
         step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return rng.gumbel(rng.uniform(state.keys, step, at, logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
