@@ -11,7 +11,7 @@ from torch import Tensor
 from paradec.core.contract import CanvasState
 from paradec.core.query import Query
 from paradec.samplers.distributions import tempered
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.draws import of_tokens
@@ -98,6 +98,11 @@ def candidates(
     if counted and not filtered:
         found_in = 1.0 if raw else request.temperature
         return token_statistics(logits, sampler.reads, None, of_tokens(state, query, request.temperature), found_in)
+    if counted and raw and request.top_n_sigma is None:
+        uniform = of_tokens(state, query).uniform()
+        drawn = draw_filtered(logits, uniform, request.temperature, request.top_p, request.top_k)
+        if drawn is not None:
+            return token_statistics(logits, sampler.reads, drawn)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
     drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
     if counted and not raw:
