@@ -23,13 +23,14 @@ from paradec.kernels.token_stats import (
     IN_ONE_READ,
     TokenDraws,
     TokenStats,
+    draw,
     path_for,
     portable,
     read,
     reference_stats,
     token_stats,
 )
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.statistics import QUANTITIES, best_with_probability, token_statistics
 
 VOCABULARY = 9001
@@ -440,6 +441,97 @@ def distribution(temperature: float, read: Callable[..., TokenStats], draws: int
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_samples_follow_the_distribution(temperature: float) -> None:
     assert distribution(temperature, token_stats, 20_000) > 1e-3
+
+
+def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:
+    """Of `count` draws from logits [V] (float32 or float64), of which `left` [V] is the distribution; rare tokens count
+    together, and tokens without probability are drawn never."""
+    uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
+    found = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
+    counts = found.bincount(minlength=len(left))
+    assert (counts[left == 0] == 0).all()
+    order = left.argsort(descending=True)
+    often = int((left * count >= 20).sum())
+    expected, counted = left[order] * count, counts[order].double()
+    groups = [torch.cat((each[:often], each[often:].sum().unsqueeze(0))) for each in (counted, expected)]
+    kept = groups[1] > 5
+    if kept.sum() == 1:
+        return 1.0
+    return float(chisquare(groups[0][kept], groups[1][kept] * groups[0][kept].sum() / groups[1][kept].sum()).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "count"),
+    [(0.3, 500), (1.7, 500), *(pytest.param(each, 100_000, marks=pytest.mark.full) for each in (0.7, 1.0))],
+)
+@pytest.mark.parametrize("filters", [(None, None), (0.9, None), (None, 40), (0.95, 30)])
+def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: float, count: int) -> None:
+    """Of every temperature and filter, in large vocabularies and small ones, by one number each."""
+    for vocabulary in (700, VOCABULARY):
+        logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(3))
+        logits[::7] = -torch.inf
+        left = filter_logits(logits.double() / temperature, *filters).softmax(-1)
+
+        def one(rows: Tensor, uniform: Tensor) -> Tensor:
+            draws = Given(uniform, temperature)
+            if filters == (None, None):
+                return token_stats(rows, fields=(), draws=draws).sample
+            found = draw_filtered(rows, uniform, temperature, *filters)
+            return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if found is None else found
+
+        assert p_value(logits, one, left, count) > 0.01 / 32
+
+
+class Given(TokenDraws):
+    """Draws with these numbers."""
+
+    def __init__(self, numbers: Tensor, temperature: float):
+        zero = torch.zeros(len(numbers), dtype=torch.int64)
+        super().__init__(zero.unsqueeze(1).expand(-1, 2), zero, zero, temperature)
+        object.__setattr__(self, "numbers", numbers)
+
+    def uniform(self) -> Tensor:
+        return self.numbers
+
+
+def test_paths_draw_the_same_tokens_but_at_boundaries() -> None:
+    """At most one draw in 10,000 is another token's, where its number is within 1e-6 of the boundary."""
+    logits = logits_of(40, 1)[:, 0] / 3
+    for temperature in (0.7, 1.0, 2.5):
+        total = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        others = count = 0
+        for part in range(10):
+            uniform = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(part))
+            exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
+            found = token_stats(logits, fields=(), draws=Given(uniform, temperature)).sample
+            wrong = (found != exact).nonzero().flatten()
+            ends = total[wrong, torch.minimum(found, exact)[wrong]]
+            assert (ends - uniform[wrong]).abs().le(1e-6).all()
+            others, count = others + len(wrong), count + len(found)
+        assert others <= 1
+
+
+def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:
+    """To the last bit: what torch computes after whole vectors is rounded otherwise, and no row may have some of it."""
+    logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        found = token_stats(logits, fields=("entropy",), draws=draws)
+        for count in (2, 3, 4):
+            torch.set_num_threads(count)
+            again = token_stats(logits, fields=("entropy",), draws=draws)
+            for name in ("prob", "entropy", "sample", "sample_prob"):
+                assert torch.equal(getattr(again, name), getattr(found, name)), (name, count)
+        torch.set_num_threads(1)
+        for row in range(15):
+            here = slice(row, row + 1)
+            own = TokenDraws(draws.keys[here], draws.steps[here], draws.positions[here], 0.7)
+            alone = token_stats(logits[here], fields=("entropy",), draws=own)
+            for name in ("prob", "entropy", "sample", "sample_prob"):
+                assert torch.equal(getattr(alone, name)[0], getattr(found, name)[row]), (name, row)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # ---- what samplers see ----------------------------------------------------------------------------------------------
