@@ -24,6 +24,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Sampler
 from paradec.core.query import Cost, Query
 from paradec.core.trace import Notes
+from paradec.kernels.token_stats import path_for
 from paradec.request import Request, request_for
 from paradec.samplers.masked import adaptive, draws, early, noting, pipeline, reference, revising
 from paradec.samplers.masked import commit as stages
@@ -239,7 +240,8 @@ class MaskedSampler(Sampler):
             parts.append((*(read if query.columns is None else spread(*read, query, current)), found))
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
-                said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
+                known = self._known(state, own, parts[-1][1]["confidence"])
+                said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count, known))
         tokens, quantities, updates = parts[0]
         order = None
         if len(parts) > 1:
@@ -274,6 +276,14 @@ class MaskedSampler(Sampler):
         if self.has_extra_quantities:
             proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
+
+    def _known(self, state: MaskedState, logits: Tensor, confidence: Tensor) -> Tensor | None:
+        """The probabilities of a query's tokens under softmax(logits), where its confidences are just these; what small
+        vocabularies are read for again costs nothing."""
+        changed = self.processes_logits or self.score_from != "raw" or type(self).read is not MaskedSampler.read
+        if changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
+            return None
+        return confidence if confidence.shape == logits.shape[:2] and bool((confidence > 0).all()) else None
 
     def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
