@@ -76,10 +76,12 @@ class KLASS(LowConfidence):
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        seen, previous, stable = stage.undecided, stage.memory["previous"].clone(), stage.memory["stable"].clone()
-        p, kl = divergence(logits[seen], previous[seen])  # [N, V], [N]
-        previous[seen], stable[seen] = p, torch.where(kl < self.kl_threshold, stable[seen] + 1, 0)
-        return logits, {"previous": previous, "stable": stable}
+        p, kl = divergence(logits, stage.memory["previous"])  # [R, W, V], [R, W]
+        stable = torch.where(kl < self.kl_threshold, stage.memory["stable"] + 1, 0)
+        seen = stage.undecided
+        if not (seen.is_cpu and seen.all()):  # else nothing large is copied
+            p = torch.where(seen.unsqueeze(-1), p, stage.memory["previous"])
+        return logits, {"previous": p, "stable": torch.where(seen, stable, stage.memory["stable"])}
 
     def select(self, view: View) -> Tensor:
         ready = (view.scores > self.confidence_threshold) & (view.updates["stable"] >= self.history)
