@@ -46,7 +46,7 @@ import paradec
 from paradec.batching.batch import Batch
 from paradec.core.protocol import decode
 from paradec.core.query import Query
-from paradec.kernels.token_stats import IN_ONE_READ, GumbelDraws, interpreting, reference_stats, token_stats
+from paradec.kernels.token_stats import IN_ONE_READ, TokenDraws, interpreting, reference_stats, token_stats
 from paradec.samplers.masked.device import step as engine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,7 +176,7 @@ def check_statistics(device: torch.device, scale: Scale) -> int:
                     logits[1, 99] = torch.nan
                 ids = torch.randint(vocabulary, (rows, 3), generator=generator, device=device)
                 numbers = torch.randint(2**31, (rows, 4), generator=generator, device=device)
-                draws = GumbelDraws(numbers[:, :2], numbers[:, 2] % 1000, numbers[:, 3] % 5000, 0.8)
+                draws = TokenDraws(numbers[:, :2], numbers[:, 2] % 1000, numbers[:, 3] % 5000, 0.8)
                 arguments = {"temperature": temperature, "ids": ids, "draws": draws}
                 found = token_stats(logits, fields=tuple(IN_ONE_READ), path=kernel_path(device), **arguments)
                 exact = reference_stats(logits, **arguments)

@@ -28,8 +28,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
+from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, draw, verify
+from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, verify
 
 WINDOW, VOCAB = 16, 16384
 MOST_TOKENS = 400

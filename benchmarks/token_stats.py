@@ -8,6 +8,9 @@ what the references of the threshold rules write: softmax in float64, argmax, ga
 chunked path also reads the same logits over temperature 0.2, after top-k 50 and after top-p 0.95: no exponential is
 slow, so that none may take more than 1.5 times as long as "as is". What filtering itself takes is measured apart.
 
+For [16, 126,464] a step's draws are measured beside the greedy read and the draws of LLaDA's and Dream's public codes,
+written here from their formulas (`--draws` measures these alone).
+
 All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
 (`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
 of ratios within a turn, of the process's own times. The extra memory is the highest resident size during one call in a
@@ -18,6 +21,7 @@ too). Prints tables and writes benchmarks/results/token_stats.json, with the com
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import subprocess
@@ -31,8 +35,8 @@ import torch
 from provenance import write_result
 from torch import Tensor
 
-from paradec.kernels.token_stats import token_stats
-from paradec.samplers.filters import filter_logits
+from paradec.kernels.token_stats import TokenDraws, token_stats
+from paradec.samplers.filters import _filter_by_rank, draw_filtered, filter_logits
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, VOCABULARIES = 32, (126_464, 152_064)
@@ -72,6 +76,46 @@ def difference(logits: Tensor, ids: Tensor) -> float:
     expected, found = plain(logits, ids), chunked(logits, ids)
     assert torch.equal(expected[0], found[0]), "the two paths take different tokens"
     return max(float(((a - b).abs() / a.clamp(min=1)).max()) for a, b in zip(expected[1:], found[1:]))
+
+
+def gumbel_loop(logits: Tensor, temperature: float) -> Tensor:
+    """LLaDA's draw: the logits' powers over Gumbel noise to the temperature, in float64, a number per token."""
+    logits = logits.to(torch.float64)
+    noise = (-torch.rand_like(logits).log()) ** temperature
+    return (logits.exp() / noise).argmax(-1)
+
+
+def softmax_multinomial(logits: Tensor, temperature: float, top_p: float | None) -> Tensor:
+    """Dream's draw: the tempered logits, filtered in order of rank, softmax, and one multinomial draw a row."""
+    return torch.multinomial(_filter_by_rank(logits / temperature, top_p, None).softmax(-1), 1).squeeze(-1)
+
+
+def measure_draws(vocabulary: int, repeats: int) -> dict[str, Any]:
+    """What the sampler does with a step's logits, drawn and greedy, beside the draws alone of the public codes."""
+    logits = inputs(vocabulary, 16)[0].unsqueeze(0)
+    keys, positions = torch.tensor([[1, 2]]), torch.arange(16).unsqueeze(0)
+    draws = TokenDraws(keys, torch.tensor([3]), positions, 0.7)
+
+    def filtered(top_p: float | None, top_k: int | None) -> Any:
+        drawn = draw_filtered(logits, draws.uniform(), 0.7, top_p, top_k)
+        return token_stats(logits, fields=(), ids=drawn)
+
+    functions: dict[str, Callable[[], Any]] = {
+        "greedy": lambda: token_stats(logits, fields=()),
+        "temperature 0.7": lambda: token_stats(logits, fields=(), draws=draws),
+        "temperature 0.7, of its own distribution": lambda: token_stats(
+            logits, fields=("entropy",), temperature=0.7, draws=draws
+        ),
+        "top-p 0.95": lambda: filtered(0.95, None),
+        "top-k 50": lambda: filtered(None, 50),
+        "LLaDA's draw": lambda: gumbel_loop(logits, 0.7),
+        "Dream's draw": lambda: softmax_multinomial(logits[0], 0.7, None),
+        "Dream's draw, top-p 0.95": lambda: softmax_multinomial(logits[0], 0.7, 0.95),
+        "softmax": lambda: logits.softmax(-1),
+    }
+    times = in_turns(functions, repeats)
+    found = {name: summary(each, times["greedy"]) for name, each in times.items()}
+    return {"vocabulary": vocabulary, "rows": 16, "load": os.getloadavg(), "laws": found}
 
 
 def peak_memory(name: str, vocabulary: int) -> int:
@@ -153,6 +197,7 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--draws", action="store_true", help="measure draws alone, and write nothing")
     parser.add_argument(
         "--memory-of", nargs=2, metavar=("PATH", "VOCABULARY"), help="print what one call adds, in bytes"
     )
@@ -160,6 +205,13 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.memory_of:
         report(*arguments.memory_of)
+        return
+    drawn = measure_draws(VOCABULARIES[0], arguments.repeats)
+    for name, found in drawn["laws"].items():
+        low, high = found["cpu_ms_quartiles"]
+        print(f"{name:42} {found['cpu_ms']:7.1f} ms {low:7.1f} {high:7.1f} {found['times_base']:7.2f}x greedy")
+    print(f"load {drawn['load']}\n")
+    if arguments.draws:
         return
     rows = [measure(vocabulary, arguments.repeats) for vocabulary in VOCABULARIES]
     print(f"{'vocabulary':>10} {'float64':>10} {'chunked':>10} {'speed-up':>9} {'extra memory':>24}")
@@ -179,7 +231,7 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     path.parent.mkdir(exist_ok=True)
     device = f"cpu ({platform.machine()}), 1 thread"
-    result = {"device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
+    result = {"draws": drawn, "device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
     write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
     slow = [name for row in rows for name in DISTRIBUTIONS if row["laws"][name]["times_base"] > MOST]

@@ -27,6 +27,7 @@ from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, shown
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown
+from paradec.core.rng import DRAWS
 from paradec.core.text_files import read_json, write_json
 from paradec.request_fields import FIELDS, LIVE, check_names
 
@@ -227,16 +228,18 @@ class Request:
         return {name: _from_data(name, value) for name, value in data.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write what differs from the defaults as JSON, for `load` and `preset=`.
+        """Write what differs from the defaults as JSON, for `load` and `preset=`; with a seed and a temperature also
+        the version of the draws, "draws", by which another paradec tells that it draws other tokens.
 
         Raises:
             ValueError: as for `to_dict`; nothing is written then.
         """
-        write_json(path, self.to_dict())
+        drawn = self.seed is not None and self.temperature > 0
+        write_json(path, {**self.to_dict(), **({"draws": DRAWS} if drawn else {})})
 
     @classmethod
     def load(cls, path: str | Path) -> Request:
-        """Read what `save` wrote.
+        """Read what `save` wrote. Warns (UserWarning) of a seed whose tokens another version of the draws drew.
 
         Raises:
             FileNotFoundError: no such file. ValueError: a file of another kind; the message says what is wrong.
@@ -253,10 +256,15 @@ class Request:
             raise FileNotFoundError(f"preset={str(path)!r} is no file; Request.save writes one") from None
         except ValueError as error:
             raise ValueError(f"preset={error}") from None
+        version = data.pop("draws", None) if isinstance(data, dict) else None
         try:
-            return cls.from_dict(data)
+            found = cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"preset={str(path)!r}: {error}") from None
+        if version != DRAWS and found.get("temperature") and found.get("seed") is not None:
+            was = "an earlier version of the draws" if version is None else f"version {shown(version)} of the draws"
+            warnings.warn(f"preset={str(path)!r} was saved with {was}: its seed draws other tokens now", stacklevel=2)
+        return found
 
 
 Preset = Request | str | Path | Mapping[str, Any]

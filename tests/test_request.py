@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.core.adaptive_blocks import AdaptiveBlocks
 from paradec.core.blocks import FixedBlocks
+from paradec.core.rng import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import DEFAULTS, Arguments, Request
 from paradec.request_fields import ELSEWHERE, FIELDS, LIVE
@@ -95,11 +97,30 @@ def test_what_is_saved_comes_back(name: str, tmp_path: Path) -> None:
     assert loaded == request and getattr(loaded, name) == OTHER_VALUES[name]
 
 
+def test_a_seed_of_an_earlier_version_is_marked(tmp_path: Path) -> None:
+    """What a seed drew before is drawn no more; greedy presets and presets without a seed mean what they meant."""
+    path = tmp_path / "mine.json"
+    Request(temperature=0.5, seed=3).save(path)
+    said = json.loads(path.read_text())
+    assert said == {"temperature": 0.5, "seed": 3, "draws": DRAWS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Request.load(path) == Request(temperature=0.5, seed=3)
+        for same in ({"seed": 3}, {"temperature": 0.5}):
+            path.write_text(json.dumps(same))
+            Request.load(path)
+    for version in ({}, {"draws": DRAWS - 1}):
+        path.write_text(json.dumps({"temperature": 0.5, "seed": 3, **version}))
+        with pytest.warns(UserWarning, match="its seed draws other tokens now"):
+            Request.load(path)
+
+
 def test_all_at_once_comes_back(tmp_path: Path) -> None:
     request = Request(**OTHER_VALUES)
     request.save(tmp_path / "mine.json")
     assert Request.load(tmp_path / "mine.json") == request
-    assert Request.of({}, json.loads((tmp_path / "mine.json").read_text())) == request
+    said = json.loads((tmp_path / "mine.json").read_text())
+    assert said.pop("draws") == DRAWS and Request.of({}, said) == request
 
 
 @pytest.mark.parametrize("blocks", ["whole", AdaptiveBlocks(length=8, delimiters=(";", 3)), FixedBlocks(2)])

@@ -26,6 +26,7 @@ from paradec.cli import options, ranks, show
 from paradec.cli.work import Work
 from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
+from paradec.core.rng import DRAWS
 from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class FileJob:
         """
         self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(said))}
         request = self.settings["request"]
+        if request.get("temperature"):
+            request["draws"] = DRAWS
         if self.there:
             request.setdefault("seed", self.there[0]["settings"]["request"].get("seed"))
         known: list[Any] = [self.settings]

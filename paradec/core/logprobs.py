@@ -20,6 +20,8 @@ from torch import Tensor
 
 from paradec.core import rows as of_rows
 
+SEGMENT = 256
+"""Tokens of which the largest is found before the likeliest are looked for."""
 CHUNK = 2**23
 """Logits that are held in float32 at a time."""
 
@@ -36,15 +38,21 @@ class StepLogProbs:
     """[R, W, k] int64: these."""
 
     @classmethod
-    def of_logits(cls, logits: Tensor, tokens: Tensor, count: int) -> StepLogProbs:
-        """Of softmax(logits [R, W, V]), for tokens [R, W] and the `count` likeliest."""
+    def of_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
+        """Of softmax(logits [R, W, V]), for tokens [R, W] and the `count` likeliest. probability: [R, W] of the tokens,
+        where it is known: logits are not read for it again."""
         flat, ids = logits.flatten(0, 1), tokens.reshape(-1, 1)
         size = max(1, CHUNK // max(1, flat.shape[-1]))
-        parts = []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for part, own in zip(flat.split(size), ids.split(size), strict=True):
             part = part.to(torch.promote_types(part.dtype, torch.float32))
-            total = part.logsumexp(-1, keepdim=True)
-            best, best_tokens = part.topk(count, -1)
+            at = len(parts) * size
+            if probability is None:
+                total = part.logsumexp(-1, keepdim=True)
+            else:
+                said = probability.reshape(-1, 1)[at : at + len(part)]
+                total = part.gather(-1, own).double() - said.log()
+            best, best_tokens = _likeliest(part, count)
             parts.append(((part.gather(-1, own) - total).squeeze(-1), best - total, best_tokens))
         chosen, best, best_tokens = (torch.cat(each) for each in zip(*parts, strict=True))
         shape = tokens.shape
@@ -100,6 +108,22 @@ class StepLogProbs:
             [_finite(own), [[token, _finite(value)] for token, value in zip(ids, values, strict=True)]]
             for own, values, ids in zip(chosen, best, tokens, strict=True)
         ]
+
+
+def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of [n, V] in descending order, and where they are. Of a large vocabulary they are in the
+    segments that have the largest ones."""
+    size = logits.shape[-1]
+    whole = size // SEGMENT
+    if size <= 2**13 or count > whole // 4:
+        return logits.topk(count, -1)
+    segments = logits[:, : whole * SEGMENT].unflatten(-1, (whole, SEGMENT))
+    chosen = segments.amax(-1).topk(count, -1).indices.sort(-1).values
+    rest = torch.arange(whole * SEGMENT, size, device=logits.device).expand(len(logits), -1)
+    places = (chosen.unsqueeze(-1) * SEGMENT + torch.arange(SEGMENT, device=logits.device)).flatten(1)
+    places = torch.cat((places, rest), -1)
+    best, at = logits.gather(-1, places).topk(count, -1)
+    return best, places.gather(-1, at)
 
 
 NAMES = ("chosen", "best", "best_tokens")

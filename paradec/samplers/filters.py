@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import SMALL_VOCABULARY
+from paradec.kernels.token_stats.draws import SEGMENT, draw, draw_among
+from paradec.samplers.bounds import Bounds
 from paradec.samplers.distributions import argmax, ascending, chunks, tempered
 
 HEAD = 2**12
@@ -26,8 +28,10 @@ def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, top_n_
         return logits
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64):
         return _filter_by_rank(logits, top_p, top_k)
+    if logits.shape[-1] > SMALL_VOCABULARY:
+        return _filter_by_bounds(logits.detach(), top_p if nucleus else None, top_k)
     least, known = _least_kept(logits.detach(), top_p if nucleus else None, top_k)
-    filtered = _without_less(logits.detach(), least)
+    filtered = torch.where(logits.detach() < least.unsqueeze(-1), -torch.inf, logits.detach())
     if not known.all():
         filtered[~known] = _filter_by_rank(logits[~known], top_p, top_k)
     return filtered
@@ -89,7 +93,7 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 
 def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
     """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
-    several equal tokens. On the CPU."""
+    several equal tokens. For small vocabularies on the CPU."""
     if len(parts := chunks(logits)) > 1:
         found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
         least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
@@ -116,14 +120,53 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
     return least.squeeze(-1), known.squeeze(-1)
 
 
-def _without_less(logits: Tensor, least: Tensor) -> Tensor:
-    """Logits [..., V] with -inf for what is less than `least` [...]. On the CPU."""
+def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
+    """`filter_logits` without a sort, for large vocabularies. On the CPU."""
     size = logits.shape[-1]
-    if size <= SMALL_VOCABULARY:
-        return torch.where(logits < least.unsqueeze(-1), -torch.inf, logits)
     filtered = torch.empty(logits.shape, dtype=logits.dtype)
+    bounds = Bounds(size, logits.dtype, top_p, top_k)
     # row by row with one number each: a comparison with a tensor takes six times as long
-    bounds = least.nextafter(torch.full_like(least, -torch.inf)).flatten().tolist()
-    for row, out, bound in zip(logits.reshape(-1, size), filtered.view(-1, size), bounds, strict=True):
-        torch.threshold(row, bound, -torch.inf, out=out)
+    for row, out in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
+        least = bounds.of(row)
+        if least is None:
+            out.copy_(_filter_by_rank(row, top_p, top_k))
+        else:
+            torch.threshold(row, _below(least, row), -torch.inf, out=out)
     return filtered
+
+
+def draw_filtered(
+    logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None
+) -> Tensor | None:
+    """Draw tokens [...] from what `filter_logits` leaves of logits / temperature [..., V], with the numbers uniform
+    [...], without writing it. None where this saves nothing: in small vocabularies, on other devices, other dtypes."""
+    size = logits.shape[-1]
+    if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
+        return None
+    flat = logits.detach().reshape(-1, size)
+    bounds = Bounds(size, logits.dtype, None if top_p == 1 else top_p, top_k, temperature)
+    sums = torch.ones((len(flat), bounds.weights.numel() // SEGMENT), dtype=logits.dtype)
+    kept = []
+    for row, out in zip(flat, sums, strict=True):
+        kept.append(bounds.of(row, weigh=True))
+        if (least := kept[-1]) is not None:
+            bounds.sums(row, least, out)
+    ranked = torch.tensor([least is None for least in kept])
+    bound = torch.tensor([0.0 if least is None else least for least in kept], dtype=logits.dtype).unsqueeze(-1)
+    top = flat.amax(-1, keepdim=True)
+
+    def weights(tokens: Tensor) -> Tensor:
+        own = flat.gather(-1, tokens)
+        return (own.double() - top).div_(temperature).exp_().masked_fill_(own < bound, 0)
+
+    uniform = uniform.reshape(-1)
+    drawn = draw_among(sums, uniform, size, weights)
+    if ranked.any():
+        own = _filter_by_rank(tempered(flat[ranked], temperature), top_p, top_k)
+        drawn[ranked] = draw(own.softmax(-1), uniform[ranked])
+    return drawn.view(logits.shape[:-1])
+
+
+def _below(value: float, row: Tensor) -> float:
+    """The next smaller number of the row's type."""
+    return float(torch.tensor(value, dtype=row.dtype).nextafter(torch.tensor(-torch.inf, dtype=row.dtype)))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import path_for, read_stats
+from paradec.kernels.token_stats import TokenDraws, path_for, read_stats
 
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
 FIELDS = {
@@ -28,14 +28,20 @@ IN_ONE_READ = FIELDS | {"negative_entropy": "entropy"}
 
 
 def token_statistics(
-    logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
+    logits: Tensor,
+    reads: tuple[str, ...],
+    tokens: Tensor | None = None,
+    draws: TokenDraws | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Statistics of each position's distribution softmax(logits).
+    """Statistics of each position's distribution softmax(logits / temperature).
 
     Args:
         logits: [..., V] of any float dtype; -inf excludes a token.
         reads: which of `QUANTITIES` to compute.
         tokens: [...] int64: "confidence" is the probability of these; None takes the best token (lowest id on ties).
+        draws: asks for tokens that are drawn, instead.
+        temperature: above 0; divides all logits, those of "logit_gap" too.
 
     Returns:
         The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin"
@@ -47,7 +53,9 @@ def token_statistics(
     fields = FIELDS
     if "negative_entropy" in reads and path_for(logits) != "float64":
         fields = IN_ONE_READ
-    stats = read_stats(logits, _wanted(reads, fields is FIELDS), ids=tokens)
+    stats = read_stats(logits, _wanted(reads, fields is FIELDS), temperature, ids=tokens, draws=draws)
+    if draws is not None:
+        stats, tokens = stats._replace(ids_prob=stats.sample_prob), stats.sample
     found: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
@@ -56,6 +64,8 @@ def token_statistics(
             found[name] = stats.token
         else:
             value = getattr(stats, fields[name])
+            if name == "logit_gap" and temperature != 1:
+                value = value / temperature
             found[name] = -value if name.endswith("entropy") else value
     return stats.token if tokens is None else tokens, found
 

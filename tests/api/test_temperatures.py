@@ -25,11 +25,12 @@ from paradec import samplers, schedulers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import decode
 from paradec.core.query import Query
+from paradec.kernels.token_stats import draw
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.causal.verification import draw, token_distribution
+from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

@@ -17,6 +17,7 @@ from terminals import ok, refused, run
 
 import paradec
 from paradec.cli import batches, files
+from paradec.core.rng import DRAWS
 
 CHAT = [{"role": "user", "content": "Reverse: pear fig apple"}]
 GOOD = ["Sort: pear fig apple", CHAT, "Copy: fig fox cow", "Shuffle: lion mole cow", "Sort: pear fig apple"]
@@ -174,13 +175,19 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
     settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # of a prompt that failed
-    assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": {"temperature": 1.0, "seed": 3}}
+    asked = {"temperature": 1.0, "seed": 3, "draws": DRAWS}
+    assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": asked}
     out.write_bytes(out.read_bytes()[:-30])
     before = out.read_bytes()
     for flags, named in OTHER:
         message = refused("generate", "--in", source, "--out", out, "--resume", *flags)
         assert "was made with other settings (line 1)" in message and all(part in message for part in named), flags
         assert out.read_bytes() == before
+    drawn = f', "draws": {DRAWS}'.encode()
+    assert drawn in before
+    out.write_bytes(before.replace(drawn, b""))  # as an earlier version wrote it
+    message = refused("generate", "--in", source, "--out", out, "--resume", "--temperature", 1)
+    assert f"draws is not set there and {DRAWS} here" in message
 
 
 def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.core.logprobs import StepLogProbs
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import step as device_step
@@ -330,3 +331,22 @@ def test_copies_races_and_ends(masked: Model) -> None:
     assert any(output.finished) and output.logprobs is not None
     assert output.logprobs.chosen.isfinite().sum(1).tolist() == output.tokens
     assert np.isfinite(output.logprobs.sums().numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_likeliest_of_a_large_vocabulary(dtype: torch.dtype) -> None:
+    """Found in the segments that have the largest, beside a probability that is known already; the last tokens too."""
+    logits = torch.randn(2, 6, 9001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    logits[0, 0, -3:] = torch.tensor([30.0, 29.0, 28.0], dtype=dtype)
+    logits[0, 1, 500:504] = 40.0 + torch.arange(4)
+    logits[0, 2] = torch.where(torch.arange(9001) % 1500 == 7, logits[0, 2], -torch.inf)
+    log_p = logits.double().log_softmax(-1)
+    tokens = torch.randint(9001, (2, 6), generator=torch.Generator().manual_seed(1))
+    tokens[0, 2] = 7
+    chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    for known in (None, chosen.exp()):
+        found = StepLogProbs.of_logits(logits, tokens, 6, known)
+        best = log_p.topk(6)
+        assert torch.equal(found.best_tokens, best.indices)
+        torch.testing.assert_close(found.best, best.values, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.chosen, chosen, rtol=1e-6, atol=1e-6)

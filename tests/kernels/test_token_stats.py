@@ -21,15 +21,16 @@ from paradec.kernels import interpreting
 from paradec.kernels.token_stats import (
     FIELDS,
     IN_ONE_READ,
-    GumbelDraws,
+    TokenDraws,
     TokenStats,
+    draw,
     path_for,
     portable,
     read,
     reference_stats,
     token_stats,
 )
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.statistics import QUANTITIES, best_with_probability, token_statistics
 
 VOCABULARY = 9001
@@ -52,15 +53,13 @@ def kernel(
     logits: Tensor,
     temperature: float = 1.0,
     ids: Tensor | None = None,
-    draws: GumbelDraws | None = None,
+    draws: TokenDraws | None = None,
     block: int = 64,
     splits: int = 1,
 ) -> TokenStats:
     """The kernel on the GPU, or interpreted; its findings on the CPU."""
     if draws is not None:
-        draws = GumbelDraws(
-            draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature
-        )
+        draws = TokenDraws(draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature)
     ids = None if ids is None else ids.to(DEVICE)
     # strides outlive a move of the whole storage only
     storage = logits if logits._base is None else logits._base
@@ -95,9 +94,9 @@ def assert_close(found: TokenStats, expected: dict[str, Tensor], names: frozense
             assert torch.equal(got, wanted), name
 
 
-def draws_for(rows: int, width: int, temperature: float = 0.7) -> GumbelDraws:
+def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
     generator = torch.Generator().manual_seed(7)
-    return GumbelDraws(
+    return TokenDraws(
         keys=torch.randint(2**32, (rows, 2), generator=generator),
         steps=torch.randint(1000, (rows,), generator=generator),
         positions=torch.randint(5000, (rows, width), generator=generator),
@@ -333,7 +332,7 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
     logits[2] = large / 4
     for temperature in (1e-6, 1.0, 1e6):
         draws = draws_for(3, 1, temperature)
-        draws = GumbelDraws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
+        draws = TokenDraws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
         found = token_stats(logits, temperature=temperature, path=path, draws=draws)
         assert found.token.tolist() == [70, 30, 0] and not found.nonfinite.any()
         expected = torch.tensor([1, 1 / 2, 1 / VOCABULARY], dtype=torch.float64)
@@ -342,7 +341,7 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(found.sample_prob, expected, rtol=1e-6, atol=0)
         assert found.sample[0] == 70 and found.sample[1] in (30, 90)
     # noise is as large beside huge logits as beside others: equal tokens are drawn alike
-    many = GumbelDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
+    many = TokenDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
     counts = token_stats(logits[1].expand(1, 100, -1), draws=many, path=path).sample.view(-1).bincount()
     assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
 
@@ -414,11 +413,12 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
 def test_a_sample_depends_on_its_row_alone(path: str) -> None:
     logits, draws = logits_of(3, 4), draws_for(3, 4)
     found = token_stats(logits, draws=draws, path=path)
-    noise = rng.gumbel(rng.uniform(draws.keys, draws.steps, draws.positions, VOCABULARY, rng.TOKEN_STREAM))
-    assert torch.equal(found.sample, (logits.double() / 0.7 + noise).argmax(-1))
+    uniform = rng.uniform(draws.keys, draws.steps, draws.positions, 1, rng.TOKEN_STREAM)
+    total = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    assert torch.equal(found.sample, (total > uniform * total[..., -1:]).int().argmax(-1))
     expected = logits.double().softmax(-1).gather(-1, found.sample.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found.sample_prob, expected, rtol=1e-5, atol=0)
-    alone = GumbelDraws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
+    alone = TokenDraws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
     one = token_stats(logits[1, 2].unsqueeze(0), draws=alone, path=path)
     assert one.sample == found.sample[1, 2] and torch.allclose(one.sample_prob, found.sample_prob[1, 2])
 
@@ -428,7 +428,7 @@ def distribution(temperature: float, read: Callable[..., TokenStats], draws: int
     logits = torch.tensor([1.0, 0.0, -torch.inf, 2.0, -1.0, 0.5])
     positions = torch.arange(draws).unsqueeze(0)
     keys = torch.tensor([[12345, 67890]])
-    wanted = GumbelDraws(keys, torch.tensor([4]), positions, temperature)
+    wanted = TokenDraws(keys, torch.tensor([4]), positions, temperature)
     sample = read(logits.repeat(1, draws, 1), draws=wanted).sample
     counts = sample.view(-1).bincount(minlength=6)
     assert counts[2] == 0
@@ -441,6 +441,97 @@ def distribution(temperature: float, read: Callable[..., TokenStats], draws: int
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_samples_follow_the_distribution(temperature: float) -> None:
     assert distribution(temperature, token_stats, 20_000) > 1e-3
+
+
+def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:
+    """Of `count` draws from logits [V] (float32 or float64), of which `left` [V] is the distribution; rare tokens count
+    together, and tokens without probability are drawn never."""
+    uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
+    found = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
+    counts = found.bincount(minlength=len(left))
+    assert (counts[left == 0] == 0).all()
+    order = left.argsort(descending=True)
+    often = int((left * count >= 20).sum())
+    expected, counted = left[order] * count, counts[order].double()
+    groups = [torch.cat((each[:often], each[often:].sum().unsqueeze(0))) for each in (counted, expected)]
+    kept = groups[1] > 5
+    if kept.sum() == 1:
+        return 1.0
+    return float(chisquare(groups[0][kept], groups[1][kept] * groups[0][kept].sum() / groups[1][kept].sum()).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "count"),
+    [(0.3, 500), (1.7, 500), *(pytest.param(each, 100_000, marks=pytest.mark.full) for each in (0.7, 1.0))],
+)
+@pytest.mark.parametrize("filters", [(None, None), (0.9, None), (None, 40), (0.95, 30)])
+def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: float, count: int) -> None:
+    """Of every temperature and filter, in large vocabularies and small ones, by one number each."""
+    for vocabulary in (700, VOCABULARY):
+        logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(3))
+        logits[::7] = -torch.inf
+        left = filter_logits(logits.double() / temperature, *filters).softmax(-1)
+
+        def one(rows: Tensor, uniform: Tensor) -> Tensor:
+            draws = Given(uniform, temperature)
+            if filters == (None, None):
+                return token_stats(rows, fields=(), draws=draws).sample
+            found = draw_filtered(rows, uniform, temperature, *filters)
+            return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if found is None else found
+
+        assert p_value(logits, one, left, count) > 0.01 / 32
+
+
+class Given(TokenDraws):
+    """Draws with these numbers."""
+
+    def __init__(self, numbers: Tensor, temperature: float):
+        zero = torch.zeros(len(numbers), dtype=torch.int64)
+        super().__init__(zero.unsqueeze(1).expand(-1, 2), zero, zero, temperature)
+        object.__setattr__(self, "numbers", numbers)
+
+    def uniform(self) -> Tensor:
+        return self.numbers
+
+
+def test_paths_draw_the_same_tokens_but_at_boundaries() -> None:
+    """At most one draw in 10,000 is another token's, where its number is within 1e-6 of the boundary."""
+    logits = logits_of(40, 1)[:, 0] / 3
+    for temperature in (0.7, 1.0, 2.5):
+        total = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        others = count = 0
+        for part in range(10):
+            uniform = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(part))
+            exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
+            found = token_stats(logits, fields=(), draws=Given(uniform, temperature)).sample
+            wrong = (found != exact).nonzero().flatten()
+            ends = total[wrong, torch.minimum(found, exact)[wrong]]
+            assert (ends - uniform[wrong]).abs().le(1e-6).all()
+            others, count = others + len(wrong), count + len(found)
+        assert others <= 1
+
+
+def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:
+    """To the last bit: what torch computes after whole vectors is rounded otherwise, and no row may have some of it."""
+    logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        found = token_stats(logits, fields=("entropy",), draws=draws)
+        for count in (2, 3, 4):
+            torch.set_num_threads(count)
+            again = token_stats(logits, fields=("entropy",), draws=draws)
+            for name in ("prob", "entropy", "sample", "sample_prob"):
+                assert torch.equal(getattr(again, name), getattr(found, name)), (name, count)
+        torch.set_num_threads(1)
+        for row in range(15):
+            here = slice(row, row + 1)
+            own = TokenDraws(draws.keys[here], draws.steps[here], draws.positions[here], 0.7)
+            alone = token_stats(logits[here], fields=("entropy",), draws=own)
+            for name in ("prob", "entropy", "sample", "sample_prob"):
+                assert torch.equal(getattr(alone, name)[0], getattr(found, name)[row]), (name, row)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # ---- what samplers see ----------------------------------------------------------------------------------------------
@@ -486,7 +577,7 @@ def test_samplers_read_the_same_numbers_on_every_path() -> None:
         ({"ids": torch.tensor([0, 5])}, ValueError, "ids from 0 to 5 must be from 0 to 4"),
         ({"draws": draws_for(3, 1)}, ValueError, r"draws.keys must be int64 \(2, 2\), not"),
         (
-            {"draws": GumbelDraws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
+            {"draws": TokenDraws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
             ValueError,
             "draws.temperature=0 draws nothing",
         ),
@@ -576,9 +667,10 @@ from triton.compiler import ASTSource
 from paradec.kernels.token_stats import triton as module
 
 triton = module.triton
-WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "many"}
-FLOATS, CONSTANTS = {"scale", "temperature"}, {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4}
-POINTERS = {"logits": "*bf16", "keys": "*i64", "steps": "*i64", "positions": "*i64", "tokens": "*i64", "ids": "*i64"}
+WORDS = {"width", "row_stride", "column_stride", "vocab", "span", "count", "splits", "places", "many"}
+FLOATS = {"scale", "temperature"}
+CONSTANTS = {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4, "SEGMENT": module.SEGMENT, "PLACES": 512}
+POINTERS = {"logits": "*bf16", "sums": "*fp32", "tops": "*fp32", "tokens": "*i64", "ids": "*i64"}
 for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
     signature, constants = {}, {}
     for name in kernel.arg_names:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.samplers.causal.gsd import around
 from paradec.samplers.distributions import argmax, ascending, divergence, divided, log_of, tempered
-from paradec.samplers.filters import HEAD, filter_logits
+from paradec.samplers.filters import HEAD, draw_filtered, filter_logits
 from paradec.samplers.statistics import Raised
 
 
@@ -65,7 +65,7 @@ def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
-    """In pieces that fit into the caches, where nuclei end early and late, and where the least kept logit is 0."""
+    """Without a sort, where nuclei end early and late, and where the least kept logit is 0; and draws from them."""
     generator = torch.Generator().manual_seed(5)
     logits = KINDS[kind](4 * torch.randn(2, 30, 9001, generator=generator), generator).to(dtype)
     logits[0, 0] -= logits[0, 0].topk(50).values[-1].where(logits[0, 0] > -torch.inf, 0)
@@ -74,6 +74,14 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
         assert found.dtype == dtype and torch.equal(found, plain(logits, top_p, top_k)), (top_p, top_k)
         assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), found[1, 2])
         assert torch.equal(filter_logits(logits[:, ::2], top_p, top_k), found[:, ::2])
+        uniform = torch.rand(2, 30, generator=generator, dtype=torch.float64)
+        drawn = draw_filtered(logits, uniform, 0.7, top_p, top_k)
+        sums = plain(tempered(logits.double(), 0.7), top_p, top_k).softmax(-1).cumsum(-1)
+        expected = torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[..., -1:], right=True).squeeze(-1)
+        assert drawn is not None and (drawn != expected).sum() <= (2 if "ties" in kind or kind == "alike" else 0)
+        assert torch.equal(draw_filtered(logits[1, 2:3], uniform[1, 2:3], 0.7, top_p, top_k), drawn[1, 2:3])
+        left = plain(tempered(logits, 0.7), top_p, top_k)
+        assert (left.gather(-1, drawn.unsqueeze(-1)) > -torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers, schedulers
+from paradec.kernels.token_stats import draw
 from paradec.request import Request, request_for
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import (
     DraftDistributions,
     DraftWindow,
-    draw,
     residual,
     token_distribution,
     verify,

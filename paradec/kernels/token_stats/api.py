@@ -9,8 +9,9 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_number, check_temperature, shown
 from paradec.kernels import has_triton, interpreting
+from paradec.kernels.token_stats.draws import TokenDraws
 from paradec.kernels.token_stats.read import IN_ONE_READ, read_stats
-from paradec.kernels.token_stats.reference import FIELDS, GumbelDraws, TokenStats
+from paradec.kernels.token_stats.reference import FIELDS, TokenStats
 
 PATHS = ("float64", "chunked", "triton")
 
@@ -21,7 +22,7 @@ def token_stats(
     fields: Sequence[str] | None = None,
     temperature: float = 1.0,
     ids: Tensor | None = None,
-    draws: GumbelDraws | None = None,
+    draws: TokenDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
     """Statistics of each row's distribution softmax(logits / temperature).
@@ -32,7 +33,7 @@ def token_stats(
         temperature: divides the logits before everything but `gap` (Dream); LLaDA's statistics have 1.
         ids: [...] or [..., K] int64: tokens whose probabilities are wanted, each from 0 to V - 1 (not checked on
             accelerators, which would have to be waited for).
-        draws: asks for a sample by the Gumbel-max trick.
+        draws: asks for a sample.
         path: one of `PATHS`; None asks `path_for`.
 
     Raises:
@@ -68,7 +69,7 @@ def _check_ids(ids: Tensor, logits: Tensor) -> None:
         raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())} must be from 0 to {logits.shape[-1] - 1}")
 
 
-def _check_draws(draws: GumbelDraws, logits: Tensor) -> None:
+def _check_draws(draws: TokenDraws, logits: Tensor) -> None:
     if logits.dim() not in (2, 3):
         raise ValueError(f"draws take logits [R, V] or [R, W, V], not {tuple(logits.shape)}")
     rows, lead = logits.shape[0], tuple(logits.shape[:-1])

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.core import rng
-from paradec.kernels.token_stats.reference import EPSILON, GumbelDraws, TokenStats
+from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, draw_among
+from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_CHUNK = 2**17
 """Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, which pays for the calls and is
@@ -20,29 +20,27 @@ SEARCH_CHUNK = 2**22
 when they are read again."""
 CHUNK = 2**25
 """The same on accelerators."""
-NOISE_CHUNK = 2**22
-"""The same where noise is drawn, which takes some 100 bytes a token while it is made."""
 STRETCH = 2**9
 """Tokens whose largest logit is found before an index is looked for; less where that divides the vocabulary."""
 FLOOR = -73.5
 """Where a token's difference to the second best, over the temperature, is cut off: what is below 2**-106 of it is
 nothing beside it in float64. Processors take ten times as long over an exponential whose result is no normal number, as
 at low temperatures and of excluded tokens."""
+NOTHING = 2.0**-105.9
+"""More than is left of what has been cut off."""
+MOST_APART = 700.0
+"""Where the best token's difference to the second best is cut off in draws: its weight stays a number."""
+LOG2_E = 1 / math.log(2)
+LANES = 3 * SEGMENT
+"""Powers are taken of multiples of so many numbers: 1, 2, 3 or 4 threads have whole vectors each."""
+PART = 170 * LANES
+"""Numbers that 4 threads share at most: torch gives each 32,768 at least."""
 
 
-def with_samples(
-    read: Callable[..., TokenStats],
-    path: str,
-    logits: Tensor,
-    wanted: frozenset[str],
-    temperature: float,
-    ids: Tensor | None,
-    draws: GumbelDraws,
-) -> TokenStats:
-    """What `read_stats` finds, by a path of PyTorch, and a token drawn from each row with its probability."""
-    sample = _samples(logits, draws)
+def with_sample(read: Callable[[Tensor | None], TokenStats], sample: Tensor, ids: Tensor | None) -> TokenStats:
+    """What `read` finds for given ids, for `ids` [...] or [..., K], and of the `sample` [...] with its probability."""
     asked = sample if ids is None else torch.cat((ids.reshape(*sample.shape, -1), sample.unsqueeze(-1)), -1)
-    found = read(logits, wanted, temperature, asked, None, path)
+    found = read(asked)
     if ids is None:
         return found._replace(ids_prob=None, sample=sample, sample_prob=found.ids_prob)
     both = found.ids_prob
@@ -74,9 +72,15 @@ def in_pieces(
     return TokenStats(*fields)
 
 
-def chunked_stats(logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None) -> TokenStats:
+def chunked_stats(
+    logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: TokenDraws | None
+) -> TokenStats:
     """`token_stats` by the path "chunked", unchecked."""
-    return _from_sums(_all_sums(logits, wanted, temperature), logits, wanted, temperature, ids)
+    sums = _all_sums(logits, wanted, temperature, None if draws is None else draws.temperature)
+    if draws is None:
+        return _from_sums(sums, logits, wanted, temperature, ids)
+    sample = _sample(sums, logits.detach(), draws)
+    return with_sample(lambda asked: _from_sums(sums, logits, wanted, temperature, asked), sample, ids)
 
 
 def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Any]:
@@ -95,9 +99,9 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
 
 
 class _Sums(NamedTuple):
-    """What the portable path reads of rows [N, V]; all else follows from it at once for all rows. Each [N], float64 but
-    for `token`. Shares are exp((logit - second) / temperature): what is far below the second best is too small for
-    float32 only where it is too small beside it, however probable the best token is."""
+    """What the portable path reads of rows [N, V]; all else follows from it at once for all rows. Each [N] if nothing
+    else is said, float64 but for `token`. Shares are exp((logit - second) / temperature): what is far below the second
+    best is too small for float32 only where it is too small beside it, however probable the best token is."""
 
     token: Tensor
     top: Tensor
@@ -110,52 +114,106 @@ class _Sums(NamedTuple):
     """Sum of share x (logit - second) / temperature over them."""
     others: Tensor | None
     """Sum of p / (p + EPSILON / 2) over them."""
+    segments: Tensor | None
+    """[N, S]: of shares at the temperature that tokens are drawn at, the best token's among them, by `SEGMENT`."""
 
 
-def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Sums:
-    """Of all rows of [..., V], each field [N]."""
+class _Piece:
+    """Memory for the shares of a few rows, with the views of it that every piece of so many rows takes.
+
+    Rows are padded with what counts as nothing: segments are of one length, and powers of multiples of `LANES`. Torch
+    computes what is left of a thread's part after whole vectors by another function, which rounds otherwise.
+    """
+
+    def __init__(self, scratch: Tensor, vocab: int):
+        self._scratch, self._pads = scratch, scratch[0, :, vocab:]
+        self._parts = list(zip(*(scratch[at].view(-1).split(PART) for at in (0, -1)), strict=True))
+        self._segments = scratch[-1].unflatten(-1, (-1, SEGMENT))
+        self.apart, self.share = scratch[0, :, :vocab], scratch[-1, :, :vocab]
+        """[n, V] each: differences to a base, as powers of two, and what they come to; one memory, or two."""
+
+    def of(self, rows: int) -> _Piece:
+        """The memory of the first so many rows."""
+        return _Piece(self._scratch[:, :rows], self.share.shape[-1])
+
+    def subtract(self, rows: Tensor, base: Tensor, temperature: float) -> Tensor:
+        """`apart`, of rows [n, V] and base [n, 1]."""
+        apart = self.apart
+        if rows.dtype != base.dtype:
+            rows = apart.copy_(rows)
+        return torch.sub(rows, base, out=apart).mul_(LOG2_E / temperature)
+
+    def raise_to(self, sums: Tensor) -> None:
+        """Make `share` 2 ** apart, and `sums` [n, S] its sums. On some processors exp takes three times as long."""
+        self._pads.fill_(FLOOR * LOG2_E)
+        for apart, share in self._parts:
+            torch.exp2(apart, out=share)
+        self.add_up(sums)
+
+    def add_up(self, sums: Tensor) -> None:
+        """Sum `share` by segments."""
+        torch.sum(self._segments, -1, out=sums)
+
+
+def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None) -> _Sums:
+    """Of all rows of [..., V], each field [N]. sharpness: the temperature that tokens are drawn at; None draws none."""
     groups = list(_pieces(logits.detach(), SEARCH_CHUNK, CHUNK))
     rows, vocab = max(map(len, groups)), logits.shape[-1]
-    most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // vocab))
+    width = -(-vocab // LANES) * LANES
+    most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // width))
     reads_shares = "entropy" in wanted or "smoothed_entropy" in wanted
     # in one piece: of two, allocators give both back and ask for them again at every call
-    scratch = torch.empty((1 + reads_shares, most, vocab), dtype=torch.float32, device=logits.device)
-    return _Sums(*_joined(_sums(group, wanted, temperature, scratch) for group in groups))
+    scratch = torch.empty((1 + reads_shares, most, width), dtype=torch.float32, device=logits.device)
+    piece = _Piece(scratch, vocab)
+    return _Sums(*_joined(_sums(group, wanted, temperature, sharpness, piece) for group in groups))
 
 
-def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, scratch: Tensor) -> _Sums:
-    """Of rows [n, V]. scratch: [2, m, V] float32, overwritten m rows at a time; [1, m, V] where no entropy is
-    wanted."""
+def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None, piece: _Piece) -> _Sums:
+    """Of rows [n, V]. piece: of as many rows as are read at a time, with a second memory where entropy is wanted."""
     at, top, second = _two_best(logits)
     base = second.where(second > -torch.inf, top)
     if logits.dtype.itemsize < 4:  # differences would be rounded to it
         base = base.float()
     top, second = top.double(), second.double()
-    masses, weights, others = [], [], []
-    most, start = scratch.shape[1], 0
-    for rows, own, best in zip(logits.split(most), base.split(most), at.split(most), strict=True):
-        apart, share = scratch[0, : len(rows)], scratch[-1, : len(rows)]
-        if rows.dtype != own.dtype:
-            rows = apart.copy_(rows)
-        torch.sub(rows, own, out=apart)
-        if temperature != 1:
-            apart.mul_(1 / temperature)
-        apart.clamp_(min=FLOOR).scatter_(-1, best, FLOOR)
-        torch.exp(apart, out=share)
-        masses.append(share.sum(-1))
-        if "smoothed_entropy" in wanted:
+    smoothed = "smoothed_entropy" in wanted
+    weighs = smoothed or "entropy" in wanted
+    size = -(-piece.share.shape[-1] // LANES) * LANES // SEGMENT
+    sums = torch.empty((1 + weighs + (sharpness is not None), len(logits), size), device=logits.device)
+    others, start = [], 0
+    for rows, own, best in zip(*(each.split(len(piece.share)) for each in (logits, base, at)), strict=True):
+        here = slice(start, start + len(rows))
+        start = here.stop
+        if len(rows) < len(piece.share):
+            piece = piece.of(len(rows))
+        piece.subtract(rows, own, temperature).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
+        piece.raise_to(sums[0, here])
+        if smoothed:
             # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
-            here = slice(start, start + len(rows))
             scale = ((second[here] - top[here]) / temperature).exp()  # of the second best beside the best
-            half = (EPSILON / 2 * (1 + scale * masses[-1].unsqueeze(-1)) / scale).clamp(max=1e30)
-            least = torch.add(share, half.float()).reciprocal_().sum(-1)
-            others.append(share.shape[-1] - half.squeeze(-1) * least)
-        if "entropy" in wanted or "smoothed_entropy" in wanted:
-            weights.append(share.mul_(apart).sum(-1))
-        start += len(rows)
-    mass, weight, beyond = (_one(each).double() if each else None for each in (masses, weights, others))
-    assert mass is not None
-    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, beyond)
+            mass = sums[0, here].sum(-1, keepdim=True, dtype=torch.float64)
+            half = (EPSILON / 2 * (1 + scale * mass) / scale).clamp(max=1e30)
+            least = torch.add(piece.share, half.float()).reciprocal_().sum(-1)
+            others.append(rows.shape[-1] - half.squeeze(-1) * least)
+        if sharpness == temperature:
+            # what has been cut off is drawn never, not rarely
+            torch.threshold_(piece.share, NOTHING, 0.0)
+            piece.add_up(sums[-1, here])
+        if weighs:
+            piece.share.mul_(piece.apart)
+            piece.add_up(sums[1, here])
+        if sharpness is not None and sharpness != temperature:
+            apart = piece.subtract(rows, own, sharpness)
+            torch.threshold_(apart, FLOOR * LOG2_E, -torch.inf).scatter_(-1, best, -torch.inf)
+            piece.raise_to(sums[-1, here])
+    mass = sums[0].sum(-1, dtype=torch.float64)
+    weight = sums[1].sum(-1, dtype=torch.float64).div_(LOG2_E) if weighs else None
+    drawn = None
+    if sharpness is not None:
+        drawn = sums[-1].double()
+        apart = ((top - second) / sharpness).clamp_(max=MOST_APART).exp_()
+        drawn.scatter_add_(-1, torch.div(at, SEGMENT, rounding_mode="floor"), apart)
+    beyond = _one(others).double() if smoothed else None
+    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, beyond, drawn)
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:
@@ -169,7 +227,7 @@ def _from_sums(
     """Statistics of logits [..., V] from the fields of `_Sums` for each of their rows."""
     lead = logits.shape[:-1]
     token, top, second, mass = (each.view(lead) for each in sums[:4])
-    weight, others = (None if each is None else each.view(lead) for each in sums[4:])
+    weight, others = (None if each is None else each.view(lead) for each in sums[4:6])
     nonfinite = (top.abs() < torch.inf).logical_not_()  # the largest of NaN and anything is NaN
     below = (second - top) / temperature
     ratio = below.exp()
@@ -223,15 +281,22 @@ def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return at.add_(stretch, alpha=size), top, second.maximum(others)
 
 
-def _samples(logits: Tensor, draws: GumbelDraws) -> Tensor:
+def _sample(sums: _Sums, logits: Tensor, draws: TokenDraws) -> Tensor:
+    """Draw a token from each of the rows [..., V]: [...]."""
+    lead, top = logits.shape[:-1], sums.top
+    assert sums.segments is not None
+
+    def weights(tokens: Tensor) -> Tensor:
+        return (logits.gather(-1, tokens).double() - top.view(*lead, 1)).div_(draws.temperature).exp_()
+
+    return draw_among(sums.segments.view(*lead, -1), draws.uniform(), logits.shape[-1], weights)
+
+
+def samples(logits: Tensor, draws: TokenDraws) -> Tensor:
     """Draw a token from each of the rows [..., V], in float64: [...]."""
-    found, at, noise = [], 0, draws.by_row()
-    for rows in _pieces(logits, CPU_CHUNK, NOISE_CHUNK):
-        here = slice(at, at + len(rows))
-        keys, steps, positions = (own[here] for own in noise)
-        uniform = rng.uniform(keys, steps, positions.unsqueeze(1), rows.shape[-1], rng.TOKEN_STREAM).squeeze(1)
-        # less the largest, which would take the noise's digits
+    found, at, uniform = [], 0, draws.uniform().flatten()
+    for rows in _pieces(logits, CPU_CHUNK, CHUNK):
         wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(draws.temperature)
-        found.append(wide.add_(rng.gumbel(uniform)).argmax(-1))
-        at = here.stop
+        found.append(draw(wide.softmax(-1), uniform[at : at + len(rows)]))
+        at += len(rows)
     return torch.cat(found).view(logits.shape[:-1])

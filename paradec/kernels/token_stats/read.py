@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from paradec.kernels import has_triton
-from paradec.kernels.token_stats.portable import CHUNK, chunked_stats, in_pieces, with_samples
-from paradec.kernels.token_stats.reference import EPSILON, FIELDS, GumbelDraws, TokenStats
+from paradec.kernels.token_stats.draws import TokenDraws
+from paradec.kernels.token_stats.portable import CHUNK, chunked_stats, in_pieces, samples, with_sample
+from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats
 
 SMALL_VOCABULARY = 2**13
 """Up to so many tokens "float64" serves all logits: little beside any forward."""
@@ -24,7 +25,7 @@ def read_stats(
     wanted: frozenset[str],
     temperature: float = 1.0,
     ids: Tensor | None = None,
-    draws: GumbelDraws | None = None,
+    draws: TokenDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
     """`token_stats` without its checks, for callers at every step."""
@@ -35,11 +36,12 @@ def read_stats(
         from paradec.kernels.token_stats.triton import triton_stats
 
         return triton_stats(logits, wanted, temperature, ids, draws)
-    if draws is not None:
-        return with_samples(read_stats, path, logits, wanted, temperature, ids, draws)
     if path == "chunked":
-        return chunked_stats(logits, wanted, temperature, ids)
+        return chunked_stats(logits, wanted, temperature, ids, draws)
     logits = logits.detach()
+    if draws is not None:
+        sample = samples(logits, draws)
+        return with_sample(lambda asked: read_stats(logits, wanted, temperature, asked, None, path), sample, ids)
     if logits.numel() <= (FLOAT64_CPU_CHUNK if logits.is_cpu else CHUNK):
         return _float64_stats(logits, wanted, temperature, ids)
     return in_pieces(_float64_stats, FLOAT64_CPU_CHUNK, logits, wanted, temperature, ids)

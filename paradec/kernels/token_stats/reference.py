@@ -5,14 +5,13 @@ Every path is held to `reference_stats`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paradec.core import rng
+from paradec.kernels.token_stats.draws import TokenDraws
 
 EPSILON = 1e-10
 """What Dream adds to probabilities within the logarithm."""
@@ -52,35 +51,8 @@ FIELDS = TokenStats._fields[:9]
 """What `fields` may name; `ids_prob`, `sample` and `sample_prob` are there whenever `ids` and `draws` are."""
 
 
-@dataclass(frozen=True)
-class GumbelDraws:
-    """Where Gumbel noise comes from: token v of a position takes the number v of `rng.uniform`, so that a draw depends
-    neither on the batch nor on how the vocabulary is split.
-
-    Args:
-        keys: [R, 2] int64 row keys (`rng.row_keys`).
-        steps: [R] int64.
-        positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
-        temperature: tokens are drawn from softmax(logits / temperature), whatever the temperature of the statistics.
-    """
-
-    keys: Tensor
-    steps: Tensor
-    positions: Tensor
-    temperature: float = 1.0
-
-    def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys [N, 2], steps [N] and positions [N], one of each per row of the flattened logits."""
-        width = self.positions[0].numel() if len(self.positions) else 1
-        return (
-            self.keys.repeat_interleave(width, 0),
-            self.steps.repeat_interleave(width, 0),
-            self.positions.reshape(-1),
-        )
-
-
 def reference_stats(
-    logits: Tensor, temperature: float = 1.0, ids: Tensor | None = None, draws: GumbelDraws | None = None
+    logits: Tensor, temperature: float = 1.0, ids: Tensor | None = None, draws: TokenDraws | None = None
 ) -> TokenStats:
     """All fields of logits [..., V]. Arguments as in `token_stats`, unchecked.
 
@@ -88,7 +60,7 @@ def reference_stats(
     - p = exp(z) / sum exp(z)
     - entropy = -sum p ln p = ln sum exp(z) - sum p z
     - logsumexp = max logits / temperature + ln sum exp(z)
-    - sample = argmax (logits / draws.temperature + Gumbel noise)
+    - sample = the least k with p_0 + ... + p_k > u, at draws.temperature
     """
     logits = logits.double()
     top, token = logits.max(-1, keepdim=True)
@@ -105,9 +77,9 @@ def reference_stats(
     if ids is not None:
         ids_prob = p.gather(-1, ids.reshape(*p.shape[:-1], -1)).view(ids.shape)
     if draws is not None:
-        keys, steps, positions = draws.by_row()
-        uniform = rng.uniform(keys, steps, positions.unsqueeze(1), logits.shape[-1], rng.TOKEN_STREAM)
-        sample = ((logits - top) / draws.temperature + rng.gumbel(uniform).view(logits.shape)).argmax(-1)
+        total = ((logits - top) / draws.temperature).exp().cumsum(-1)
+        beyond = total > draws.uniform().unsqueeze(-1) * total[..., -1:]
+        sample = beyond.to(torch.uint8).argmax(-1)
         sample_prob = p.gather(-1, sample.unsqueeze(-1)).squeeze(-1)
     return TokenStats(
         token=token.squeeze(-1),

@@ -11,14 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paradec.kernels.token_stats.reference import GumbelDraws, TokenStats
+from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws
+from paradec.kernels.token_stats.reference import TokenStats
 
 BLOCK = 2048
 """Tokens that a Triton program works on at a time: eight a thread, which leaves registers for four programs."""
 FLOATS = ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "sample_prob")
 """Rows of `floats` in the kernel, in order."""
-PARTIAL = 7
-"""Numbers per part of a row: m, second, best, rest, weight; best perturbed logit, less m, and its token."""
+PARTIAL = 5
+"""Numbers per part of a row: m, second, best, rest, weight."""
 
 
 def triton_stats(
@@ -26,7 +27,7 @@ def triton_stats(
     wanted: frozenset[str],
     temperature: float,
     ids: Tensor | None,
-    draws: GumbelDraws | None,
+    draws: TokenDraws | None,
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:
@@ -49,22 +50,25 @@ def triton_stats(
     if ids is not None:
         flat_ids = ids.reshape(count, -1).contiguous()
         ids_prob = torch.empty(flat_ids.shape, dtype=torch.float64, device=device)
-    noise: tuple[Tensor | None, ...] = (None, None, None)
-    sharpness = None
+    segment, places = min(SEGMENT, block), splits * span // min(SEGMENT, block)
+    sums = tops = uniform = sharpness = None
     if draws is not None:
-        noise = tuple(own.contiguous() for own in draws.by_row())
+        uniform = draws.uniform().reshape(count).contiguous()
         # a tensor: as an argument of the kernel it would be rounded to float32
         sharpness = torch.full((1,), draws.temperature, dtype=torch.float64, device=device)
+        sums = torch.empty((count, places), dtype=torch.float32, device=device)
+        tops = torch.empty_like(sums)  # what the differences of each segment are to
     if count:
         _partial_kernel[(count, splits)](
-            grid, partial, *noise, sharpness, width, grid.stride(0), grid.stride(1), vocab, span, 1 / temperature,
-            SAMPLE=draws is not None, BLOCK=block, num_warps=8,
+            grid, partial, sums, tops, sharpness, width, grid.stride(0), grid.stride(1), vocab, span, 1 / temperature,
+            SAMPLE=draws is not None, BLOCK=block, SEGMENT=segment, num_warps=8,
         )  # fmt: skip
         many = 0 if flat_ids is None else flat_ids.shape[1]
         _finish_kernel[(count,)](
-            grid, partial, floats, tokens, nonfinite, flat_ids, ids_prob, sharpness,
-            count, splits, width, grid.stride(0), grid.stride(1), temperature, many,
-            SAMPLE=draws is not None, IDS=triton.next_power_of_2(many) if many else 0, num_warps=1,
+            grid, partial, floats, tokens, nonfinite, flat_ids, ids_prob, sums, tops, uniform, sharpness,
+            count, splits, width, grid.stride(0), grid.stride(1), vocab, places, temperature, many,
+            SAMPLE=draws is not None, IDS=triton.next_power_of_2(many) if many else 0,
+            SEGMENT=segment, PLACES=triton.next_power_of_2(places), num_warps=1,
         )  # fmt: skip
     numbers = dict(zip(FLOATS, floats.view(len(FLOATS), *lead).unbind(0), strict=True))
     sample_prob = numbers.pop("sample_prob")
@@ -86,10 +90,10 @@ def _programs(device: torch.device) -> int:
 
 @triton.jit
 def _partial_kernel(
-    logits, partial, keys, steps, positions, sharpness, width, row_stride, column_stride, vocab, span, scale,
-    SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, partial, sums, tops, sharpness, width, row_stride, column_stride, vocab, span, scale,
+    SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row's vocabulary -> partial [N, splits, 7] float64. Grid (N, splits)."""
+    """One part of one row's vocabulary -> partial [N, splits, 5] float64. Grid (N, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
@@ -103,8 +107,6 @@ def _partial_kernel(
     weight = tl.zeros((BLOCK,), tl.float32)
     rest_of_best = tl.full((), 0.0, tl.float32)
     weight_of_best = tl.full((), 0.0, tl.float32)
-    drawn = tl.full((), float("-inf"), tl.float64)
-    sample = tl.full((), 0, tl.int32)
     lane = tl.arange(0, BLOCK)
     ahead = tl.load(source + begin + lane, mask=begin + lane < stop, other=float("-inf"))
     for at in range(begin, stop, BLOCK):
@@ -127,8 +129,6 @@ def _partial_kernel(
                     rest = factor * rest
                     weight_of_best = factor * (weight_of_best + (rest_of_best + 1) * shift)
                     rest_of_best = factor * (rest_of_best + 1)
-                    if SAMPLE:
-                        drawn += (m.to(tl.float64) - top.to(tl.float64)) / tl.load(sharpness)
                 m = top
                 best = where
             else:
@@ -139,38 +139,40 @@ def _partial_kernel(
         rest += share
         weight += share * tl.maximum(apart, -200.0)
         if SAMPLE:
-            seed = (tl.load(keys + 2 * row + 1) << 32) | tl.load(keys + 2 * row)
-            flat = token * 0
-            position = (flat + tl.load(positions + row)).to(tl.int32)
-            step = (flat + tl.load(steps + row)).to(tl.int32)
-            # two tokens share one call of Philox, as in rng.uniform; its stream 0 is the one that draws tokens
-            a, b, c, d = tl.philox(seed, token // 2, position, step, flat)
-            high = tl.where(token % 2 == 0, a, c).to(tl.int64)
-            low = tl.where(token % 2 == 0, b, d).to(tl.int64)
-            uniform = (((high << 21) | (low >> 11)).to(tl.float64) + 0.5) * 1.1102230246251565e-16
-            gumbel = -tl.log(-tl.log(uniform))
-            # less the largest logit so far, which would take the noise's digits
             below = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(sharpness)
-            z = tl.where(token < stop, below + gumbel, float("-inf"))
-            highest = tl.max(z, 0)
-            if highest > drawn:
-                drawn = highest
-                sample = tl.min(tl.where(z == highest, token, vocab), 0)
-    out = partial + (row * tl.num_programs(1) + split) * 7
+            own = tl.where(x == float("-inf"), 0.0, tl.exp(below.to(tl.float32)))
+            segments = tl.arange(0, BLOCK // SEGMENT)
+            place = row * (tl.num_programs(1) * span // SEGMENT) + at // SEGMENT + segments
+            tl.store(sums + place, tl.sum(tl.reshape(own, (BLOCK // SEGMENT, SEGMENT)), 1))
+            tl.store(tops + place, (segments * 0).to(tl.float32) + reference)
+    out = partial + (row * tl.num_programs(1) + split) * 5
     tl.store(out, m.to(tl.float64))
     tl.store(out + 1, second.to(tl.float64))
     tl.store(out + 2, best.to(tl.float64))
     tl.store(out + 3, (tl.sum(rest, 0) + rest_of_best).to(tl.float64))
     tl.store(out + 4, (tl.sum(weight, 0) + weight_of_best).to(tl.float64))
-    tl.store(out + 5, drawn)
-    tl.store(out + 6, sample.to(tl.float64))
+
+
+@triton.jit
+def _hit(weights, index, uniform):
+    """The first of `index` at which the sums of weights exceed uniform x all of them, and what share of it is below: a
+    number for the next draw. One without weight is never it, however sums are rounded."""
+    total = tl.cumsum(weights, 0)
+    target = tl.minimum(uniform, 0.9999999999999999) * tl.sum(weights, 0)
+    some = weights > 0
+    last = tl.max(tl.where(some, index, 0), 0)
+    found = tl.minimum(tl.min(tl.where(some & (total > target), index, 2147483647), 0), last)
+    own = tl.sum(tl.where(index == found, weights, 0.0), 0)
+    before = tl.sum(tl.where(index == found, total, 0.0), 0) - own
+    share = tl.where(own > 0, (target - before) / own, 0.0)
+    return found, tl.minimum(tl.maximum(share, 0.0), 0.9999999999999999)
 
 
 @triton.jit
 def _finish_kernel(
-    logits, partial, floats, tokens, nonfinite, ids, ids_prob, sharpness,
-    count, splits, width, row_stride, column_stride, temperature, many,
-    SAMPLE: tl.constexpr, IDS: tl.constexpr,
+    logits, partial, floats, tokens, nonfinite, ids, ids_prob, sums, tops, uniform, sharpness,
+    count, splits, width, row_stride, column_stride, vocab, places, temperature, many,
+    SAMPLE: tl.constexpr, IDS: tl.constexpr, SEGMENT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, and write what follows from them. Grid (N,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -181,10 +183,8 @@ def _finish_kernel(
     best = tl.full((), 0.0, tl.float64)
     rest = tl.full((), 0.0, tl.float64)
     weight = tl.full((), 0.0, tl.float64)
-    drawn = tl.full((), none, tl.float64)
-    sample = tl.full((), 0.0, tl.float64)
     for split in range(0, splits):
-        part = partial + (row * splits + split) * 7
+        part = partial + (row * splits + split) * 5
         m2 = tl.load(part)
         second2 = tl.load(part + 1)
         best2 = tl.load(part + 2)
@@ -204,11 +204,6 @@ def _finish_kernel(
         rest = factor * mass + factor2 * mass2
         second = tl.maximum(tl.minimum(m, m2), tl.maximum(second, second2))
         best = tl.where(stays, best, best2)
-        if SAMPLE:
-            drawn += tl.where(m == none, 0.0, (m - top) / tl.load(sharpness))
-            drawn2 = tl.load(part + 5) + tl.where(m2 == none, 0.0, (m2 - top) / tl.load(sharpness))
-            sample = tl.where(drawn2 > drawn, tl.load(part + 6), sample)
-            drawn = tl.maximum(drawn, drawn2)
         m = top
     bad = (m == none) | (m == float("inf")) | (rest != rest)
     safe = tl.where(bad, 0.0, m)
@@ -225,7 +220,19 @@ def _finish_kernel(
     tl.store(tokens + row, tl.maximum(best, 0.0).to(tl.int64))
     tl.store(nonfinite + row, bad)
     if SAMPLE:
-        x = tl.load(source + sample.to(tl.int64)).to(tl.float32).to(tl.float64)
+        # the segment first, then the token in it, as in draws.py
+        heat = tl.load(sharpness)
+        index = tl.arange(0, PLACES)
+        there = index * SEGMENT < vocab  # what is past the end has not been written
+        weights = tl.load(sums + row * places + index, mask=there, other=0.0).to(tl.float64)
+        apart = (tl.load(tops + row * places + index, mask=there, other=0.0).to(tl.float64) - safe) / heat
+        weights = tl.where(weights > 0, weights * tl.exp(tl.minimum(apart, 0.0)), 0.0)
+        segment, share = _hit(weights, index, tl.load(uniform + row))
+        token = segment * SEGMENT + tl.arange(0, SEGMENT)
+        x = tl.load(source + token, mask=token < vocab, other=none).to(tl.float32).to(tl.float64)
+        weights = tl.where(x == none, 0.0, tl.exp((x - safe) / heat))
+        sample, share = _hit(weights, token, share)
+        x = tl.load(source + sample).to(tl.float32).to(tl.float64)
         tl.store(tokens + count + row, sample.to(tl.int64))
         tl.store(floats + 6 * count + row, tl.exp((x - safe) / temperature) / total)
     if IDS:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
+from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
 from paradec.samplers.causal.state import CausalState, Drafting
-from paradec.samplers.causal.verification import draw
 
 
 def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: Tensor) -> Tensor:

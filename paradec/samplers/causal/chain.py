@@ -21,6 +21,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Proposal
 from paradec.core.trace import Notes
+from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import (
@@ -28,7 +29,6 @@ from paradec.samplers.causal.verification import (
     DraftDistributions,
     DraftWindow,
     Verified,
-    draw,
     probability,
     verify,
 )

@@ -23,6 +23,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Proposal
 from paradec.core.query import Cost
+from paradec.kernels.token_stats import draw
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
 from paradec.samplers.causal.block_drafts import draft_block
@@ -31,7 +32,7 @@ from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.verification import DraftWindow, Verified, draw, probability
+from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 
 PROBED = 256
 """Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""

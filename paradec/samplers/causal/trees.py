@@ -31,7 +31,8 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.registry import unknown
-from paradec.samplers.causal.verification import draw, probability, residual
+from paradec.kernels.token_stats import draw
+from paradec.samplers.causal.verification import probability, residual
 
 BISECTIONS = 40
 MOST_NODES = 256

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paradec.kernels.token_stats import draw
 from paradec.request import Request
 from paradec.samplers.distributions import argmax, tempered
 from paradec.samplers.filters import filter_logits
@@ -28,13 +29,9 @@ from paradec.samplers.filters import filter_logits
 UNIFORM, ONE_HOT = -1, -2
 """Instead of a place in `DraftDistributions.dense`: drawn uniformly from what may be guessed; put there, whatever the
 model says, so that q is one-hot."""
-BELOW_ONE = 1 - 2.0**-53
-"""53 random bits may round to 1, which lies past the last token."""
 UNLIKELY = -80.0
 """Tokens of a float32 distribution as far as this below the best one, over the temperature, have no probability; 1e-35
 else."""
-SEGMENT = 128
-"""Tokens summed at once when one is drawn: one pass that only reads, and a cumulative sum of 1 / 128 of it."""
 
 
 @dataclass
@@ -197,39 +194,3 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         if logits.dtype == torch.float32 and request.top_n_sigma is None:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
     return filter_logits(logits, request.top_p, request.top_k, request.top_n_sigma).softmax(-1)
-
-
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64.
-
-    The smallest k with w_0 + ... + w_k > u sum(w); a token without weight is never drawn. Segments of tokens are summed
-    in the weights' own type, their sums and the tokens of the segment that is hit in float64.
-    """
-    size = weights.shape[-1]
-    uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
-    if size <= 4 * SEGMENT:
-        total = weights.cumsum(-1, dtype=torch.float64)
-        return _first_beyond(total, uniform * total[..., -1:]).squeeze(-1)
-    whole = size // SEGMENT * SEGMENT
-    sums = weights[..., :whole].unflatten(-1, (-1, SEGMENT)).sum(-1)
-    if whole < size:
-        sums = torch.cat((sums, weights[..., whole:].sum(-1, keepdim=True)), -1)
-    total = sums.cumsum(-1, dtype=torch.float64)
-    target = uniform * total[..., -1:]
-    segment = _first_beyond(total, target)
-    inside = sums.gather(-1, segment)
-    share = ((target - total.gather(-1, segment) + inside) / inside).clamp(0, BELOW_ONE)  # of the segment
-    column = segment * SEGMENT + torch.arange(SEGMENT, device=weights.device)
-    if whole < size:
-        part = weights.gather(-1, column.clamp(max=size - 1)).masked_fill(column >= size, 0)
-    else:
-        part = weights.gather(-1, column)
-    total = part.cumsum(-1, dtype=torch.float64)
-    found = segment * SEGMENT + _first_beyond(total, share * total[..., -1:])
-    return found.squeeze(-1).clamp_(max=size - 1)  # as in `_first_beyond`
-
-
-def _first_beyond(total: Tensor, target: Tensor) -> Tensor:
-    """The first entry of cumulative sums [..., N] that is larger than target [..., 1]: [..., 1]."""
-    # the clamp is for NaN weights, which a commit refuses
-    return torch.searchsorted(total, target, right=True).clamp(max=total.shape[-1] - 1)

@@ -47,6 +47,9 @@ class JacobiSampler(ChainSampler):
             is replaced by the nearest known one in that direction; where there is none the guess is random. Tokens that
             the grid prescribes are put in as they are.
         refresh: what becomes of the drafts after the first rejection: `paradec.samplers.causal.verification.verify`.
+            "gumbel" draws a position's token with the same noise at every step, a number for each token of the
+            vocabulary, so that the draw moves no further than p does; one number a draw would move it past tokens that
+            p has left alone.
         guess_distribution: q of random guesses: "uniform", what they were drawn from, or "one_hot" on the guess, as in
             the public code. Both are exact; uniform ones are accepted more often.
     """
@@ -90,7 +93,7 @@ class JacobiSampler(ChainSampler):
     # ---- step and commit ------------------------------------------------------------------------------------------
 
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
-        if self.refresh != "gumbel":
+        if self.refresh != "gumbel" or state.request.temperature == 0:
             return super()._fresh(state, p, positions, uniform)
         noise = at_slots(state.memory.read(state.rows)["noise"], positions % state.width)
         return argmax(log_of(p) + noise)
@@ -173,8 +176,9 @@ class JacobiSampler(ChainSampler):
         return torch.where(usable, found, -1)
 
     def _put_noise(self, state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:
-        """Gumbel noise of the last new [R] positions of the rows' windows: one vector per position, for good."""
-        if "noise" not in state.memory:
+        """Gumbel noise of the last new [R] positions of the rows' windows: one vector per position, for good. None at
+        temperature 0, where p is one-hot."""
+        if "noise" not in state.memory or state.request.temperature == 0:
             return
         noise, device = state.memory["noise"], state.context.device
         index, slot = np.nonzero(np.arange(state.width) >= state.width - new[:, None])

@@ -18,11 +18,12 @@ from paradec.core.checks import check_int
 from paradec.core.family_queries import CausalQuery
 from paradec.core.protocol import Commit, Proposal
 from paradec.core.query import StoreCall
+from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import draw, probability
+from paradec.samplers.causal.verification import probability
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
+from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.request import Request, request_for
 from paradec.request_fields import unsupported_by
-from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.labels import labels_of, trace_of_labels

@@ -22,11 +22,12 @@ from paradec.core.orders import Groups, Order
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
+from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, request_for
 from paradec.request_fields import unsupported_by
-from paradec.samplers.causal.verification import draw, probability
+from paradec.samplers.causal.verification import probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
 from paradec.samplers.starting import keys_of, padded, trace_of

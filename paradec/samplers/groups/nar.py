@@ -20,10 +20,11 @@ from paradec.core.orders import Diagonal
 from paradec.core.prompts import encode
 from paradec.core.protocol import Proposal
 from paradec.core.query import Cost, Query, StoreCall
+from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.request_fields import unsupported_by
-from paradec.samplers.causal.verification import draw, probability
+from paradec.samplers.causal.verification import probability
 from paradec.samplers.groups.base import GroupWriter, WrittenState
 from paradec.samplers.guidance import guided
 from paradec.samplers.starting import keys_of, padded, trace_of

@@ -11,23 +11,31 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
-from paradec.kernels.token_stats import GumbelDraws, read_stats
+from paradec.kernels.token_stats import TokenDraws, read_stats
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import top_by_rank
 
 
+def of_tokens(
+    state: CanvasState, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM
+) -> TokenDraws:
+    """Where the numbers come from that the tokens of a query's rows are drawn with."""
+    rows, positions = query.rows, positions_of(state, query)
+    steps = torch.as_tensor(state.row_step[rows], device=positions.device)
+    keys = state.keys[torch.as_tensor(rows, device=positions.device)]
+    return TokenDraws(keys, steps, positions, temperature, stream)
+
+
 def tokens(
     sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw tokens [R, W] from softmax(logits [R, W, V]) by the Gumbel-max trick, in float64."""
-    rows, positions = query.rows, positions_of(state, query)
+    """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
     if generator is None:
-        steps = torch.as_tensor(state.row_step[rows], device=positions.device)
-        keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-        sample = read_stats(logits, frozenset(), draws=GumbelDraws(keys, steps, positions)).sample
+        sample = read_stats(logits, frozenset(), draws=of_tokens(state, query)).sample
         assert sample is not None  # asked for with `draws`
         return sample
+    rows, positions = query.rows, positions_of(state, query)
     if sampler.needs.score_from == "sampled":
         return reference.categorical(state, logits, positions, rows, generator)
     noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)

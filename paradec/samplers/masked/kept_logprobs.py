@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+
+from paradec.core.contract import CanvasState
 from paradec.core.logprobs import LogProbs
+from paradec.kernels.token_stats import path_for
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
@@ -29,3 +34,12 @@ class KeptLogProbs(Tracker):
         step = state.row_step[proposal.rows]
         self.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, step)
         decision.logprobs = found
+
+
+def known_probabilities(sampler: Any, state: CanvasState, logits: Tensor, confidence: Tensor) -> Tensor | None:
+    """The probabilities [N, W] of a query's tokens under softmax(logits [N, W, V]), where its confidences are just
+    these; None where they are something else, and in small vocabularies, which are read again at no cost."""
+    changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
+    if changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
+        return None
+    return confidence if confidence.shape == logits.shape[:2] and bool((confidence > 0).all()) else None

@@ -12,9 +12,10 @@ from torch import Tensor
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import tempered
-from paradec.samplers.filters import filter_logits
+from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
+from paradec.samplers.masked.draws import of_tokens
 from paradec.samplers.masked.queries import owners
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
@@ -85,10 +86,22 @@ def candidates(
         return reference.read(sampler, state, logits, query, generator)
     if request.temperature == 0 and not (filtered and needs.score_from == "sampled"):
         return statistics(logits, needs.reads)
+    raw = needs.score_from == "raw"
+    counted = generator is None and request.temperature > 0 and not needs.draws_tokens
+    if counted and not filtered:
+        found_in = 1.0 if raw else request.temperature
+        return token_statistics(logits, needs.reads, None, of_tokens(state, query, request.temperature), found_in)
+    if counted and raw and request.top_n_sigma is None:
+        uniform = of_tokens(state, query).uniform()
+        drawn = draw_filtered(logits, uniform, request.temperature, request.top_p, request.top_k)
+        if drawn is not None:
+            return token_statistics(logits, needs.reads, drawn)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
     drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
+    if counted and not raw:
+        return token_statistics(drawn_from, needs.reads, None, of_tokens(state, query))
     drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
-    return statistics(drawn_from if needs.score_from == "sampled" else logits, needs.reads, drawn)
+    return statistics(logits if raw else drawn_from, needs.reads, drawn)
 
 
 def in_row_order(

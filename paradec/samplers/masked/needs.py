@@ -19,6 +19,7 @@ OVERRIDES = {
     "process_logits": "processes_logits",
     "extra_quantities": "extra_quantities",
     "revise": "revises",
+    "draw_tokens": "draws_tokens",
 }
 """Methods of `MaskedSampler`, and the field of `Needs` that follows from overriding each."""
 
@@ -65,6 +66,8 @@ class Needs:
     revises: bool = False
     """Whether it takes back what it decided in the open block. Then stop rules count a token as decided when a step has
     left it as it is, or its block has closed."""
+    draws_tokens: bool = False
+    """Whether counter-based draws of tokens go through the method's own `draw_tokens`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.reads, (tuple, list)):

@@ -28,11 +28,11 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite, Proposal, Sampler
 from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
+from paradec.kernels.token_stats import draw
 from paradec.request import Request, request_for
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.views import View, selection
 from paradec.samplers.renoising import rules
-from paradec.samplers.renoising.noise import draw
 from paradec.samplers.renoising.start import start_state
 from paradec.samplers.renoising.state import DenoisingState
 from paradec.samplers.statistics import token_statistics, top_by_rank
@@ -314,7 +314,9 @@ class CanvasSampler(Sampler):
         row, column = kept.nonzero(as_tuple=True)
         count = max(1, PIECE // proposal.logits.shape[-1])
         for at in zip(row.split(count), column.split(count), strict=True):
-            drawn[at] = draw(self._drawn_from(state, proposal.logits[at], temperature[at]), uniform[at])
+            own = self._drawn_from(state, proposal.logits[at], temperature[at])
+            p = own.softmax(-1, dtype=torch.promote_types(own.dtype, torch.float32))  # as transformers has them
+            drawn[at] = draw(p, uniform[at])
         return drawn
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:

@@ -20,6 +20,7 @@ from paradec.core.checks import check_bool, check_choice, check_int, check_numbe
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
+from paradec.kernels.token_stats import draw
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
 from paradec.request_fields import unsupported_by
@@ -280,21 +281,24 @@ class ScaleSampler(Sampler):
         return state.request.temperature * (1.0 if self.temperatures is None else self.temperatures[state.index])
 
     def draw(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Tokens [B, n] of the distributions softmax(logits) [B, n, V], by the inverse of their cumulative sums."""
+        """Tokens [B, n] of the distributions softmax(logits) [B, n, V]."""
         count = logits.shape[1]
         at = state.begin(state.index) + torch.arange(count, device=logits.device).expand(len(logits), -1)
         step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return inverse(logits, rng.uniform(state.keys, step, at, 1, rng.TOKEN_STREAM))
+        return draw(logits.softmax(-1), rng.uniform(state.keys, step, at, 1, rng.TOKEN_STREAM).squeeze(-1))
 
     def blended(self, state: ScaleState, logits: Tensor, codes: Tensor) -> Tensor:
         """Codes [B, n, C], blended by filtered logits [B, n, V] (`smooth`)."""
         ratio = state.index / max(len(state.scales) - 1, 1)
         tau = max(0.27 * (1 - 0.95 * ratio), 0.005)
-        noisy = logits * (1 + ratio) + self.noise(state, logits)
+        noisy = logits * (1 + ratio)
+        if self.temperature(state) > 0:
+            noisy = noisy + self.noise(state, logits)
         return (noisy / tau).softmax(-1).to(codes.dtype) @ codes
 
     def noise(self, state: ScaleState, logits: Tensor) -> Tensor:
-        """Gumbel noise of the blended codes, as the logits [B, n, V]."""
+        """Gumbel noise of the blended codes, as the logits [B, n, V]: blending weighs every token, so that each has its
+        number."""
         at = state.begin(state.index) + torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
         step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return rng.gumbel(rng.uniform(state.keys, step, at, logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
@@ -337,10 +341,3 @@ def guidance_at(schedule: str, scale: float, index: int, scales: int) -> float:
     if schedule == "constant":
         return scale
     return 1 + (scale - 1) * index / max(scales - 1, 1)
-
-
-def inverse(logits: Tensor, uniform: Tensor) -> Tensor:
-    """The least token [B, n] whose share of softmax(logits) [B, n, V], summed from token 0 on, is above uniform
-    [B, n, 1]; never one of no share."""
-    total = logits.softmax(-1, dtype=torch.float64).cumsum(-1)
-    return torch.searchsorted(total, uniform * total[..., -1:], right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)

@@ -14,6 +14,7 @@ from paradec import caches as cache_plans
 from paradec import samplers as registered
 from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
 from paradec.core.protocol import Interrupted
+from paradec.core.rng import DRAWS
 from paradec.request import Request
 from paradec.request_fields import check_names, served_by
 from paradec.tools.evaluation.compare import BASELINE
@@ -233,6 +234,7 @@ class _Work:
         prompts = {"choose": len(self.choosing), "report": len(self.reporting), "text": fingerprint(asked)}
         return {
             "schema": SCHEMA,
+            "draws": DRAWS,
             "model": self.model.facts.name,
             "weights": weights_of(self.model),
             "prompts": prompts,

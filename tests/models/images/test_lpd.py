@@ -23,10 +23,10 @@ import paradec
 from paradec import samplers
 from paradec.core import orders
 from paradec.core.protocol import decode
+from paradec.kernels.token_stats import draw
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.loading import file_type
 from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
-from paradec.samplers.causal.verification import draw
 from paradec.samplers.groups.groups import Groups
 from paradec.samplers.guidance import guided
 

@@ -20,8 +20,9 @@ from paradec import samplers
 from paradec.caches.canvas_store import canvas_store_bytes
 from paradec.core.protocol import NotFinite, decode
 from paradec.core.trace import Trace, TraceStep
+from paradec.kernels.token_stats import draw
+from paradec.kernels.token_stats.draws import SEGMENT
 from paradec.samplers.renoising import base, rules
-from paradec.samplers.renoising.noise import BLOCK, draw
 
 ENDS = (11, 12, 13)
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}
@@ -174,7 +175,7 @@ def test_schedules_add_up() -> None:
 # ---- draws ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab", [1, 5, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+@pytest.mark.parametrize("vocab", [1, 5, 4 * SEGMENT, 4 * SEGMENT + 1, 6 * SEGMENT + 7])
 def test_draws_invert_the_distribution_function(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(50, vocab, generator=generator).double() * 3
@@ -185,7 +186,7 @@ def test_draws_invert_the_distribution_function(vocab: int) -> None:
     expected = [
         min(int(np.searchsorted(row, u * row[-1], side="right")), vocab - 1) for row, u in zip(sums, uniform.tolist())
     ]
-    found = draw(logits, uniform)
+    found = draw(logits.softmax(-1), uniform)
     assert found.tolist()[2:] == expected[2:]
     assert (logits.gather(-1, found.unsqueeze(-1)) > -torch.inf).all()  # also at both ends
     assert found[0] == (logits[0] > -torch.inf).int().argmax()
@@ -194,7 +195,7 @@ def test_draws_invert_the_distribution_function(vocab: int) -> None:
 def test_draws_follow_the_distribution() -> None:
     distribution = torch.tensor([0.5, 0.0, 0.2, 0.3])
     uniform = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-    counts = torch.bincount(draw(distribution.log().expand(10_000, 4), uniform), minlength=4)
+    counts = torch.bincount(draw(distribution.expand(10_000, 4), uniform), minlength=4)
     assert (counts / 10_000 - distribution).abs().max() < 1e-3
 
 

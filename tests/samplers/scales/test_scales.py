@@ -15,9 +15,9 @@ from torch import Tensor
 import paradec
 from paradec import samplers
 from paradec.core.protocol import NotFinite, decode
+from paradec.kernels.token_stats import draw
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig, load_multi_scale_vq
 from paradec.models.images.var import VARModel, load_var
-from paradec.samplers.scales.base import inverse
 
 LABELS = [1, 3, 1]
 NAMES = [name for name in samplers.names() if samplers.get(name).family == "scales"]
@@ -194,17 +194,17 @@ def test_guidance_of_one_is_off() -> None:
 def test_draws_have_their_distribution() -> None:
     """The frequency of 20,000 draws, and tokens of no share."""
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20_000, -1)
-    u = torch.rand(20_000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tokens = inverse(logits.unsqueeze(1), u).squeeze(1)
+    u = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = draw(logits.softmax(-1), u)
     distribution = logits[0].softmax(-1)
     found = torch.bincount(tokens, minlength=5) / len(tokens)
     kept = distribution > 0
     assert found[~kept].sum() == 0
     chi = len(tokens) * ((found - distribution)[kept].square() / distribution[kept]).sum()
     assert chi < 18.4  # two degrees of freedom, one in ten thousand
-    ends = inverse(logits[:2].unsqueeze(1), torch.tensor([[[0.0]], [[1.0 - 2**-53]]], dtype=torch.float64))
+    ends = draw(logits[:2].softmax(-1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
     assert ends.flatten().tolist() == [0, 3]
-    first = inverse(logits[:1].roll(1, -1).unsqueeze(1), torch.zeros(1, 1, 1, dtype=torch.float64))
+    first = draw(logits[:1].roll(1, -1).softmax(-1), torch.zeros(1, dtype=torch.float64))
     assert first.item() == 1  # the first token has no share
 
 

@@ -79,10 +79,9 @@ class KLASS(LowConfidence):
         p, kl = divergence(logits, stage.memory["previous"])  # [R, W, V], [R, W]
         stable = torch.where(kl < self.kl_threshold, stage.memory["stable"] + 1, 0)
         seen = stage.undecided
-        return logits, {
-            "previous": torch.where(seen.unsqueeze(-1), p, stage.memory["previous"]),
-            "stable": torch.where(seen, stable, stage.memory["stable"]),
-        }
+        if not (seen.is_cpu and seen.all()):  # else nothing large is copied
+            p = torch.where(seen.unsqueeze(-1), p, stage.memory["previous"])
+        return logits, {"previous": p, "stable": torch.where(seen, stable, stage.memory["stable"])}
 
     def select(self, view: View) -> Tensor:
         ready = (view.scores > self.confidence_threshold) & (view.updates["stable"] >= self.history)

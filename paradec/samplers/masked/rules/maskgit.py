@@ -18,9 +18,11 @@ from paradec.core import rng
 from paradec.core.checks import check_choice, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
+from paradec.kernels.token_stats import draw
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
+from paradec.samplers.masked.draws import of_tokens
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import Raised, written
 
@@ -129,7 +131,7 @@ class MaskGIT(MaskedSampler):
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
-        tau = self.temperature_at(*self.step_of(state, query.rows))
+        tau = self.temperature_at(*self.step_of(state, query.rows)).clip(torch.finfo(torch.float64).tiny)  # not 0
         cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 
@@ -137,13 +139,10 @@ class MaskGIT(MaskedSampler):
         self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
+        if generator is None:
+            return draw(logits.softmax(-1), of_tokens(state, query, stream=REDRAW_STREAM).uniform())
         positions = positions_of(state, query)
-        if generator is not None:
-            noise = reference.gumbel_uniform(state, logits.shape[-1], query.rows, positions, generator)
-        else:
-            steps = torch.as_tensor(state.row_step[query.rows], device=positions.device)
-            keys = state.keys[torch.as_tensor(query.rows, device=positions.device)]
-            noise = rng.uniform(keys, steps, positions, logits.shape[-1], REDRAW_STREAM)
+        noise = reference.gumbel_uniform(state, logits.shape[-1], query.rows, positions, generator)
         return (logits + rng.gumbel(noise)).argmax(-1)
 
     def select(self, view: View) -> Tensor:

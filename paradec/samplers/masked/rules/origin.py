@@ -5,7 +5,7 @@ Ye et al., "Dream 7B", arXiv 2508.15487; the reverse process of masked diffusion
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class Origin(MaskedSampler):
     draws = True
 
     def __post_init__(self) -> None:
+        # its own draws are the public code's alone
+        object.__setattr__(self, "needs", replace(self.needs, draws_tokens=False))
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
     def share(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:

@@ -1,0 +1,96 @@
+"""Draws of tokens: one uniform number a draw, by the inverse of the cumulative sums, over a sum per stretch of tokens.
+
+A draw is the least token k with w_0 + ... + w_k > u sum(w). The sums of stretches say which stretch that is in, and the
+weights of that stretch alone which token: the vocabulary is read once, and no number is made for each token of it. How
+long stretches are changes nothing but rounding, so that all paths draw the same tokens, unless u is as near to a
+boundary between two tokens as their weights are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paradec.core import rng
+
+SEGMENT = 256
+"""Tokens that are summed before one of them is looked for."""
+BELOW_ONE = 1 - 2.0**-53
+"""53 random bits may round to 1, which lies past the last token."""
+
+
+@dataclass(frozen=True)
+class TokenDraws:
+    """Where the numbers of draws come from: a position takes one number of `rng.uniform`, so that a draw depends
+    neither on the batch nor on how the vocabulary is split.
+
+    Args:
+        keys: [R, 2] int64 row keys (`rng.row_keys`).
+        steps: [R] int64.
+        positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
+        temperature: tokens are drawn from softmax(logits / temperature), whatever the temperature of the statistics.
+        stream: of `rng.uniform`.
+    """
+
+    keys: Tensor
+    steps: Tensor
+    positions: Tensor
+    temperature: float = 1.0
+    stream: int = rng.TOKEN_STREAM
+
+    def uniform(self) -> Tensor:
+        """One number in (0, 1) per draw, shaped as the positions, float64."""
+        rows = len(self.positions)
+        positions = self.positions.reshape(rows, -1)
+        return rng.uniform(self.keys, self.steps, positions, 1, self.stream).view(self.positions.shape)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64.
+
+    The smallest k with w_0 + ... + w_k > u sum(w); a token without weight is never drawn. Segments of tokens are summed
+    in the weights' own type, their sums and the tokens of the segment that is hit in float64.
+    """
+    size = weights.shape[-1]
+    if size <= 4 * SEGMENT:
+        total = weights.cumsum(-1, dtype=torch.float64)
+        return _first_beyond(total, uniform.unsqueeze(-1).clamp(max=BELOW_ONE) * total[..., -1:]).squeeze(-1)
+    return draw_among(segment_sums(weights), uniform, size, lambda tokens: weights.gather(-1, tokens))
+
+
+def segment_sums(weights: Tensor) -> Tensor:
+    """Weights [..., V], summed in their own type by segments: [..., S]. Each sum is that of one row's tokens, in an
+    order that depends neither on other rows nor on the number of threads."""
+    whole = weights.shape[-1] // SEGMENT * SEGMENT
+    sums = weights[..., :whole].unflatten(-1, (whole // SEGMENT, SEGMENT)).sum(-1)
+    if whole < weights.shape[-1]:
+        sums = torch.cat((sums, pad(weights[..., whole:], (0, whole + SEGMENT - weights.shape[-1])).sum(-1, True)), -1)
+    return sums
+
+
+def draw_among(sums: Tensor, uniform: Tensor, size: int, weights: Callable[[Tensor], Tensor]) -> Tensor:
+    """`draw` from `size` tokens of which the sums of segments [..., S] are known. `weights` gives those of tokens
+    [..., SEGMENT] int64, not normalised either."""
+    uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
+    total = sums.cumsum(-1, dtype=torch.float64)
+    target = uniform * total[..., -1:]
+    segment = _first_beyond(total, target)
+    inside = sums.gather(-1, segment)
+    share = ((target - total.gather(-1, segment) + inside) / inside).clamp(0, BELOW_ONE)  # of the segment
+    tokens = segment * SEGMENT + torch.arange(SEGMENT, device=sums.device)
+    part = weights(tokens.clamp(max=size - 1))
+    if size % SEGMENT:
+        part = part.masked_fill(tokens >= size, 0)
+    total = part.cumsum(-1, dtype=torch.float64)
+    found = segment * SEGMENT + _first_beyond(total, share * total[..., -1:])
+    return found.squeeze(-1).clamp_(max=size - 1)  # as in `_first_beyond`
+
+
+def _first_beyond(total: Tensor, target: Tensor) -> Tensor:
+    """The first entry of cumulative sums [..., N] that is larger than target [..., 1]: [..., 1]."""
+    # the clamp is for NaN weights, which a commit refuses
+    return torch.searchsorted(total, target, right=True).clamp(max=total.shape[-1] - 1)
