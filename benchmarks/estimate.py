@@ -72,7 +72,7 @@ def model_of(size: dict[str, int], dtype: str) -> Model:
         tie_word_embeddings=False,
     )
     module = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-    lay_columns_first(module)  # as `paradec.load` does
+    lay_columns_first(module)  # as `paradec.load(weight_layout="columns")` does
     mask = size["vocab"] - 1
     return paradec.wrap(
         module,

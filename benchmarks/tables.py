@@ -514,6 +514,30 @@ def layout_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def loading_table(data: dict[str, Any]) -> str:
+    """What load and save take and leave in memory, with quartiles."""
+    lines = [
+        "| | load, s | own + file's MiB after load | after a forward | first forward, later ones, s | save, s | "
+        "own + file's MiB after |",
+        "|---" * 7 + "|",
+    ]
+    for who, row in data["rows"].items():
+
+        def seconds(name: str, row: dict[str, Any] = row) -> str:
+            low, middle, high = row[f"{name}_seconds"]
+            return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+        def mib(name: str, row: dict[str, Any] = row) -> str:
+            return f"{row[f'{name}_own_mib'][1]:.0f} + {row[f'{name}_file_mib'][1]:.0f}"
+
+        forwards = f"{seconds('first_forward')}, {seconds('forward')}"
+        cells = [seconds("load"), mib("load"), mib("first_forward"), forwards, seconds("save"), mib("save")]
+        lines.append(f"| {who} | " + " | ".join(cells) + " |")
+    low, high = data["load_average"]
+    turns = f"{data['turns']} turns on {data['machine']}, load average {low:.0f} to {high:.0f}"
+    return "\n".join([*lines, "", f"({turns}; medians and quartiles of processor time.)"])
+
+
 def peers_rule_table(data: dict[str, Any]) -> str:
     """A step outside of the model's call beside dInfer's rule, with quartiles."""
     lines = ["| logits | milliseconds a step | over dInfer's | tokens |", "|---" * 4 + "|"]
@@ -766,6 +790,7 @@ def rendered() -> dict[str, str]:
             "peers_text": peers_text_table(_result("peers_text")),
             "peers_rule": peers_rule_table(_result("peers_rule")),
             "layout": layout_table(_result("layout")),
+            "loading": loading_table(_result("loading")),
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),

@@ -46,7 +46,7 @@ def random_model(size: str) -> LlamaGenModel:
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-    lay_columns_first(module)  # as `paradec.load` does
+    lay_columns_first(module)  # as `paradec.load(weight_layout="columns")` does
     return LlamaGenModel(module)
 
 

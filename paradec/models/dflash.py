@@ -33,7 +33,7 @@ from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers
-from paradec.models.layout import lay_columns_first
+from paradec.models.layout import lay
 from paradec.models.pretrained import read_module
 
 IN_TREE = "muse_glimmer_assistant"
@@ -209,7 +209,7 @@ def load_dflash(
     options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
     module = read_module(model_class, source, revision, config=made, dtype=dtype or base.dtype, **options)
     module = module.to(base.device).requires_grad_(False)
-    lay_columns_first(module)
+    lay(module)
     name = os.path.basename(source.rstrip("/")) or source
     try:
         return DFlashDrafter(module, base, settings, name)

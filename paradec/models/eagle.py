@@ -36,7 +36,7 @@ from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.models.images.llamagen_network import angles
-from paradec.models.layout import lay_columns_first
+from paradec.models.layout import lay
 from paradec.models.weights import read_weights
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -204,7 +204,7 @@ def load_drafter(
         weights = halves_of_pairs(weights, config.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    lay_columns_first(module)
+    lay(module)
     try:
         return EagleDrafter(module, base, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:  # heads that LlamaGen's angles do not split

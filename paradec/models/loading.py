@@ -17,7 +17,7 @@ from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
-from paradec.models.layout import lay_columns_first
+from paradec.models.layout import LAYOUTS, lay
 from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
 from paradec.models.masked import _Float32Angles as _Float32Angles  # pickles of modules name it here
 from paradec.models.tensor_parallel import asked
@@ -47,6 +47,7 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     gguf_file: str | None = None,
+    weight_layout: str | None = None,
     **image_options: Any,
 ) -> Model:
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
@@ -94,6 +95,10 @@ def load(
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
+        weight_layout: how float32 matrices lie in memory on a CPU. "rows" leaves them as they were read: pages of the
+            file, which all processes share. "columns" copies them, which costs a second for each gigabyte and makes
+            products of few positions faster (docs/performance.md says by how much). None is "columns" for models of up
+            to 64 MiB, and for matrices that are in no file's pages, being converted or read from a pickle.
         image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and its kin.
 
@@ -117,10 +122,13 @@ def load(
         if gguf_file is not None:
             raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
+        common["weight_layout"] = weight_layout
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
             return load(folder, **common, **for_text, **image_options)
     _check_arguments(source, revision, for_text)
+    if weight_layout is not None:
+        check_choice("weight_layout", weight_layout, LAYOUTS)
     for_text["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _dtype(dtype), _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -135,21 +143,22 @@ def load(
     if gguf_file is not None:
         _refuse_image_options(image_options)
         read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
-        return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options))
+        return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options), weight_layout)
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
         for name, value in for_text.items():
             if value is not None:
                 raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
-        return _laid(load_image_model(config["model_type"], source, image_options, **common))
+        return _laid(load_image_model(config["model_type"], source, image_options, **common), weight_layout)
     _refuse_image_options(image_options)
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        return _laid(_load_canvases(source, revision, attn_implementation, device, dtype=dtype, **options))
+        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **options)
+        return _laid(model, weight_layout)
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = load_masked if of_masks or not causal.is_causal(config) else causal.load_causal
     load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
-    return _laid(load_it() if plan is None else plan.read(load_it))
+    return _laid(load_it() if plan is None else plan.read(load_it), weight_layout)
 
 
 def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> None:
@@ -217,9 +226,9 @@ def _load_canvases(
     )
 
 
-def _laid(model: Any) -> Any:
-    """The same model, its matrices as a CPU multiplies them fastest."""
-    lay_columns_first(model.module)
+def _laid(model: Any, layout: str | None) -> Any:
+    """The same model, its weights where `weight_layout` says."""
+    lay(model.module, layout)
     return model
 
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.models.checkpoint import INDEX, Stored, check_weights
 from paradec.models.family import Family
+from paradec.models.safetensors_writer import write_safetensors
 from paradec.models.stacked import Fetched, StackedWeight, parts_of
 from paradec.models.text import d2f
 from paradec.models.vocabulary import stated_ends
@@ -96,8 +97,6 @@ def _save_own_format(model: Any, path: Path, max_shard_size: int | str) -> None:
 
 def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     """A loaded model, in the format that it was loaded from."""
-    from safetensors.torch import save_file
-
     published, module = model.published, model.module
     state = _state(module, published)
     sizes = _sizes(module, state)
@@ -110,7 +109,7 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     split = _split(sizes, max_shard_size)
     with _written(path) as draft:
         for file, names in split.filename_to_tensors.items():
-            save_file(_on_cpu(module, {name: state[name] for name in names}), draft / file, metadata={"format": "pt"})
+            write_safetensors(draft / file, {name: sizes[name] for name in names}, _reader(module, state))
         if split.is_sharded:
             _write_json(draft / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         if generation:
@@ -208,8 +207,8 @@ def _place(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _on_cpu(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
-    """Weights as they can be written: here, contiguous, and each alone in its memory."""
+def _reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
+    """What gives the file's weights by their names, here."""
     own = module.state_dict()
 
     def here(name: str) -> Tensor:
@@ -222,15 +221,8 @@ def _on_cpu(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, 
         with align_module_device(part, torch.device("cpu")):
             return getattr(part, attribute).detach().clone()
 
-    fetched, found = Fetched(here), {}
-    taken = set()
-    for name, part in state.items():
-        tensor = part.of(fetched).contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in taken:
-            tensor = tensor.clone()
-        taken.add(tensor.data_ptr())
-        found[name] = tensor
-    return found
+    fetched = Fetched(here)
+    return lambda name: state[name].of(fetched)
 
 
 def _reads_its_files(module: nn.Module) -> bool:

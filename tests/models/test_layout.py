@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoints import LLADA, random_weights
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import paradec
@@ -105,3 +110,128 @@ def test_loaded_models(tmp_path: Path) -> None:
         again_head = again.module.get_output_embeddings().weight
         assert again_head.stride(0) == 1  # deepcopy leaves out what lies between columns
     assert paradec.load(dtype="float64").module.get_output_embeddings().weight.is_contiguous()
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 5, "n_heads": 8, "mlp_hidden_size": 2048}
+"""More than `SHARED_FROM` bytes of matrices in float32."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(LARGE))
+    save_file({name: tensor.float() for name, tensor in random_weights(LARGE).items()}, folder / "model.safetensors")
+    return folder
+
+
+def mapped(folder: Path) -> bool:
+    """Whether this process holds a file of the folder in its memory."""
+    return str(folder) in Path("/proc/self/maps").read_text()
+
+
+def resident(line: str) -> int:
+    """Bytes, of /proc/self/status."""
+    lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[line].split()[0])
+
+
+def matrices(model: Any) -> list[torch.Tensor]:
+    return [part.weight for part in model.module.modules() if type(part) is nn.Linear]
+
+
+def forward(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.module(torch.arange(8).unsqueeze(0)).logits
+
+
+ON_LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory is read from Linux's /proc")
+
+
+@ON_LINUX
+def test_large_weights_stay_in_the_file(large: Path, tmp_path: Path) -> None:
+    """Until columns are asked for; then nothing keeps the file, and one copy is all that there is."""
+    size = (large / "model.safetensors").stat().st_size
+    assert size > layout.SHARED_FROM
+    before = resident("RssAnon")
+    shared = paradec.load(large)
+    forward(shared)
+    assert resident("RssAnon") - before < 0.1 * size
+    assert mapped(large) and all(weight.is_contiguous() for weight in matrices(shared))
+    expected = forward(shared)
+    again = pickle.loads(pickle.dumps(shared))
+    del shared
+    assert not mapped(large) and torch.equal(forward(again), expected)
+    del again
+    before = resident("RssAnon"), resident("RssFile")
+    own = paradec.load(large, weight_layout="columns")
+    assert not mapped(large) and all(by_columns(weight) for weight in matrices(own))
+    torch.testing.assert_close(forward(own), expected, rtol=1e-4, atol=1e-4)
+    assert resident("RssAnon") - before[0] < 1.1 * size and resident("RssFile") - before[1] < 0.1 * size
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was resident begins anew
+    before = resident("VmHWM")
+    own.save_pretrained(tmp_path)
+    assert resident("VmHWM") - before < 0.3 * size
+    original = load_file(large / "model.safetensors")
+    assert all(torch.equal(value, original[name]) for name, value in load_file(tmp_path / "model.safetensors").items())
+
+
+@ON_LINUX
+@pytest.mark.parametrize(
+    ("arguments", "by_column", "kept"),
+    [
+        ({}, True, False),
+        ({"weight_layout": "columns"}, True, False),
+        ({"weight_layout": "rows"}, False, True),
+        ({"dtype": "float64"}, False, False),
+        ({"weight_layout": "columns", "dtype": "float64"}, False, False),
+    ],
+)
+def test_small_weights(tmp_path: Path, arguments: dict[str, Any], by_column: bool, kept: bool) -> None:
+    """Tied ones among them."""
+    config = LLADA | {"weight_tying": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.float() for name, tensor in random_weights(config).items()}, tmp_path / "model.safetensors")
+    model = paradec.load(tmp_path, **arguments)
+    *others, head = matrices(model)
+    assert all(by_columns(weight) == by_column for weight in others) and mapped(tmp_path) == kept
+    assert head is model.module.get_input_embeddings().weight and head.is_contiguous()
+
+
+def test_converted_weights_are_laid(large: Path) -> None:
+    """They are a copy of the process's own already."""
+    folder = large / "float16"
+    paradec.load(large, dtype="float16").save_pretrained(folder)
+    assert all(by_columns(weight) for weight in matrices(paradec.load(folder, dtype="float32")))
+
+
+def test_weights_that_change_in_memory_leave_the_file(large: Path, tmp_path: Path) -> None:
+    """A file that is replaced, or gone, is still there for those who read it."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((large / name).read_bytes())
+    file = tmp_path / "model.safetensors"
+    digest, model = hashlib.sha256(file.read_bytes()).digest(), paradec.load(tmp_path)
+    expected = forward(model)
+    with torch.no_grad():
+        model.module.model.norm.weight.mul_(2)
+    assert hashlib.sha256(file.read_bytes()).digest() == digest
+    model.save_pretrained(tmp_path)  # over the file that it lies in
+    torch.testing.assert_close(forward(model), 2 * expected)
+    assert torch.equal(forward(paradec.load(tmp_path)), forward(model))
+    file.unlink()
+    torch.testing.assert_close(forward(model), 2 * expected)
+
+
+def test_parameters_of_one_memory_stay_so() -> None:
+    module = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(4), nn.LayerNorm(4)])
+    memory = torch.frombuffer(bytearray(torch.ones(4).numpy().tobytes()), dtype=torch.float32)
+    for part in module[1:]:
+        part.weight = nn.Parameter(memory)
+    layout.lay(module)
+    assert module[1].weight.data_ptr() == module[2].weight.data_ptr() != memory.data_ptr()
+
+
+def test_layouts_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="unknown weight_layout: 'file'; allowed: columns, rows"):
+        paradec.load(weight_layout="file")

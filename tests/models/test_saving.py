@@ -32,6 +32,8 @@ import paradec
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Model
 from paradec.models.loading import FAMILIES
+from paradec.models.safetensors_writer import write_safetensors
+from paradec.models.stacked import Fetched
 
 GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
 MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny"}
@@ -156,8 +158,8 @@ def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_sh
     limit = {"50GB": 10**9, "1KB": 1000}.get(str(max_shard_size), max_shard_size)
     for file in saved.glob("*.safetensors"):
         assert sum(t.nbytes for t in load_file(file).values()) <= limit or len(load_file(file)) == 1
-        with safetensors.safe_open(file, framework="pt") as opened:
-            assert opened.metadata()["format"] == "pt"  # transformers reads no others
+        plain = safetensors.torch.save(load_file(file), metadata={"format": "pt"})  # transformers reads no others
+        assert file.read_bytes() == plain
     other = paradec.load(saved)
     assert_equal(model, other)
     assert (saved / "code.py").exists() and not list(saved.glob(".saving*"))
@@ -400,7 +402,7 @@ def twice(tmp_path: Path, sources: Callable[[str], Path]) -> tuple[Model, Path]:
     return model, folder
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [1, 17])  # of the tensors
 def test_an_interrupt_while_weights_are_written(
     twice: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -408,10 +410,29 @@ def test_an_interrupt_while_weights_are_written(
     before = state(folder)
     for target in (folder, tmp_path / "new"):
         with monkeypatch.context() as patch:
-            interrupted(patch, safetensors.torch, "save_file", at)
+            interrupted(patch, Fetched, "__getitem__", at)
             with pytest.raises(Stopped):
                 model.save_pretrained(target, max_shard_size=15000)
     assert state(folder) == before and not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_is_full(twice: tuple[Model, Path], tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    model, folder = twice
+    before, limits = state(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for target in (folder, tmp_path / "new"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # no file may be longer: in the midst of one
+        try:
+            with pytest.raises(OSError):
+                model.save_pretrained(target, max_shard_size=15000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert state(folder) == before and not (tmp_path / "new").exists()
+
+
+def test_weights_that_change_while_they_are_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a was \[2\] of torch.float32 and became \[2\] of torch.float64"):
+        write_safetensors(tmp_path / "file", {"a": torch.empty(2)}, lambda name: torch.ones(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", [15000, 9000])  # shards of the same names, and of others

@@ -101,7 +101,7 @@ class Prober:
     def _products(self) -> None:
         count = max(1, round(BYTES / ITEM_BYTES[self.dtype] / WIDTH**2))
         weights = [torch.randn(WIDTH, WIDTH, dtype=self.kind) for _ in range(count)]
-        if self.kind == torch.float32:  # as `paradec.load` lays them
+        if self.kind == torch.float32:  # as `paradec.load(weight_layout="columns")` lays them
             weights = [columns_first(weight) for weight in weights]
         for rows in ROWS:
             each = 2.0 * rows * WIDTH**2
