@@ -24,8 +24,8 @@ Cache = Annotated[
     str | None,
     typer.Option(
         "--cache",
-        help="A name that `paradec caches` lists; by default block for block-causal models and prefix for others, so "
-        "that turns keep their prefix.",
+        help="A name that `paradec caches` lists, with settings in parentheses; by default block for block-causal "
+        "models and prefix for others, so that turns keep their prefix.",
     ),
 ]
 History = Annotated[

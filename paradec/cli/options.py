@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -151,7 +150,17 @@ def names(given: list[str] | None) -> list[str] | None:
     """Comma-separated names, in one option or several; commas in parentheses separate settings."""
     if given is None:
         return None
-    return [name.strip() for text in given for name in re.split(r",(?![^(]*\))", text)]
+    found: list[str] = []
+    for text in given:
+        found.append("")
+        depth = 0
+        for sign in text:
+            depth += (sign in "([") - (sign in ")]")
+            if sign == "," and depth <= 0:
+                found.append("")
+            else:
+                found[-1] += sign
+    return [name.strip() for name in found]
 
 
 def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:

@@ -59,6 +59,25 @@ def test_generate_prints_the_answer_and_its_cost() -> None:
     assert cost.startswith(start) and cost.endswith(" s")
 
 
+def test_a_cache_has_its_settings_in_parentheses() -> None:
+    counts = {}
+    for cache in ("none", "dkv_decode(refresh_interval=1)", "dkv_decode(refresh_interval=8)"):
+        flags = ("--max-new-tokens", 8, "--block-length", 8, "--sampler", "low_confidence", "--steps", 8, "--json")
+        result = run("generate", PROMPT, *flags, "--cache", cache)  # with advice on standard error
+        counts[cache] = json.loads(result.stdout)["forwarded_tokens"]
+    plain, always, seldom = counts.values()
+    assert always == plain > seldom
+    result = run("generate", PROMPT, "--cache", "dkv_decode(refresh=1)")
+    assert result.exit_code == 2 and "did you mean 'refresh_interval'" in result.stderr
+
+
+def test_names_are_separated_by_commas_outside_parentheses() -> None:
+    given = ["threshold, credit(threshold=0.5,decay=0.3)", "union(rules=['a','b'],stages=('c','d')),klass"]
+    assert options.names(given) == ["threshold", "credit(threshold=0.5,decay=0.3)",
+                                    "union(rules=['a','b'],stages=('c','d'))", "klass"]  # fmt: skip
+    assert options.names(None) is None
+
+
 def test_json_holds_what_the_output_holds() -> None:
     data = report(PROMPT, "--sampler", "low_confidence", "--steps", 8, "--max-new-tokens", 8, "--block-length", 8)
     expected = paradec.generate(

@@ -341,7 +341,7 @@ def compare(
         questions: from `packaged_questions` or `read_questions`; None takes all packaged ones.
         names: as in `configurations`; None takes every registered sampler of the masked family, and `COMBINATIONS`,
             where the request suits them. The baseline is measured in any case.
-        cache: a name that `paradec.caches.names()` lists.
+        cache: a name that `paradec.caches.names()` lists, with settings in parentheses if need be.
         attention, suffix: as in `paradec.generate`.
         batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in
             float32, up to near-ties).
