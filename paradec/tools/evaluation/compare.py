@@ -139,8 +139,8 @@ class Result:
     configuration: Configuration
     tasks: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By task: (right answers, prompts)."""
-    forwards: int = 0
-    """Forward calls that rows took part in, over all prompts."""
+    row_calls: int = 0
+    """Forwards that each prompt took, added."""
     forwarded_tokens: int = 0
     """Positions evaluated, padding excluded."""
     tokens: int = 0
@@ -160,12 +160,12 @@ class Result:
 
     @property
     def nfe(self) -> float:
-        """Forward calls per prompt, the mean."""
-        return self.forwards / self.right()[1]
+        """Forwards per prompt, the mean."""
+        return self.row_calls / self.right()[1]
 
     @property
     def tokens_per_forward(self) -> float:
-        return self.tokens / self.forwards
+        return self.tokens / self.row_calls
 
     @property
     def tokens_per_second(self) -> float:
@@ -220,7 +220,7 @@ class Comparison:
                     "sampler": result.configuration.sampler,
                     "changes": {name: plain(value) for name, value in result.configuration.changes.items()},
                     "tasks": {name: list(counts) for name, counts in result.tasks.items()},
-                    "forwards": result.forwards,
+                    "row_calls": result.row_calls,
                     "forwarded_tokens": result.forwarded_tokens,
                     "tokens": result.tokens,
                     "seconds": result.seconds,
@@ -271,7 +271,8 @@ class Comparison:
                 Result(
                     Configuration(row["sampler"], row["changes"]),
                     {name: (right, asked) for name, (right, asked) in row["tasks"].items()},
-                    *(row[name] for name in ("forwards", "forwarded_tokens", "tokens", "seconds")),
+                    row["row_calls"] if "row_calls" in row else row["forwards"],  # as they were called before
+                    *(row[name] for name in ("forwarded_tokens", "tokens", "seconds")),
                 )
                 for row in data["results"]
             ]
@@ -284,7 +285,7 @@ class Comparison:
         heads = ["sampler", "setting", "right %", "95 %"]
         if self._split():
             heads += ["one answer %", "many answers %"]
-        return [*heads, "NFE", "tokens/forward", "x baseline", "tokens/s", "x baseline", "AUP"]
+        return [*heads, "forwards", "tokens/forward", "x baseline", "tokens/s", "x baseline", "AUP"]
 
     def table(self) -> list[list[str]]:
         """One line of cells per configuration, in the order of `columns`; AUP is on a sampler's first line."""
@@ -446,7 +447,7 @@ def _measure(
         output = generate(model, prompts, sampler=method, **asked)
         for question, text in zip(rows, output.text or (), strict=True):
             right.setdefault(question.task, []).append(question.right(text))
-        result.forwards += sum(output.row_nfe)
+        result.row_calls += sum(output.row_nfe)
         result.forwarded_tokens += output.forwarded_tokens
         result.tokens += sum(output.tokens)
         result.seconds += output.seconds

@@ -277,7 +277,7 @@ def test_metrics_count(model: Any) -> None:
     assert found["paradec_requests_total", "/v1/chat/completions", "400"] == 1
     assert (found["paradec_tokens_total", "prompts"], found["paradec_tokens_total", "answers"]) == (8, 4)
     assert found["paradec_answers_total", "whole"] == 1 and found["paradec_rows_occupied",] == 0
-    assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_forwards_total",] >= 1
+    assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_row_calls_total",] >= 1
 
 
 def test_keys_and_numbers_are_limited(model: Any) -> None:

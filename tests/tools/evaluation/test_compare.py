@@ -189,7 +189,7 @@ def test_steps_are_a_share_for_the_row_with_most_blocks(packaged: Model) -> None
     half = Configuration("low_confidence", {"steps": 1 / 2})
     found = evaluation.compare(model, questions=questions, names=[half], batch=3, max_new_tokens=12).results[1]
     plain = paradec.generate(model, prompts, sampler="low_confidence", steps=8, max_new_tokens=12, seed=0)
-    assert found.forwards == sum(plain.row_nfe)  # 2 steps in each of 4 blocks
+    assert found.row_calls == sum(plain.row_nfe)  # 2 steps in each of 4 blocks
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
     alone = paradec.generate(
         packaged, [question.prompt for question in questions], sampler=text, max_new_tokens=12, seed=0
     )
-    assert both.forwards == sum(alone.row_nfe)
+    assert both.row_calls == sum(alone.row_nfe)
     with pytest.raises(ValueError, match="cannot be read"):
         evaluation.configurations("threshold+")
 
@@ -246,7 +246,7 @@ def test_counts_are_those_of_generate(packaged: Model, small: Comparison) -> Non
             right[example.task][1] += 1
             forwards, tokens = forwards + out.nfe, tokens + out.tokens[0]
         assert {task: list(counts) for task, counts in result.tasks.items()} == right
-        assert (result.forwards, result.tokens) == (forwards, tokens)
+        assert (result.row_calls, result.tokens) == (forwards, tokens)
         assert result.nfe == forwards / 8 and result.tokens_per_forward == tokens / forwards
 
 
@@ -293,7 +293,7 @@ def test_seeds_and_blocks_are_those_of_generate(packaged: Model) -> None:
     drawn = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request)
     spread = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
     for result, output in zip(found.results[1:], (drawn, spread), strict=True):
-        assert (result.forwards, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
+        assert (result.row_calls, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
     other = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 0})
     assert (sum(other.row_nfe), sum(other.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
 
