@@ -281,6 +281,8 @@ class Bar:
         self.task: Any = None
         self.due = time.monotonic() + self.delay
         self.before, self.rows, self.answers = 0, 1, 1
+        self.since: tuple[float, int] | None = None
+        """When work began, and how many prompts had been answered before it."""
 
     def __enter__(self) -> Bar:
         self.due = time.monotonic() + self.delay
@@ -310,11 +312,15 @@ class Bar:
         else:
             self._show("answers", self.before + self.rows * decided // max(1, total), self.answers, 600)
 
-    def work(self, what: str, share: float) -> None:
-        """Called by `paradec compare` after every batch."""
+    def work(self, what: str, share: float, asked: int = 0, to_ask: int = 0) -> None:
+        """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many."""
+        now = time.monotonic()
+        began, before = self.since = self.since or (now, asked)
         if self._is_due():
+            rate = f", {(asked - before) / (now - began):.1f} prompts/s" if asked > before and now > began else ""
+            said = f"{what}: {asked} of {to_ask} prompts{rate}" if to_ask else what
             # some configurations take ten times as long as others: judge the time left by a longer past
-            self._show(what, round(1000 * share), 1000, 600)
+            self._show(said, round(1000 * share), 1000, 600)
 
     def _is_due(self) -> bool:
         now = time.monotonic()
@@ -326,9 +332,18 @@ class Bar:
     def _show(self, what: str, completed: int, total: int, period: float) -> None:
         if self.progress is None:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TaskProgressColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            # thousandths of the work are nobody's unit
+            done = TaskProgressColumn() if total == 1000 else MofNCompleteColumn()
+            columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
             console = Console(stderr=True)
             self.progress = Progress(
                 *columns, console=console, transient=True, speed_estimate_period=period, redirect_stdout=False

@@ -16,7 +16,7 @@ from paradec.core.checks import check_choice, check_int, check_model, check_numb
 from paradec.core.protocol import Interrupted
 from paradec.request import Request
 from paradec.request_fields import check_names, served_by
-from paradec.tools.evaluation.compare import BASELINE
+from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import goes_on, rungs
 from paradec.tools.tuning.measuring import Failed, Half, Measured
