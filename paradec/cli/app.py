@@ -113,8 +113,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Fast sampling from models that need not decode one token at a time: text from masked-diffusion and from causal "
-    "models, and pictures. `paradec COMMAND --help` has the options of a command.",
+    help="Fast sampling from models that need not decode one token at a time: text from masked-diffusion and from "
+    "causal models, and pictures. `paradec COMMAND --help` has the options of a command.",
 )
 
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from paradec.api.generate import output_of
 from paradec.api.output import Output
+from paradec.core.contract import TextState
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import Prompts
+from paradec.core.protocol import Commit
 
 PACE = 0.2
 """Seconds between two readings of a batch, which decode the text of all of its rows."""
@@ -34,7 +36,7 @@ class Ended:
         self.told = np.zeros(len(batch.rows), bool)
         self.due = time.monotonic() + PACE
 
-    def __call__(self, state: Any, commit: Any) -> None:
+    def __call__(self, state: TextState, commit: Commit) -> None:
         ended = ~np.asarray(state.running, bool)
         new = ended & ~self.told
         if new.any() and not ended.all() and time.monotonic() >= self.due:
