@@ -50,7 +50,7 @@ from paradec.core.protocol import plain
 from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.tools.evaluation import Configuration, configurations
-from paradec.tools.evaluation.compare import COMBINATIONS
+from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import aup, bootstrap
 from paradec.tools.tuning import Asked
 from paradec.tools.tuning.run import weights_of

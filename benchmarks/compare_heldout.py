@@ -18,7 +18,8 @@ import torch
 from provenance import write_result
 
 from paradec.tools import evaluation
-from paradec.tools.evaluation.compare import COMBINATIONS, Comparison
+from paradec.tools.evaluation.compare import Comparison
+from paradec.tools.evaluation.configuration import COMBINATIONS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FEWER = 4

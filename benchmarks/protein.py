@@ -48,7 +48,7 @@ from paradec.core.query import WindowQuery
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.tools.evaluation import Configuration, configurations
-from paradec.tools.evaluation.compare import COMBINATIONS
+from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import bootstrap
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,8 @@
 
     python benchmarks/tables.py
 
+`paradec/samplers/listing.json` is written too.
+
 Tables are between `<!-- name -->` and `<!-- /name -->`; nothing else is touched.
 """
 
@@ -128,6 +130,15 @@ def settings_table() -> str:
         presets = ", ".join(f"`{name}`" for name in getattr(samplers.get(entry["name"]), "presets", {}))
         lines.append(f"| `{entry['name']}` | {values} | {presets} |")
     return "\n".join(lines)
+
+
+def samplers_listing() -> str:
+    """What `paradec samplers` reads in the place of the classes of paradec's own samplers."""
+    from paradec import samplers
+    from paradec.cli.tables import entries
+
+    own = [entry for entry in entries(samplers) if samplers.registry.places()[entry["name"]].startswith("paradec.")]
+    return json.dumps(own, indent=1, ensure_ascii=False) + "\n"
 
 
 def heldout_table(first: dict[str, Any], second: dict[str, Any]) -> str:
@@ -816,7 +827,7 @@ def _result(name: str) -> Any:
 
 
 def main() -> None:
-    for file, text in rendered().items():
+    for file, text in (rendered() | {"paradec/samplers/listing.json": samplers_listing()}).items():
         (ROOT / file).write_text(text, encoding="utf-8")
         print(f"written to {file}")
 

@@ -34,7 +34,7 @@ from provenance import write_result
 
 from paradec.request import Request
 from paradec.tools.evaluation import Configuration
-from paradec.tools.evaluation.compare import BASELINE
+from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.tuning.measuring import Measured
 from paradec.tools.tuning.result import Point, choose, paired
 from paradec.tools.tuning.space import Candidate

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from paradec.models.proteins.mpnn import load_protein_mpnn
     from paradec.models.wrapping import wrap
     from paradec.request import Request
+    from paradec.samplers.forecast.dicache import DiCache
+    from paradec.samplers.forecast.first_block import DBCache, FirstBlock
+    from paradec.samplers.forecast.magcache import MagCache
+    from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
     from paradec.tools.estimation.estimate import estimate
@@ -49,10 +53,15 @@ if TYPE_CHECKING:
 logging.getLogger("paradec").addHandler(logging.NullHandler())
 
 __all__ = [
+    "AccumulatedChange",
     "AdaptiveBlocks",
     "CheckpointError",
+    "DBCache",
+    "DiCache",
+    "FirstBlock",
     "FixedBlocks",
     "Interrupted",
+    "MagCache",
     "Output",
     "PipelinedBlocks",
     "PixelDiTPipeline",
@@ -61,6 +70,7 @@ __all__ = [
     "SparseD",
     "Suffix",
     "TaylorSeer",
+    "Verification",
     "accelerate",
     "attention",
     "caches",
@@ -81,10 +91,15 @@ __all__ = [
 
 
 LATER = {
+    "AccumulatedChange": "paradec.samplers.forecast.refresh",
     "AdaptiveBlocks": "paradec.core.adaptive_blocks",
     "CheckpointError": "paradec.models.checkpoint",
+    "DBCache": "paradec.samplers.forecast.first_block",
+    "DiCache": "paradec.samplers.forecast.dicache",
+    "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
+    "MagCache": "paradec.samplers.forecast.magcache",
     "Output": "paradec.api.output",
     "PipelinedBlocks": "paradec.core.pipelined_blocks",
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
@@ -93,6 +108,7 @@ LATER = {
     "SparseD": "paradec.attention.sparsed",
     "Suffix": "paradec.caches.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
+    "Verification": "paradec.samplers.forecast.refresh",
     "accelerate": "paradec.integrations.diffusers.hooks.session",
     "decode": "paradec.core.protocol",
     "estimate": "paradec.tools.estimation.estimate",

@@ -42,7 +42,8 @@ class Request:
     Args:
         sampler: a name (`paradec.samplers.names()`), several that are joined ("credit+localleap", see
             `paradec.samplers.create`), or a sampler made with settings.
-        cache: a name (`paradec.caches.names()`) or a cache; None recomputes everything at every step.
+        cache: a name (`paradec.caches.names()`), with settings in parentheses if need be
+            ("dkv_decode(refresh_interval=4)"), or a cache; None recomputes everything at every step.
         prefix: the `prefix` of an earlier output, made with `keep_prefix`: what a row has in common with it is not
             evaluated again. Exact for block-causal models, approximate for others; `out.cost.reused_tokens` counts.
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.

@@ -191,7 +191,11 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
             "renoising": "keys and values of what is final are always kept, and those of an open canvas change at "
             "every step"
         },
-        option=Option(kind=str, default="none", help="A name that `paradec caches` lists."),
+        option=Option(
+            kind=str,
+            default="none",
+            help="A name that `paradec caches` lists; settings go in parentheses: 'dkv_decode(refresh_interval=4)'.",
+        ),
     ),
     "prefix": Field(live=True, refused={"batch": _TOGETHER}),
     "keep_prefix": Field(

@@ -12,7 +12,7 @@ from torch import Tensor
 from paradec.attention.sparsed import AttentionCost
 from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
-from paradec.core.checks import count
+from paradec.core.checks import count, per_forward
 from paradec.core.logprobs import LogProbs
 from paradec.core.prompts import right_aligned
 from paradec.core.trace import Trace, drawing
@@ -79,12 +79,14 @@ class Output:
 
     @property
     def nfe(self) -> int:
-        """Number of function evaluations: forward calls of the row that took part in most."""
+        """Number of function evaluations: the forwards that the answers took, of several rows those of the row with
+        most."""
         return max(self.row_nfe)
 
     @property
     def tokens_per_forward(self) -> float:
-        """Answer tokens per forward call, mean over all rows' calls; padding after the end does not count."""
+        """Answer tokens per forward, of several rows per row call (`sum(row_nfe)`); padding after the end does not
+        count."""
         return sum(self.tokens) / max(1, sum(self.row_nfe))
 
     @property
@@ -113,7 +115,7 @@ class Output:
         more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
         return (
             f"Output({said}: {of_rows}{count(sum(self.tokens), 'token')}, {count(self.nfe, 'forward')}, "
-            f"{self.tokens_per_forward:.1f} tokens per forward, {ended}, {self.seconds:.2f} s{more})"
+            f"{self.tokens_per_forward:.1f} {per_forward(rows)}, {ended}, {self.seconds:.2f} s{more})"
         )
 
     def _repr_html_(self) -> str:

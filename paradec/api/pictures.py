@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paradec.core.checks import check_int, count
+from paradec.core.checks import check_int, count, per_forward
 from paradec.core.thumbnails import RAMP, pillow
 from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
@@ -60,18 +60,20 @@ class ImageOutput:
         rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
         what = "no pictures yet" if self.images is None else f"{count(rows, 'picture')} of {size} tokens"
         return (
-            f"ImageOutput({what}: {count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} tokens per forward, "
+            f"ImageOutput({what}: {count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} {per_forward(rows)}, "
             f"{self.seconds:.2f} s{', trace' * (self.trace is not None)})"
         )
 
     @property
     def nfe(self) -> int:
-        """Number of function evaluations: forward calls of the row that took part in most."""
+        """Number of function evaluations: the forwards that the pictures took, of several rows those of the row with
+        most."""
         return max(self.row_nfe)
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens per forward call, mean over all rows' calls; after an interrupt, of those that had become final."""
+        """Tokens per forward, of several rows per row call (`sum(row_nfe)`); after an interrupt, of those that were
+        final."""
         tokens = self.tokens.shape[:2].numel()
         return min(tokens, int(self.accepted.sum())) / max(1, sum(self.row_nfe))
 

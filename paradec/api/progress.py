@@ -26,7 +26,7 @@ def bar(
         def after_commit(stepped: State, commit: Commit) -> bool | None:
             final, total = stepped.progress
             shown.total = total  # rows may end before their last token
-            shown.set_postfix(forwards=int(stepped.nfe.sum()), refresh=False)
+            shown.set_postfix(forwards=int(stepped.nfe.max()), refresh=False)
             shown.update(final - shown.n)
             return None if callback is None else callback(stepped, commit)
 

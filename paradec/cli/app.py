@@ -113,7 +113,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Decode with masked-diffusion language models, several tokens per forward.",
+    help="Fast sampling from models that need not decode one token at a time: text from masked-diffusion and from "
+    "causal models, and pictures. `paradec COMMAND --help` has the options of a command.",
 )
 
 
@@ -144,5 +145,5 @@ app.command(short_help="Compare a decoder with recorded traces.")(verify)
 app.command(short_help="List the samplers, or say all about one.")(samplers)
 app.command(short_help="List the caches, and what each works with.")(caches)
 app.command(short_help="What the packaged text model can do.")(tasks)
-app.add_typer(bench, name="bench")
-app.add_typer(learn2pd, name="learn2pd")
+app.add_typer(bench, name="bench", short_help="`bench parallel`: what parallel decoding costs a model.")
+app.add_typer(learn2pd, name="learn2pd", short_help="`learn2pd train`: a filter for the sampler learn2pd.")

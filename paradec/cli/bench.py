@@ -8,7 +8,7 @@ import typer
 
 import paradec
 from paradec.cli import options
-from paradec.cli.compare import Limit, Out, Plot, Resume, Seed, check_files, measured, tell
+from paradec.cli.compare import Format, Limit, Out, Plot, Resume, Seed, check_files, check_format, measured, tell
 
 bench = typer.Typer(help="Measure what samplers are worth.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -45,10 +45,12 @@ def parallel(
     out: Out = None,
     plot: Plot = None,
     resume: Resume = False,
+    format_: Format = None,
     **shared: Any,
 ) -> None:
     """Sweep samplers over ParallelBench's waiting lines and Latin squares: score over tokens per forward, and AUP."""
     check_files(out, plot, resume)
+    check_format(format_, shared["as_json"])
 
     from paradec.tools import evaluation
     from paradec.tools.evaluation import parallel as benches
@@ -64,5 +66,5 @@ def parallel(
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     loaded = options.load(shared)
     found, code = measured(benches.parallel, loaded, out, resume=earlier, **wanted, **shared)
-    tell(found, code, out, plot, as_json)
+    tell(found, code, out, plot, as_json, format_)
     raise typer.Exit(code)

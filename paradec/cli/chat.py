@@ -24,8 +24,8 @@ Cache = Annotated[
     str | None,
     typer.Option(
         "--cache",
-        help="A name that `paradec caches` lists; by default block for block-causal models and prefix for others, so "
-        "that turns keep their prefix.",
+        help="A name that `paradec caches` lists, with settings in parentheses; by default block for block-causal "
+        "models and prefix for others, so that turns keep their prefix.",
     ),
 ]
 History = Annotated[
@@ -186,7 +186,7 @@ class Talk:
     def _cost(self) -> str:
         """What the last answer took, in one line."""
         out = self.last
-        text = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.row_nfe)}, {out.seconds:.2f} s"
+        text = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.nfe, out.row_nfe)}, {out.seconds:.2f} s"
         reused = out.cost.reused_tokens[0] if out.cost is not None else 0
         return f"{text}, {reused} tokens of the turns before reused" if reused else text
 

@@ -12,7 +12,7 @@ import typer
 
 import paradec
 from paradec.cli import options, show, tables
-from paradec.core.checks import check_int
+from paradec.core.checks import check_choice, check_int
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
 Prompts = Annotated[
@@ -28,8 +28,13 @@ Limit = Annotated[int | None, typer.Option(help="Prompts of each task; by defaul
 Samplers = Annotated[
     list[str] | None,
     typer.Option(
-        help="Samplers, separated by commas, and combinations ('credit+localleap'); by default every masked one."
+        help="Samplers, separated by commas, combinations ('credit+localleap'), and samplers of your own "
+        "(FILE.py:NAME); by default every masked one."
     ),
+]
+Defaults = Annotated[bool, typer.Option("--defaults", help="Every sampler with its defaults alone: a row for each.")]
+Format = Annotated[
+    str | None, typer.Option("--format", help="Print the table as markdown, latex (with booktabs) or csv.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the results, as they come.")]
@@ -46,22 +51,25 @@ def compare(
     tasks: Tasks = None,
     limit: Limit = None,
     samplers: Samplers = None,
+    defaults: Defaults = False,
     seed: Seed = 0,
     out: Out = None,
     plot: Plot = None,
     resume: Resume = False,
     as_json: AsJson = False,
+    format_: Format = None,
     **shared: Any,
 ) -> None:
     """Compare samplers, each with several settings: right answers beside the forwards that they took."""
     check_files(out, plot, resume)
+    check_format(format_, as_json)
     options.check_readable("--prompts", prompts)
 
     from paradec.tools import evaluation
 
     # Everything is checked before the model is loaded, which may take minutes.
-    names = options.names(samplers)
-    evaluation.configurations(names)
+    names = options.sampler_names(samplers)
+    evaluation.configurations(names, defaults)
     paradec.caches.create(shared["cache"])
     shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
     shared["suffix"] = paradec.Suffix.of(shared["suffix"])
@@ -75,8 +83,9 @@ def compare(
         questions = evaluation.read_questions(prompts, options.names(tasks), limit)
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     loaded = options.load(shared)
-    found, code = measure(loaded, out, questions=questions, names=names, resume=earlier, seed=seed, **shared)
-    tell(found, code, out, plot, as_json)
+    asked = {"questions": questions, "names": names, "defaults": defaults}
+    found, code = measure(loaded, out, **asked, resume=earlier, seed=seed, **shared)
+    tell(found, code, out, plot, as_json, format_)
     raise typer.Exit(code)
 
 
@@ -92,7 +101,17 @@ def check_files(out: Path | None, plot: Path | None, resume: bool) -> None:
         check_plot(plot)
 
 
-def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bool) -> None:
+def check_format(format_: str | None, as_json: bool) -> None:
+    """Raise ValueError for a format of a table that there is not, or one beside --json."""
+    from paradec.tools.evaluation.written import FORMATS
+
+    if format_ is not None:
+        check_choice("--format", format_, FORMATS)
+        if as_json:
+            raise ValueError(f"--json and --format {format_} are two ways to print the results; give one")
+
+
+def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bool, format_: str | None = None) -> None:
     """Write a `Comparison` to its files and print it; `code` is the exit code, of an interrupted one not 0."""
     if out is not None and found.results:
         found.to_json(out)
@@ -103,7 +122,12 @@ def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bo
     if as_json:
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
         return
-    tables.comparison(found.columns(), found.table())
+    if format_ is None:
+        tables.comparison(found.columns(), found.table())
+    else:
+        from paradec.tools.evaluation.written import FORMATS
+
+        typer.echo(FORMATS[format_](found.columns(), found.table()))
     tell_padding(found)
     if code:
         print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
@@ -140,7 +164,7 @@ def measured(run: Callable[..., Any], model: Any, out: Path | None, **request: A
         if out is not None and len(comparison.results) > saved:
             comparison.to_json(out)
             saved = len(comparison.results)
-        bar.work(configuration.name, share)
+        bar.work(configuration.name, share, comparison.asked, comparison.to_ask)
 
     raise_again()
     try:

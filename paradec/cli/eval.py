@@ -40,7 +40,9 @@ Request = Annotated[
     ),
 ]
 Sampler = Annotated[str | None, typer.Option("--sampler", help="A name that `paradec samplers` lists.")]
-Cache = Annotated[str | None, typer.Option("--cache", help="A name that `paradec caches` lists.")]
+Cache = Annotated[
+    str | None, typer.Option("--cache", help="A name that `paradec caches` lists, with settings in parentheses.")
+]
 Until = Annotated[bool, typer.Option("--until/--no-until", help="Whether the tasks' stop strings end answers.")]
 Judge = Annotated[
     str | None, typer.Option("--likelihood", help="How masked models judge continuations: monte_carlo or chain.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -125,7 +125,8 @@ class FileJob:
         return seed
 
     def answer(self, work: Work, batch: int | None, as_json: bool) -> NoReturn:
-        """Answer what is not answered yet, write each answer as soon as its batch has ended, print a summary, exit.
+        """Answer what is not answered yet, write each answer as soon as it has ended, print a summary, exit. In the end
+        the file has the order of the prompts.
 
         Args:
             batch: rows decoded together at most; None is what fits.
@@ -141,26 +142,30 @@ class FileJob:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
         if self.goes_on and ranks.speaks():
             write_lines(self.out, self.before.values())  # nothing is written onto a line that was cut off
-        found, entries, code = show.Answers(single=False), [], 0
+        found, code = show.Answers(single=False), 0
+        entries: list[dict[str, Any]] = []
         raise_again()
         try:
             with self._appended() as file, show.Bar() as bar:
+
+                def write(done: list[dict[str, Any]]) -> None:
+                    """Append them, whole lines, at once."""
+                    told = [entry | {"settings": self.settings} for entry in done]
+                    file.write(b"".join(map(json_bytes, told)))
+                    file.flush()
+                    entries.extend(told)
+
                 for first in range(0, len(todo), together):
-                    chunk = todo[first : first + together]
-                    done, interrupted = self._decode(work, chunk, rows, size, bar, (first, len(todo)), found)
-                    with held_back():
-                        done = [entry | {"settings": self.settings} for entry in done]
-                        file.write(b"".join(map(json_bytes, done)))
-                        file.flush()
-                        entries += done
-                    if interrupted:
+                    chunk = Chunk(work, todo[first : first + together], rows, size, write)
+                    if chunk.decode(found, bar, (first, len(todo))):
                         code = EXIT_CODE
                         break
         except KeyboardInterrupt:  # between two batches
             code = EXIT_CODE
-        if self.goes_on and ranks.speaks():  # answers are in the order of the prompts
-            every = [*self.before.values(), *entries]
-            write_lines(self.out, sorted(every, key=lambda entry: entry["line"]))
+        if (
+            ranks.speaks() and self.out.is_file()
+        ):  # answers are in the order of the prompts; a pipe has them as they came
+            write_lines(self.out, sorted([*self.before.values(), *entries], key=lambda entry: entry["line"]))
         failed = sum("error" in entry for entry in entries)
         self._tell(found, len(entries) - failed, failed, code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
@@ -186,71 +191,13 @@ class FileJob:
         copies = work.answers
         return {line.number: every.part(copies * i, copies * (i + 1)) for i, line in enumerate(kept)}
 
-    def _decode(
-        self,
-        work: Work,
-        chunk: list[Line],
-        rows: dict[int, Prompts],
-        size: int,
-        bar: show.Bar,
-        place: tuple[int, int],
-        found: show.Answers,
-    ) -> tuple[list[dict[str, Any]], bool]:
-        """The entries of some lines, and whether they were interrupted: then of those that had ended.
-
-        Args:
-            size: rows decoded together. place: how many lines are before these, and of how many. found: where their
-                cost is added.
-        """
-        from paradec.cli.batches import completed, in_batches
-
-        good = [line for line in chunk if line.number in rows]
-        asked = _joined([rows[line.number] for line in good])
-
-        def run(batch: Prompts) -> Output:
-            bar.among(place[0] * work.answers, len(asked.rows), place[1] * work.answers)
-            return work.run(batch, bar.update)
-
-        answers: list[dict[str, Any]] = []
-        stopped = False
-        try:
-            for _, output, stopped in in_batches(run, asked, size) if good else ():
-                kept = completed(output) if stopped else range(len(output.tokens))
-                for row in range(len(output.tokens)):
-                    answers.append(_answer(output, row) if row in kept else {})
-                found.add(output, list(kept))
-        except PER_PROMPT as error:
-            if len(good) > 1:  # one of them: each by itself
-                return self._one_by_one(work, chunk, rows, size, bar, place, found)
-            good[0].error = _said(error)
-        done = []
-        for line in chunk:
-            if line.error is not None:
-                done.append(line.entry({"error": line.error}))
-                continue
-            own, answers = answers[: work.answers], answers[work.answers :]
-            if len(own) == work.answers and all(own):
-                lists = {name: [answer[name] for answer in own] for name in own[0]}
-                done.append(line.entry(own[0] if work.answers == 1 else lists))
-        return done, stopped
-
-    def _one_by_one(
-        self, work: Work, chunk: list[Line], rows: dict[int, Prompts], *others: Any
-    ) -> tuple[list[dict[str, Any]], bool]:
-        done: list[dict[str, Any]] = []
-        for line in chunk:
-            entries, interrupted = self._decode(work, [line], rows, *others)
-            done += entries
-            if interrupted:
-                return done, True
-        return done, False
-
     def _tell(self, found: show.Answers, answered: int, failed: int, interrupted: bool, as_json: bool) -> None:
         there = len(self.before)
         if as_json:
             data = {"out": str(self.out), "prompts": len(self.lines), "answered": answered, "failed": failed}
             data |= {"there_before": there, "interrupted": interrupted, "tokens": sum(found.tokens)}
-            data |= {"forwards": sum(found.row_nfe), "forwarded_tokens": found.forwarded_tokens}
+            data |= {"forwards": found.nfe, "row_calls": sum(found.row_nfe)}
+            data |= {"forwarded_tokens": found.forwarded_tokens}
             typer.echo(json.dumps(data | {"seconds": found.seconds}, ensure_ascii=False))
             return
         what = f"{show.count(answered, 'answer')} in {self.out}"
@@ -263,6 +210,83 @@ class FileJob:
         typer.echo(what)
         if found.tokens:
             typer.echo(found.summary(len(found.tokens), interrupted=False))
+
+
+@dataclass
+class Chunk:
+    """Lines that are decoded together. Each is written when it has ended; none is written twice."""
+
+    work: Work
+    lines: list[Line]
+    rows: dict[int, Prompts]
+    """By line: its rows."""
+    size: int
+    """Rows decoded together."""
+    write: Callable[[list[dict[str, Any]]], None]
+    written: set[int] = field(default_factory=set)
+    """Numbers of lines."""
+
+    def decode(self, found: show.Answers, bar: show.Bar, place: tuple[int, int]) -> bool:
+        """Decode and write them; of an interrupted chunk those that had ended. Returns whether it was interrupted.
+
+        Args:
+            found: where their cost is added. place: how many lines are before these, and of how many.
+        """
+        self._write([line.entry({"error": line.error}) for line in self.lines if line.error is not None])
+        good = [line for line in self.lines if line.error is None]
+        try:
+            return bool(good) and self._together(good, found, bar, place)
+        except PER_PROMPT as error:
+            if len(good) == 1:
+                good[0].error = _said(error)
+                self._write([good[0].entry({"error": good[0].error})])
+                return False
+        for line in good:  # one of them: each by itself
+            one = Chunk(self.work, [line], self.rows, self.size, self.write)
+            if line.number not in self.written and one.decode(found, bar, place):
+                return True
+        return False
+
+    def _together(self, good: list[Line], found: show.Answers, bar: show.Bar, place: tuple[int, int]) -> bool:
+        from paradec.cli.batches import completed, in_batches
+        from paradec.cli.ended import Ended
+
+        copies = self.work.answers
+        asked = _joined([self.rows[line.number] for line in good])
+        answers: list[dict[str, Any]] = [{} for _ in asked.rows]
+        first = 0  # of the batch
+
+        def tell(output: Output, ended: Iterable[int]) -> None:
+            for row in ended:
+                answers[first + row] = _answer(output, row)
+            done = []
+            for at, line in enumerate(good):
+                own = answers[copies * at : copies * (at + 1)]
+                if all(own):
+                    lists = {name: [answer[name] for answer in own] for name in own[0]}
+                    done.append(line.entry(own[0] if copies == 1 else lists))
+            self._write(done)
+
+        def run(batch: Prompts) -> Output:
+            bar.among(place[0] * copies, len(asked.rows), place[1] * copies)
+            return self.work.run(batch, Ended(self.work.model, batch, tell, bar.update))
+
+        for batch, output, stopped in in_batches(run, asked, self.size):
+            kept = completed(output) if stopped else range(len(batch.rows))
+            with held_back():
+                tell(output, kept)
+                found.add(output, list(kept))
+            if stopped:
+                return True
+            first += len(batch.rows)
+        return False
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        new = [entry for entry in entries if entry["line"] not in self.written]
+        if new:
+            with held_back():
+                self.write(new)
+                self.written |= {entry["line"] for entry in new}
 
 
 def _said(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`paradec generate`: prompts are answered in batches that fit memory, and answers are printed batch by batch.
+"""`paradec generate`: prompts are answered in batches that fit memory, and each answer is printed when it has ended.
 
 `decode` is what `paradec infill` does as well. `work` prepares it, `show` has the lines that are printed, `files` does
 `--in` and `--out`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ import typer
 
 from paradec.cli import options, ranks, show
 from paradec.cli.files import FileJob
-from paradec.cli.work import one_prompt, prepare
+from paradec.cli.work import Work, one_prompt, prepare
 from paradec.core.checks import check_int
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import lines_of
@@ -169,53 +169,56 @@ def decode(
     size = min(work.rows_that_fit(asked), batch or len(asked.rows))
     if trace is not None and len(asked.rows) > size:
         raise ValueError(f"--trace records one batch, which is {size} answers here, not {len(asked.rows)}")
-    greedy = work.request["temperature"] == 0
-    found, code = print_answers(
-        work.run, asked, size, work.model.tokenizer, live=live, quiet=as_json, trace=trace, greedy=greedy
-    )
+    found, code = print_answers(work, asked, size, live=live, quiet=as_json, trace=trace)
     if as_json and found.tokens:
         report = found.report(work.method, work.cache_name, interrupted=code != 0)
         typer.echo(json.dumps(report, ensure_ascii=False))
     elif found.tokens:
-        typer.echo(found.summary(len(asked.rows), interrupted=code != 0))
+        typer.echo(found.summary(len(asked.rows), interrupted=code != 0), err=True)
     raise typer.Exit(code)
 
 
 def print_answers(
-    run: Callable[..., Output],
-    asked: Prompts,
-    size: int,
-    tokenizer: Any,
-    *,
-    live: bool,
-    quiet: bool,
-    trace: Path | None,
-    greedy: bool,
+    work: Work, asked: Prompts, size: int, *, live: bool, quiet: bool, trace: Path | None
 ) -> tuple[show.Answers, int]:
-    """Decode batch after batch, and print the answers of each as soon as it has ended.
+    """Decode batch after batch, and print each answer as soon as it has ended.
 
     Args:
-        run: decodes a batch, with a callback after every commit, and with `trace`. asked: every row, `size` of them to
-            a batch. live: whether to show the tokens being filled in. quiet: whether not to print the answers. trace:
-            where the trace goes. greedy: whether no token is drawn.
+        asked: every row, `size` of them to a batch. live: whether to show the tokens being filled in. quiet: whether
+            not to print the answers. trace: where the trace goes.
 
     Returns:
         What was found, and the exit code. Of a batch that was interrupted the rows that had ended are kept; if it is
         the only one all of them, as they were then.
     """
     from paradec.cli.batches import completed, in_batches, repeats
+    from paradec.cli.ended import Ended
     from paradec.cli.watch import PACE, LiveView
 
     found, bar, code = show.Answers(asked.single), show.Bar(), 0
     watched = live and show.on_terminal(sys.stdout)
     traced = {"trace": trace is not None}
+    printed: set[int] = set()
+
+    def tell(output: Output, rows: Iterable[int], first: int) -> None:
+        """Print `rows` of a batch whose first row is number `first` of all."""
+        texts: Any = [output.text] if asked.single else output.text
+        for row in rows:
+            if not quiet and first + row not in printed:
+                if sys.stdout.isatty():
+                    bar.stop()  # what is printed now would go through it
+                typer.echo(show.numbered(texts[row], None if asked.single else first + row))
+                printed.add(first + row)
 
     def decode(batch: Prompts) -> Output:
         if watched:
-            with LiveView(tokenizer, pace=PACE) as view:
-                return view.timed(lambda: run(batch, view.update, **traced))
-        bar.among(len(found.tokens), len(batch.rows), len(asked.rows))
-        return run(batch, bar.update, **traced)
+            with LiveView(work.model.tokenizer, pace=PACE) as view:
+                return view.timed(lambda: work.run(batch, view.update, **traced))
+        first = len(found.tokens)
+        bar.among(first, len(batch.rows), len(asked.rows))
+        if trace is not None or quiet:
+            return work.run(batch, bar.update, **traced)
+        return work.run(batch, Ended(work.model, batch, lambda output, rows: tell(output, rows, first), bar.update))
 
     raise_again()
     try:
@@ -223,13 +226,11 @@ def print_answers(
             for batch, output, interrupted in in_batches(decode, asked, size):
                 code = EXIT_CODE if interrupted else 0
                 first, alone = len(found.tokens), len(batch.rows) == len(asked.rows)
-                if sys.stdout.isatty():
-                    bar.stop()  # what is printed now would go through it
                 with held_back():
-                    found.add(output, completed(output) if interrupted and not alone else range(len(batch.rows)))
-                    for index in range(first, 0 if quiet else len(found.tokens)):
-                        typer.echo(found.line(index))
-                if not first and not interrupted and greedy and repeats(batch, output):
+                    kept = completed(output) if interrupted and not alone else range(len(batch.rows))
+                    found.add(output, kept)
+                    tell(output, kept, first)
+                if not first and not interrupted and work.request["temperature"] == 0 and repeats(batch, output):
                     bar.stop()
                     warnings.warn(show.EQUAL, stacklevel=1)
                 if trace is not None and output.trace is not None and ranks.speaks():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -74,6 +76,8 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "as_json": (AsJson, False),
 }
 """Parameters of commands, each with its default."""
+FILE_AND_NAME = re.compile(r"[^(]+\.py:\w+")
+"""A sampler of one's own, on the command line."""
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -151,7 +155,78 @@ def names(given: list[str] | None) -> list[str] | None:
     """Comma-separated names, in one option or several; commas in parentheses separate settings."""
     if given is None:
         return None
-    return [name.strip() for text in given for name in re.split(r",(?![^(]*\))", text)]
+    found: list[str] = []
+    for text in given:
+        found.append("")
+        depth = 0
+        for sign in text:
+            depth += (sign in "([") - (sign in ")]")
+            if sign == "," and depth <= 0:
+                found.append("")
+            else:
+                found[-1] += sign
+    return [name.strip() for name in found]
+
+
+def sampler_names(given: list[str] | None) -> list[str] | None:
+    """`names`, of which FILE.py:NAME is a class of a sampler; it is registered under its own name.
+
+    Raises:
+        ValueError: no such file, or no sampler in it, or one whose name is another sampler's.
+    """
+    found = names(given)
+    for place, text in enumerate(found or ()):
+        if not FILE_AND_NAME.fullmatch(text):
+            continue
+        from paradec.core.protocol import Sampler
+
+        cls = from_file("--samplers", text)
+        if not isinstance(cls, type) or not issubclass(cls, Sampler):
+            raise ValueError(f"--samplers {text!r} must be a class of a sampler, as docs/write_a_sampler.md shows one")
+        if cls.name not in paradec.samplers.registry or paradec.samplers.get(cls.name) is not cls:
+            paradec.samplers.register(cls.name, cls)
+        assert found is not None
+        found[place] = cls.name
+    return found
+
+
+def from_file(option: str, text: str) -> Any:
+    """The function or class that FILE.py:NAME, or MODULE:NAME, names.
+
+    Raises:
+        ValueError: another form, no such file, one that fails, or no such name in it.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier() or not place:
+        raise ValueError(f"{option} {text!r} must be FILE.py:NAME or MODULE:NAME")
+    try:
+        module = _module_of(option, text, place) if place.endswith(".py") else importlib.import_module(place)
+    except ImportError as error:
+        raise ValueError(f"{option} {text!r} cannot be imported: {error}") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{option} {text!r}: {place!r} has no function or class {name!r}")
+    return found
+
+
+def _module_of(option: str, text: str, place: str) -> Any:
+    """A file as a module, once."""
+    if not os.path.isfile(place):
+        raise ValueError(f"{option} {text!r}: {place!r} is no file")
+    known = f"file {os.path.realpath(place)}"
+    if known in sys.modules:
+        return sys.modules[known]
+    spec = importlib.util.spec_from_file_location(known, place)
+    assert spec is not None and spec.loader is not None
+    sys.modules[known] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[known]
+        if isinstance(error, Exception) and not isinstance(error, ImportError):
+            raise ValueError(f"{option} {text!r}: {place!r} fails with {type(error).__name__}: {error}") from error
+        raise
+    return module
 
 
 def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.checks import count
+from paradec.core.checks import count, per_forward
 
 if TYPE_CHECKING:
     from paradec.api.images import ImageOutput
@@ -80,10 +80,15 @@ def clear_waiting() -> None:
 # Answers of `generate` and `infill` -------------------------------------------------------------------------------
 
 
-def forwards(row_nfe: Sequence[int]) -> str:
-    """ "3 forwards", or of several rows their sum and the longest: "9 forwards (longest row 4)"."""
-    longest = f" (longest row {max(row_nfe)})" if len(row_nfe) > 1 else ""
-    return count(sum(row_nfe), "forward") + longest
+def forwards(nfe: int, row_nfe: Sequence[int]) -> str:
+    """ "3 forwards", and of several rows what they add up to: "4 forwards (9 row calls)"."""
+    calls = f" ({count(sum(row_nfe), 'row call')})" if len(row_nfe) > 1 else ""
+    return count(nfe, "forward") + calls
+
+
+def numbered(text: Any, index: int | None) -> str:
+    """An answer's text, with its number, from 1, where there are several: where `index`, from 0, is not None."""
+    return str(text) if index is None else f"[{index + 1}] {text}"
 
 
 @dataclass
@@ -97,11 +102,14 @@ class Answers:
     new_tokens: list[list[int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[bool] = field(default_factory=list)
+    nfe: int = 0
+    """Forwards of all batches."""
     row_nfe: list[int] = field(default_factory=list)
     row_forwards: int = 0
     forwarded_tokens: int = 0
     seconds: float = 0.0
     attention: AttentionCost | None = None
+    drafter_forwards: int = 0
     draft_nfe: list[int] = field(default_factory=list)
     encoder_calls: list[int] = field(default_factory=list)
 
@@ -125,26 +133,23 @@ class Answers:
             values = getattr(output, name)
             if values is not None:
                 getattr(self, name).extend(values[row] for row in rows)
-        for name in ("row_forwards", "forwarded_tokens", "seconds"):
+        self.drafter_forwards += max(output.draft_nfe or (0,))
+        for name in ("nfe", "row_forwards", "forwarded_tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(output, name))
         if output.attention is not None:
             self.attention = _joined(self.attention, output.attention, rows)
 
-    def line(self, index: int) -> str:
-        """That answer's text, with its number where there are several."""
-        return self.texts[index] if self.single else f"[{index + 1}] {self.texts[index]}"
-
     def summary(self, asked: int, interrupted: bool) -> str:
         """What they cost, in one line; `asked`: how many answers were wanted."""
-        per_forward = sum(self.tokens) / max(1, sum(self.row_nfe))
+        rate = sum(self.tokens) / max(1, sum(self.row_nfe))
         missing = f" after {len(self.tokens)} of {asked} answers" if asked > 1 else ""
         end = f", interrupted{missing}" if interrupted else ""
-        drafts = f", {forwards(self.draft_nfe)} of the drafter" if self.draft_nfe else ""
+        drafts = f", {forwards(self.drafter_forwards, self.draft_nfe)} of the drafter" if self.draft_nfe else ""
         if self.encoder_calls:
             drafts = f" ({sum(self.encoder_calls)} of the encoder)"
         return (
-            f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}{drafts}, {per_forward:.1f} tokens "
-            f"per forward, {self.seconds:.2f} s{end}"
+            f"{count(sum(self.tokens), 'token')}, {forwards(self.nfe, self.row_nfe)}{drafts}, {rate:.1f} "
+            f"{per_forward(len(self.row_nfe))}, {self.seconds:.2f} s{end}"
         )
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
@@ -158,7 +163,7 @@ class Answers:
         found |= {
             "tokens": rows(self.tokens),
             "finished": rows(self.finished),
-            "nfe": max(self.row_nfe, default=0),
+            "nfe": self.nfe,
             "row_nfe": rows(self.row_nfe),
             "row_forwards": self.row_forwards,
             "forwarded_tokens": self.forwarded_tokens,
@@ -195,8 +200,9 @@ def pictures_summary(out: Path, output: ImageOutput) -> str:
     """What pictures of a model cost, in one line; `out`: the file of the sheet."""
     what = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
     end = f" in {out}" if output.images is not None else ", interrupted"
-    drafts = f", {forwards(output.draft_nfe)} of the drafter" if any(output.draft_nfe) else ""
-    took = f"{forwards(output.row_nfe)}{drafts}, {output.tokens_per_forward:.2f} tokens per forward"
+    drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
+    drafts = f", {forwards(drafted, output.draft_nfe)} of the drafter" if drafted else ""
+    took = f"{forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {per_forward(len(output.row_nfe))}"
     return f"{what}{end}: {took}, {output.seconds:.2f} s"
 
 
@@ -275,6 +281,8 @@ class Bar:
         self.task: Any = None
         self.due = time.monotonic() + self.delay
         self.before, self.rows, self.answers = 0, 1, 1
+        self.since: tuple[float, int] | None = None
+        """When work began, and how many prompts had been answered before it."""
 
     def __enter__(self) -> Bar:
         self.due = time.monotonic() + self.delay
@@ -304,11 +312,15 @@ class Bar:
         else:
             self._show("answers", self.before + self.rows * decided // max(1, total), self.answers, 600)
 
-    def work(self, what: str, share: float) -> None:
-        """Called by `paradec compare` after every batch."""
+    def work(self, what: str, share: float, asked: int = 0, to_ask: int = 0) -> None:
+        """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many."""
+        now = time.monotonic()
+        began, before = self.since = self.since or (now, asked)
         if self._is_due():
+            rate = f", {(asked - before) / (now - began):.1f} prompts/s" if asked > before and now > began else ""
+            said = f"{what}: {asked} of {to_ask} prompts{rate}" if to_ask else what
             # some configurations take ten times as long as others: judge the time left by a longer past
-            self._show(what, round(1000 * share), 1000, 600)
+            self._show(said, round(1000 * share), 1000, 600)
 
     def _is_due(self) -> bool:
         now = time.monotonic()
@@ -320,9 +332,18 @@ class Bar:
     def _show(self, what: str, completed: int, total: int, period: float) -> None:
         if self.progress is None:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TaskProgressColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            # thousandths of the work are nobody's unit
+            done = TaskProgressColumn() if total == 1000 else MofNCompleteColumn()
+            columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
             console = Console(stderr=True)
             self.progress = Progress(
                 *columns, console=console, transient=True, speed_estimate_period=period, redirect_stdout=False

@@ -222,8 +222,19 @@ def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
 
 # The comparison ----------------------------------------------------------------------------------------------------
 
-BY_WORTH = (2, 6, 7, 8, 5, 4, 3, 11, 9, 10)
-"""Columns of numbers of a comparison with both kinds of tasks, those first that stay where there is little room."""
+BY_WORTH = (
+    "right %",
+    "forwards",
+    "tokens/forward",
+    "tokens/forward x baseline",
+    "many answers %",
+    "one answer %",
+    "95 %",
+    "AUP",
+    "tokens/s",
+    "tokens/s x baseline",
+)
+"""Columns of numbers of a comparison, those first that stay where there is little room; others come after them."""
 
 
 def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -236,24 +247,16 @@ def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    numbers = len(columns) - 2
-    # without two kinds of tasks their columns, 4 and 5, are not there
-    worth = [c if numbers == 10 or c < 4 else c - 2 for c in BY_WORTH if numbers == 10 or c not in (4, 5)]
+    worth = sorted(range(2, len(columns)), key=lambda c: [*BY_WORTH, columns[c]].index(columns[c]))
     kept = len(worth)
     while kept > 1 and not _fits(console, _numbers(columns, rows, sorted(worth[:kept])), whole=True):
         kept -= 1
     shown = sorted(worth[:kept])
     console.print(_numbers(columns, rows, shown))
-    left = [_title(columns, column) for column in range(2, len(columns)) if column not in shown]
+    left = [columns[column] for column in range(2, len(columns)) if column not in shown]
     if left:
         note = f"no room here for {', '.join(left)}: a wider terminal, a pipe and --json have them"
         console.print(Text(note, style="dim"))
-
-
-def _title(columns: Sequence[str], column: int) -> str:
-    """A column's name, with that of the column before it where another one has the same."""
-    same = columns.index(columns[column]) != column
-    return f"{columns[column - 1]} {columns[column]}" if same else columns[column]
 
 
 def _numbers(columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Any:
@@ -273,7 +276,7 @@ def _numbers(columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Seque
     longest = max((len(line) for name in names for line in name.plain.splitlines()), default=0)
     found.add_column("sampler", min_width=longest, no_wrap=True)
     for column in shown:
-        head = columns[column].replace("tokens/", "tokens/\n").replace("x ", "x\n").replace(" answer", "\nanswer")
+        head = columns[column].replace("/forward", "/\nforward").replace(" x ", "\nx ").replace(" answer", "\nanswer")
         found.add_column(head, justify="right", no_wrap=True)
     for name, row in zip(names, rows, strict=True):
         found.add_row(name, *(row[column] for column in shown))

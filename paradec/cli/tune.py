@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +27,10 @@ Limit = Annotated[
 ]
 Samplers = Annotated[
     list[str] | None,
-    typer.Option(help="Samplers, separated by commas, and combinations; by default every masked one that works."),
+    typer.Option(
+        help="Samplers, separated by commas, combinations, and samplers of your own (FILE.py:NAME); by default every "
+        "masked one that works."
+    ),
 ]
 Caches = Annotated[
     list[str] | None,
@@ -107,7 +108,7 @@ def tune(
     wanted: dict[str, Any] = space_of(samplers, caches, blocks)
     wanted |= {"objective": objective, "trials": trials, "minutes": minutes, "tolerance": tolerance}
     wanted |= {"batch": shared.pop("batch"), "seed": seed}
-    wanted |= {"score": score, "checker": None if checker is None else load_checker(checker)}
+    wanted |= {"score": score, "checker": None if checker is None else options.from_file("--checker", checker)}
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts
     from paradec.tools.tuning.run import check_search
@@ -138,7 +139,7 @@ def space_of(samplers: list[str] | None, caches: list[str] | None, blocks: list[
     Raises:
         ValueError: an unknown name, or what is no length.
     """
-    names, allowed = options.names(samplers), options.names(caches)
+    names, allowed = options.sampler_names(samplers), options.names(caches)
     for name in names or ():
         paradec.samplers.create(name)
     for name in allowed or ():
@@ -160,32 +161,6 @@ def search(model: Any, prompts: Any, **arguments: Any) -> tuple[Any, int]:
             return paradec.tune(model, prompts, progress=bar.work, **arguments), 0
     except paradec.Interrupted as interrupt:
         return interrupt.output, EXIT_CODE
-
-
-def load_checker(text: str) -> Any:
-    """The function that FILE.py:NAME, or MODULE:NAME, names.
-
-    Raises:
-        ValueError: another form, no such file, or no such function in it.
-    """
-    place, colon, name = text.rpartition(":")
-    if not colon or not name.isidentifier() or not place:
-        raise ValueError(f"--checker {text!r} must be FILE.py:NAME or MODULE:NAME")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            if spec is None or spec.loader is None or not os.path.isfile(place):
-                raise ValueError(f"--checker {text!r}: {place!r} is no file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except ImportError as error:
-        raise ValueError(f"--checker {text!r} cannot be imported: {error}") from None
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ValueError(f"--checker {text!r}: {place!r} has no function {name!r}")
-    return found
 
 
 def _length(text: str) -> int | None:

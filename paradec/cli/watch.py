@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.checks import count
+from paradec.core.checks import count, per_forward
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -118,7 +118,7 @@ class LiveView:
             shown.append(Text(f"and {len(lines) - len(shown)} more lines", style="dim"))
         else:  # of a long text the end, where the open block is
             shown = lines[-room:]
-        return Group(_status(decided, open_, int(state.nfe.sum()), width), *shown, legend)
+        return Group(_status(decided, open_, state.nfe.tolist(), width), *shown, legend)
 
     def _rows(self, state: TextState) -> tuple[list[Text], int, int]:
         """Each row as styled text, with its number where there are several; how many tokens are final, of end tokens
@@ -158,13 +158,13 @@ class LiveView:
         return texts, decided, open_
 
 
-def _status(decided: int, undecided: int, forwards: int, width: int) -> Text:
+def _status(decided: int, undecided: int, row_nfe: list[int], width: int) -> Text:
     """What the rows took so far, in one line that fits: a bar, tokens, forwards."""
     from rich.text import Text
 
     total = decided + undecided
-    text = f"{decided} of {total} tokens, {count(forwards, 'forward')}"
-    rate = f", {decided / max(1, forwards):.1f} per forward"
+    text = f"{decided} of {total} tokens, {count(max(row_nfe), 'forward')}"
+    rate = f", {decided / max(1, sum(row_nfe)):.1f} {per_forward(len(row_nfe)).removeprefix('tokens ')}"
     text += rate if len(text + rate) <= width else ""
     cells = min(30, width - len(text) - 2)
     if cells < 5:

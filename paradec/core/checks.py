@@ -63,6 +63,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def per_forward(rows: int) -> str:
+    """The unit of tokens over the forwards of `rows` rows, which are row calls where there are several."""
+    return f"tokens per {'forward' if rows == 1 else 'row call'}"
+
+
 LARGEST_INT = 2**31 - 1
 """What an integer may be where nothing else is said: sums and products of a few such still fit into int64."""
 LARGEST_INT64 = 2**63 - 1

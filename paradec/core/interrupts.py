@@ -18,6 +18,8 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE = 130
+_held = False
+"""Whether the main thread is in a block of `held_back`."""
 
 
 def debugging() -> bool:
@@ -53,15 +55,19 @@ def raise_again() -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has been left: what is half printed could not be told from what is missing."""
-    if threading.current_thread() is not threading.main_thread():
+    """Let Ctrl-C wait until the block has been left, the outermost of several: what is half printed could not be told
+    from what is missing."""
+    global _held
+    if threading.current_thread() is not threading.main_thread() or _held:
         yield
         return
     caught: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    _held = True
     try:
         yield
     finally:
+        _held = False
         signal.signal(signal.SIGINT, before)
     if caught:
         raise KeyboardInterrupt

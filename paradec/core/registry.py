@@ -37,6 +37,14 @@ class Registry:
         """Where names of this kind are, in paradec and among entry points."""
         return "attention" if self.kind == "attention" else f"{self.kind}s"
 
+    def places(self) -> dict[str, str]:
+        """All names, and where each class is: "module:Class". Imports none of them."""
+        said = {name: self._targets[name] for name in self.names()}
+        return {
+            name: place if isinstance(place, str) else f"{place.__module__}:{place.__qualname__}"
+            for name, place in said.items()
+        }
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
@@ -123,16 +131,28 @@ class Registry:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def check(self, name: str) -> None:
-        """Raise ValueError unless `create` knows the name."""
-        if name not in self:
+        """Raise ValueError unless `create` knows the name, and can make it with the settings in it."""
+        if _has_settings(name) and name not in self:
+            self.create(name)
+        elif name not in self:
             raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make one by name. A preset changes the defaults; explicit settings win over it.
 
+        Settings may be in the text: "dkv_decode(refresh_interval=4)".
+
         Raises:
-            ValueError: unknown name, preset or setting, or a setting out of its range.
+            ValueError: unknown name, preset or setting, a setting given twice or out of its range.
         """
+        if _has_settings(name) and name not in self:
+            from paradec.core.called import called
+
+            name, given = called(self.kind, name)
+            settings |= {} if preset is None else {"preset": preset}
+            for setting in given.keys() & settings:
+                raise ValueError(f"{self.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
+            return self.create(name, **given, **settings)
         cls = self.get(name)
         what = f"{self.kind} {name!r}"
         presets = getattr(cls, "presets", {})
@@ -156,6 +176,10 @@ class Registry:
             keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"data has no key {self.kind!r}; give a mapping as to_dict makes it, not {keys}")
         return self.create(data[self.kind], **{key: value for key, value in data.items() if key != self.kind})
+
+
+def _has_settings(name: object) -> bool:
+    return isinstance(name, str) and "(" in name
 
 
 def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:

@@ -202,8 +202,25 @@ def test_accelerate_by_name() -> None:
     assert [*report.settings.values()][0].interval == paradec.TaylorSeer().interval
     assert report.short == str(report.summary).splitlines()[-1] and report.short.startswith("run 1: 6 calls, ")
     assert "\n" not in report.short
-    with pytest.raises(ValueError, match="did you mean 'taylorseer'"):
-        paradec.accelerate(pipe, "taylorser")
+    for text, rule in {
+        "first_block": paradec.FirstBlock(),
+        "first_block(threshold=0.2)": paradec.FirstBlock(0.2),
+        "dbcache(Fn_compute_blocks=1)": paradec.DBCache(1),
+        "dicache(threshold=0.1)": paradec.DiCache(0.1),
+        "magcache(mag_ratios=[1.0, 0.9])": paradec.MagCache([1.0, 0.9]),
+        "verification": paradec.Verification(),
+        "accumulated_change": paradec.AccumulatedChange(),
+    }.items():
+        with paradec.accelerate(pipe, text) as session:
+            assert [t.settings.refresh for t in session.transformers] == [rule]
+    with paradec.accelerate(pipe, "taylorseer(interval=3)") as session:
+        assert session.transformers[0].settings.interval == 3
+    wrong = {"taylorser": "did you mean 'taylorseer'", "first_blok": "did you mean 'first_block'"}
+    wrong |= {"first_block(treshold=1)": "did you mean 'threshold'", "magcache": "mag_ratios=None"}
+    wrong |= {"first_block(": "cannot be read", "first_block(threshold=-1)": "threshold=-1"}
+    for text, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            paradec.accelerate(pipe, text)
     with pytest.raises(TypeError, match="accelerate takes .taylorseer. and .recap."):
         paradec.accelerate(pipe, "threshold")
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import paradec
 from paradec import cli
-from paradec.cli import batches, options, show
+from paradec.cli import batches, ended, options, show
 from paradec.core import interrupts
 
 PROMPT = "Sort: pear fig apple"
@@ -35,6 +36,10 @@ def no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
 EQUAL = "warning: all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)\n"
 
 
+COST = re.compile(r"^\d+ tokens?, .* s(, interrupted.*)?\n", re.MULTILINE)
+"""What answers took, on standard error."""
+
+
 def run(*arguments: object, stdin: str | bytes | None = None) -> Any:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
 
@@ -42,7 +47,7 @@ def run(*arguments: object, stdin: str | bytes | None = None) -> Any:
 def ok(*arguments: object, stdin: str | bytes | None = None, warning: str = "") -> str:
     result = run(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.output
-    assert result.stderr == warning
+    assert COST.sub("", result.stderr) == warning
     return result.stdout
 
 
@@ -51,12 +56,32 @@ def report(*arguments: object, stdin: str | bytes | None = None, warning: str = 
 
 
 def test_generate_prints_the_answer_and_its_cost() -> None:
-    answer, cost = ok("generate", PROMPT).splitlines()
+    result = run("generate", PROMPT)
+    cost = result.stderr.removesuffix("\n")
     expected = paradec.generate(paradec.load(), PROMPT)
-    assert answer == expected.text
+    assert result.stdout == f"{expected.text}\n"  # in a pipe the answer alone
     forwards = "1 forward" if expected.nfe == 1 else f"{expected.nfe} forwards"
     start = f"{expected.tokens[0]} tokens, {forwards}, {expected.tokens_per_forward:.1f} tokens per forward, "
     assert cost.startswith(start) and cost.endswith(" s")
+
+
+def test_a_cache_has_its_settings_in_parentheses() -> None:
+    counts = {}
+    for cache in ("none", "dkv_decode(refresh_interval=1)", "dkv_decode(refresh_interval=8)"):
+        flags = ("--max-new-tokens", 8, "--block-length", 8, "--sampler", "low_confidence", "--steps", 8, "--json")
+        result = run("generate", PROMPT, *flags, "--cache", cache)  # with advice on standard error
+        counts[cache] = json.loads(result.stdout)["forwarded_tokens"]
+    plain, always, seldom = counts.values()
+    assert always == plain > seldom
+    result = run("generate", PROMPT, "--cache", "dkv_decode(refresh=1)")
+    assert result.exit_code == 2 and "did you mean 'refresh_interval'" in result.stderr
+
+
+def test_names_are_separated_by_commas_outside_parentheses() -> None:
+    given = ["threshold, credit(threshold=0.5,decay=0.3)", "union(rules=['a','b'],stages=('c','d')),klass"]
+    assert options.names(given) == ["threshold", "credit(threshold=0.5,decay=0.3)",
+                                    "union(rules=['a','b'],stages=('c','d'))", "klass"]  # fmt: skip
+    assert options.names(None) is None
 
 
 def test_json_holds_what_the_output_holds() -> None:
@@ -203,7 +228,7 @@ def test_several_answers_and_several_prompts() -> None:
     assert data["text"] == ["apple fig pear"] * 2 + ["kiwi apple fig pear"] * 2
     assert data["tokens"] == [len(ids) for ids in data["new_tokens"]] == [4, 4, 5, 5]
     lines = ok("generate", PROMPT, "-n", 2, warning=EQUAL).splitlines()
-    assert lines[:2] == ["[1] apple fig pear", "[2] apple fig pear"] and lines[2].startswith("8 tokens, ")
+    assert lines == ["[1] apple fig pear", "[2] apple fig pear"]
 
 
 def test_the_summary_of_several_rows_adds_up() -> None:
@@ -214,17 +239,22 @@ def test_the_summary_of_several_rows_adds_up() -> None:
     out = paradec.generate(paradec.load(), prompts, **request)
     assert len(set(out.row_nfe)) > 1  # the longest row is not the mean one
     expected = (
-        f"{sum(out.tokens)} tokens, {sum(out.row_nfe)} forwards (longest row {max(out.row_nfe)}), "
-        f"{sum(out.tokens) / sum(out.row_nfe):.1f} tokens per forward, "
+        f"{sum(out.tokens)} tokens, {out.nfe} forwards ({sum(out.row_nfe)} row calls), "
+        f"{sum(out.tokens) / sum(out.row_nfe):.1f} tokens per row call, "
     )
-    assert ok("generate", "-", "--lines", *flags, stdin="\n".join(prompts)).splitlines()[-1].startswith(expected)
+    done = run("generate", "-", "--lines", *flags, stdin="\n".join(prompts))
+    assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
+    assert done.stdout.splitlines() == [f"[{place}] {text}" for place, text in enumerate(out.text, 1)]
     data = report("-", "--lines", *flags, stdin="\n".join(prompts))
     assert data["row_nfe"] == out.row_nfe and data["tokens_per_forward"] == out.tokens_per_forward
     for command in (("generate", PROMPT), ("infill", "fox <mask:3> cow")):
-        last = ok(*command, "-n", 3, "--temperature", 1, "--seed", 0).splitlines()[-1]
-        found = re.match(r"(\d+) tokens, (\d+) forwards \(longest row (\d+)\), ([\d.]+) tokens per forward, ", last)
-        tokens, forwards, longest, rate = map(float, found.groups())
-        assert forwards / 3 <= longest < forwards and rate == pytest.approx(tokens / forwards, abs=0.05)
+        last = run(*command, "-n", 3, "--temperature", 1, "--seed", 0).stderr
+        found = re.match(r"(\d+) tokens, (\d+) forwards? \((\d+) row calls\), ([\d.]+) tokens per row call, ", last)
+        tokens, forwards, calls, rate = map(float, found.groups())
+        assert calls / 3 <= forwards <= calls - 2 and rate == pytest.approx(tokens / calls, abs=0.05)
+    # batch after batch: the calls that were made in each
+    lists = report("-", "--lines", *flags, "--batch", 2, stdin="\n".join(prompts))
+    assert lists["row_nfe"] == out.row_nfe and lists["nfe"] == max(out.row_nfe[:2]) + out.row_nfe[2]
 
 
 @pytest.mark.parametrize("command", [("generate", "Shuffle: pear fig apple"), ("infill", "fox <mask:2> cow <mask>")])
@@ -236,9 +266,10 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
     monkeypatch.setattr(batches, "MOST_ROWS", 3)
     parts = json.loads(ok(*command, *flags))
     assert parts.pop("seconds") > 0 and whole.pop("seconds") > 0
+    assert parts.pop("nfe") >= whole.pop("nfe")  # of all batches
     assert parts == whole
     lines = ok(*command, *flags[:-1]).splitlines()
-    assert lines[:-1] == [f"[{number}] {text}" for number, text in enumerate(whole["text"], 1)]
+    assert sorted(lines) == [f"[{number}] {text}" for number, text in enumerate(whole["text"], 1)]
     result = run(*command, *flags[:-1], "--trace", "steps.json")
     assert result.exit_code == 2 and "--trace records one batch, which is 3 answers here, not 7" in result.stderr
 
@@ -297,7 +328,8 @@ def test_stop_strings() -> None:
 
 def test_infill() -> None:
     text, question = "kiwi <mask:2> pear", "Reverse: pear fig apple kiwi"
-    answer, cost = ok("infill", text, "--prompt", question).splitlines()
+    result = run("infill", text, "--prompt", question)
+    answer, cost = result.stdout.removesuffix("\n"), result.stderr
     assert answer == "kiwi apple fig pear"
     assert cost.startswith("2 tokens, ")
     data = json.loads(ok("infill", "-", "--prompt", question, "--json", "--sampler", "low_confidence", stdin=text))
@@ -319,7 +351,7 @@ def test_live_without_a_terminal_changes_nothing(command: list[str]) -> None:
     assert live.count("\n") == plain.count("\n") and "\033" not in live
 
 
-def test_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Draws, wipes its drawing away and prints the answer."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
@@ -329,7 +361,7 @@ def test_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     text = screen.getvalue()
     assert "\N{LIGHT SHADE}" in text and "\033[2K" in text
     assert "apple fig pear" in text.split("\N{LIGHT SHADE}")[-1]
-    assert text.splitlines()[-1].startswith("4 tokens, 8 forwards")
+    assert capsys.readouterr().err.startswith("4 tokens, 8 forwards")
 
 
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
@@ -635,27 +667,53 @@ def test_interrupt_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stdout) == (130, "") and "KeyboardInterrupt" in result.stderr
 
 
-def test_an_interrupt_among_batches_prints_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pace", [0.0, 100.0])
+def test_an_interrupt_among_batches_prints_what_is_finished(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole batches, and of the one that was interrupted the rows that had ended."""
     prompts = [PROMPT, "Sort: fig apple", "Reverse: pear fig apple kiwi", "Sort: plum fig apple kiwi"] * 2
     flags = ("generate", "-", "--lines", "--sampler", "low_confidence", "--max-new-tokens", 12, "--block-length", 4)
-    whole = ok(*flags, stdin="\n".join(prompts), warning=EQUAL).splitlines()[:-1]
+    whole = sorted(ok(*flags, stdin="\n".join(prompts), warning=EQUAL).splitlines())
     monkeypatch.setattr(batches, "MOST_ROWS", 3)
-    update, ended = show.Bar.update, []
+    monkeypatch.setattr(ended, "PACE", pace)
+    update, over = show.Bar.update, []
 
     def interrupt(bar: Any, state: Any, commit: Any) -> None:
         update(bar, state, commit)
-        ended.append(int((~state.running).sum()))
-        if 3 in ended and 0 < ended[-1] < 3:  # in the second batch
+        over.append(int((~state.running).sum()))
+        if 3 in over and 0 < over[-1] < 3:  # in the second batch
             raise KeyboardInterrupt
 
     monkeypatch.setattr(show.Bar, "update", interrupt)
     result = run(*flags, stdin="\n".join(prompts))
     assert result.exit_code == 130 and "Traceback" not in result.stderr
-    *lines, summary = result.stdout.splitlines()
-    assert lines[:3] == whole[:3] and len(lines) == 3 + ended[-1]
+    lines, summary = result.stdout.splitlines(), result.stderr.splitlines()[-1]
+    assert sorted(lines[:3]) == sorted(whole[:3]) and len(lines) == 3 + over[-1]
     assert {line.partition(" ")[2] for line in lines[3:]} < {line.partition(" ")[2] for line in whole[3:6]}
     assert summary.endswith(f"s, interrupted after {len(lines)} of 8 answers")
+
+
+def test_answers_are_printed_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ended are printed while others are decoded, in the order in which they end, each once."""
+    prompts = ["Reverse: pear fig apple kiwi plum", PROMPT, "Copy: fig", "Copy: fig cow"]
+    flags = ("generate", "-", "--lines", "--sampler", "low_confidence", "--max-new-tokens", 12, "--block-length", 4)
+    monkeypatch.setattr(ended, "PACE", 0.0)
+    update, printed = show.Bar.update, []
+    running: list[list[bool]] = []
+    echo = typer.echo
+    monkeypatch.setattr(typer, "echo", lambda text, **more: (printed.append(len(running)), echo(text, **more)))
+
+    def watch(bar: Any, state: Any, commit: Any) -> None:
+        running.append(state.running.tolist())
+        update(bar, state, commit)
+
+    monkeypatch.setattr(show.Bar, "update", watch)
+    lines = ok(*flags, stdin="\n".join(prompts)).splitlines()
+    out = paradec.generate(paradec.load(), prompts, sampler="low_confidence", max_new_tokens=12, block_length=4)
+    assert sorted(lines) == [f"[{place}] {text}" for place, text in enumerate(out.text, 1)]
+    steps = [sum(rows[row] for rows in running) for row in range(4)]  # commits before the one that ended it
+    order = [int(line[1]) - 1 for line in lines]
+    assert len(set(steps)) > 1 and [steps[row] for row in order] == sorted(steps)
+    assert [min(place, max(steps)) for place in printed[:4]] == sorted(steps)  # the last ones with the whole output
 
 
 def test_a_full_answer_is_complete_without_an_end_token() -> None:
@@ -780,10 +838,10 @@ def test_an_interrupt_while_many_answers_are_decoded() -> None:
     )  # fmt: skip
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    *lines, summary = process.stdout.read().splitlines()
-    assert first.startswith("[1] ") and (process.wait(), process.stderr.read()) == (130, "")
-    assert [line.split()[0] for line in lines[:3]] == ["[2]", "[3]", "[4]"]
-    assert summary.endswith(f", interrupted after {len(lines) + 1} of 100000 answers")
+    lines = [first, *process.stdout.read().splitlines()]
+    assert process.wait() == 130
+    assert sorted(int(line[1 : line.index("]")]) for line in lines) == list(range(1, len(lines) + 1))
+    assert process.stderr.read().endswith(f", interrupted after {len(lines)} of 100000 answers\n")
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from terminals import ok, refused, run
 
 import paradec
-from paradec.cli import batches, files
+from paradec.cli import batches, ended, files
+from paradec.core import interrupts
 from paradec.core.rng import DRAWS
 
 CHAT = [{"role": "user", "content": "Reverse: pear fig apple"}]
@@ -64,7 +66,10 @@ def test_every_prompt_is_answered_in_its_place(batch: int, tmp_path: Path) -> No
     assert [entry["prompt"] for entry in found] == GOOD and [entry["line"] for entry in found] == [1, 2, 3, 4, 5]
     summary, cost = printed.splitlines()
     assert summary == f"5 answers in {out}"
-    assert cost.startswith(f"{sum(expected.tokens)} tokens, {sum(expected.row_nfe)} forwards (longest row ")
+    firsts = range(0, 5, batch)
+    forwards = sum(max(expected.row_nfe[first : first + batch]) for first in firsts)
+    calls = f"{forwards} forwards ({sum(expected.row_nfe)} row calls), "
+    assert cost.startswith(f"{sum(expected.tokens)} tokens, {calls}")
 
 
 def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path) -> None:
@@ -294,6 +299,65 @@ def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest
     assert [len(entry["text"]) for entry in lines(out)] == [3] * 5
 
 
+UNEVEN = ["Reverse: pear fig apple kiwi plum", "Copy: fig", "Sort: pear fig apple", "Copy: fig cow"]
+STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-length", 4)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("ended_at", ["whole", "interrupt", "no memory", "an error"])
+def test_answers_are_written_when_they_end(
+    copies: int, ended_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While others are decoded, each once whatever becomes of the batch, and in the prompts' order at the end."""
+    source, out = prompts(tmp_path, given(*UNEVEN)), tmp_path / "answers.jsonl"
+    flags = ("--in", source, "--out", out, "-n", copies, "--batch", 4 * copies, "--seed", 0, *STEPWISE)
+    monkeypatch.setattr(ended, "PACE", 0.0)
+    seen: list[list[int]] = []
+    raised = {
+        "interrupt": KeyboardInterrupt,
+        "no memory": torch.OutOfMemoryError,
+        "an error": FloatingPointError("NaN"),
+    }
+    call = ended.Ended.__call__
+
+    def watch(self: Any, state: Any, commit: Any) -> None:
+        call(self, state, commit)
+        there = out.read_bytes().split(b"\n")
+        assert there.pop() == b""  # whole lines
+        seen.append([json.loads(line)["line"] for line in there])
+        if ended_at in raised and len(seen[-1]) == 2 and not raised.get("done"):
+            raised["done"] = True
+            raise raised[ended_at]
+
+    monkeypatch.setattr(ended.Ended, "__call__", watch)
+    result = run("generate", *flags)
+    assert [1, 2, 3, 4] != max(seen, key=len) != [] and seen[0] == []
+    orders = [now[: len(before)] for before, now in zip(seen, seen[1:])]
+    assert orders == seen[:-1]  # lines are added, and stay
+    if ended_at == "interrupt":
+        assert result.exit_code == 130 and [entry["line"] for entry in lines(out)] == sorted(seen[-1])
+        result = run("generate", *flags, "--resume")
+    assert result.exit_code == 0, result.output
+    model = paradec.load()
+    request = {"sampler": "low_confidence", "max_new_tokens": 12, "block_length": 4, "num_return_sequences": copies}
+    expected = paradec.generate(model, UNEVEN, **request)
+    found = lines(out)
+    texts = [entry["text"] if copies > 1 else [entry["text"]] for entry in found]
+    assert [entry["line"] for entry in found] == [1, 2, 3, 4] and sum(texts, []) == expected.text
+
+
+def test_interrupts_are_held_back_by_the_outermost_block() -> None:
+    told = []
+    with pytest.raises(KeyboardInterrupt), interrupts.held_back():
+        with interrupts.held_back():
+            signal.raise_signal(signal.SIGINT)
+            told.append("inner")
+        told.append("outer")
+    assert told == ["inner", "outer"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*["Shuffle: pear fig apple"] * 400)), tmp_path / "answers.jsonl"
@@ -309,5 +373,6 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     stdout, stderr = process.communicate()
     assert (process.returncode, stderr) == (130, "")
     found = lines(out)
-    assert [entry["line"] for entry in found] == list(range(1, len(found) + 1)) and len(found) < 400
+    numbers = [entry["line"] for entry in found]
+    assert numbers == sorted(set(numbers)) and len(found) < 400
     assert f"interrupted at {len(found)} of 400: --resume goes on" in stdout

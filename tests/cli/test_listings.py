@@ -13,7 +13,8 @@ from terminals import ok, on_terminal, refused, run
 
 import paradec
 from paradec.caches.table import verdict
-from paradec.cli.tables import explanations
+from paradec.cli.samplers import LISTING
+from paradec.cli.tables import entries, explanations
 from paradec.core import packaged
 from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
@@ -34,6 +35,13 @@ def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pyt
         assert re.search(rf"^ +{re.escape(name)}( |$)", text, re.MULTILINE), name
         assert words(registry.get(name).summary) <= words(text), name
     assert f"paradec {kind} NAME" in " ".join(text.split())
+
+
+def test_the_listing_is_what_the_classes_say() -> None:
+    """It is a file, so that nothing is imported: `python benchmarks/tables.py` writes it anew."""
+    places = paradec.samplers.registry.places()
+    own = [entry for entry in entries(paradec.samplers) if places[entry["name"]].startswith("paradec.")]
+    assert json.loads(LISTING.read_text(encoding="utf-8")) == own
 
 
 @pytest.mark.thinned
@@ -132,7 +140,7 @@ def test_a_comparison_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch)
     for sampler, setting, right, *_ in rows:
         assert sampler in flat and all(part in flat or setting == "default" for part in setting.split(", "))
         assert right in flat
-    assert "NFE" in text and ("no room here for" in flat) == (width < 200)
+    assert "forwards" in text and ("no room here for" in flat) == (width < 200)
     # a column is shown, or said to be missing
     (first,) = [line.split() for line in text.splitlines() if line.split()[:2] == ["threshold", rows[0][2]]]
     missing = flat.partition("no room here for ")[2].partition(":")[0].split(", ")

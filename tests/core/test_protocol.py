@@ -106,6 +106,25 @@ def test_registry_presets_and_names() -> None:
         registry.create("thing", preset="huge")
     with pytest.raises(ValueError, match="did you mean 'colour'"):
         registry.create("thing", color="blue")
+    assert registry.create("thing(size=3, colour=blue)") == Thing(3, "blue")
+    assert registry.create(" thing(preset='big')", colour="blue") == Thing(9, "blue")
+    wrong = {
+        "thing(size=1, size=2)": "cannot be read; .*each once",
+        "thing(3)": "cannot be read",
+        "thing(**{})": "cannot be read",
+        "thing(size=" + "9" * 9999 + ")": "cannot be read",
+        "thing(" * 9999: "cannot be read",
+        "thing(size=" + "[" * 9999: "cannot be read",
+        "thing(color=1)": "did you mean 'colour'",
+        "thin(size=1)": "did you mean 'thing'",
+    }
+    for text, message in wrong.items():
+        for refuse in (registry.create, registry.check):
+            with pytest.raises(ValueError, match=message) as error:
+                refuse(text)
+            assert len(str(error.value)) < 300
+    with pytest.raises(ValueError, match="thing 'thing': 'size' is given twice"):
+        registry.create("thing(size=1)", size=1)
     with pytest.raises(ValueError, match="is taken"):
         registry.register("thing", Thing)
     with pytest.raises(ValueError, match="module:Class"):

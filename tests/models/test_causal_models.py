@@ -555,7 +555,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     drafted = json.loads(result.stdout)
     assert drafted["new_tokens"] == found["new_tokens"] and drafted["draft_nfe"] > 0
-    assert "of the drafter" in run(*given, "--drafter", folder, "-n", 2, "--temperature", 1).stdout
+    assert "of the drafter" in run(*given, "--drafter", folder, "-n", 2, "--temperature", 1).stderr
     stop = expected.text.strip()[:1]
     stopped = run("one two", "--model", folder, "--sampler", "sjd", "--max-new-tokens", 8, "--stop", stop, "--json")
     assert json.loads(stopped.stdout)["finished"]

@@ -85,7 +85,7 @@ def running(
 ) -> Iterator[Running]:
     """A server of its own; on leaving no thread of it is left."""
     engine = Engine(model, batch_size=batch_size, **(request or {}))
-    app = build_app(engine, name=NAME, **options)
+    app = build_app(engine, **{"name": NAME, **options})
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

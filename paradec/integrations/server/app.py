@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
@@ -22,6 +22,7 @@ from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.gate import PATHS, Gate, error_body
 from paradec.integrations.server.handlers import Chat, Completions
 from paradec.integrations.server.hosts import Models, State
+from paradec.integrations.server.index import HEADERS, index
 from paradec.integrations.server.metrics import Metrics
 
 NOISY = ("transformers.cli.serving.chat_completion", "transformers.cli.serving.completion")
@@ -68,6 +69,10 @@ def build_app(
     app = build_server(models, chat, completions, None, None, None, state)
     # the others load models of a client's choice, unload ours, or are not ours to answer
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in PATHS]
+
+    @app.get("/")
+    async def show_index(request: Request) -> HTMLResponse:
+        return HTMLResponse(index(name, str(request.base_url).rstrip("/"), api_key is not None), headers=HEADERS)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,17 +167,35 @@ def _check_plain(own: Mapping[str, Any]) -> None:
     """Settings of a sampler or a cache may name files; those a client may not choose."""
     for name in ("sampler", "cache", "blocks"):
         settings = own.get(name)
-        if settings is None or isinstance(settings, str):
+        if settings is None:
             continue
-        if not isinstance(settings, Mapping):
+        if not isinstance(settings, (str, Mapping)):
             raise Refused(f"{name}={shown(settings)} must be a name, or an object of it and its settings", 422, OWN)
-        for setting, value in settings.items():
+        for setting, value in _in_text(settings) if isinstance(settings, str) else settings.items():
             if setting != name and not isinstance(value, (bool, int, float, type(None))):
                 raise Refused(
                     f"{name}: {setting}={shown(value)} must be a number here; what else there is goes into a preset",
                     422,
                     OWN,
                 )
+
+
+def _in_text(text: str) -> Iterator[tuple[str | None, Any]]:
+    """The settings in parentheses of a text, "credit(threshold=0.95)+localleap"; of one that cannot be read none, since
+    `Request` says what is wrong with it."""
+    if "(" not in text:
+        return
+    text = text.strip()
+    try:
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in nodes:
+        match node:
+            case ast.keyword(value=ast.Constant(value) | ast.UnaryOp(operand=ast.Constant(value))):
+                yield node.arg, value
+            case ast.keyword():
+                yield node.arg, ast.get_source_segment(text, node.value)
 
 
 def _check_stops(stops: Any) -> None:

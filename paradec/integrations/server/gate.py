@@ -14,7 +14,7 @@ from paradec.integrations.server.hosts import CALL, HttpCall
 from paradec.integrations.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
-OPEN = ("/health",)
+OPEN = ("/", "/health")
 """Paths that need no key."""
 DRAINED = 64 * 2**20
 """Bytes of a body that are read and thrown away, so that a client that is still sending sees why it was refused."""
@@ -144,7 +144,7 @@ class Gate:
         await _answer(send, status, message, headers)
 
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 """What is served."""
 
 

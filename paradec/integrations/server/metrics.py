@@ -27,7 +27,7 @@ class Metrics:
         )
         self.answers = Counter("paradec_answers", "Answers by how they ended.", ["end"], registry=registry)
         self.tokens = Counter("paradec_tokens", "Tokens of prompts and answers.", ["of"], registry=registry)
-        self.forwards = Counter("paradec_forwards", "Model calls that rows took part in.", registry=registry)
+        self.row_calls = Counter("paradec_row_calls", "Forwards that each answer took, added.", registry=registry)
         for name, text, count in (
             ("paradec_rows_occupied", "Rows that are being decoded.", lambda: engine.occupied),
             ("paradec_prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
@@ -47,7 +47,7 @@ class Metrics:
         self.answers.labels(end).inc()
         self.tokens.labels("prompts").inc(prompt)
         self.tokens.labels("answers").inc(tokens)
-        self.forwards.inc(forwards)
+        self.row_calls.inc(forwards)
 
     def text(self) -> bytes:
         """In Prometheus' own format."""

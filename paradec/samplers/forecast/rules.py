@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paradec.core.called import called
 from paradec.core.checks import shown
 from paradec.core.registry import unknown
 from paradec.samplers.forecast.dicache import DiCache
@@ -20,18 +21,21 @@ RULES: Mapping[str, Any] = {
 
 
 def refresh_from(value: Any) -> Rule | None:
-    """A rule from itself, its name, or its `to_dict`; None is none.
+    """A rule from itself, its name ("first_block", "first_block(threshold=0.05)"), or its `to_dict`; None is none.
 
     Raises:
         ValueError: something else, or a setting that the rule has not.
     """
     if value is None or isinstance(value, (Verification, AccumulatedChange, Probe)):
         return value
-    given = {"refresh": value} if isinstance(value, str) else value
+    given = value
+    if isinstance(value, str):
+        name, settings = called("refresh", value) if "(" in value else (value, {})
+        given = {"refresh": name, **settings}
     if not isinstance(given, Mapping) or "refresh" not in given:
         classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
         raise ValueError(f"refresh={shown(value)} must be one of {classes}, or one of their names")
-    if given["refresh"] not in RULES:
+    if not isinstance(given["refresh"], str) or given["refresh"] not in RULES:
         raise ValueError(unknown("refresh", given["refresh"], RULES))
     rule = RULES[given["refresh"]]
     settings = {key: entry for key, entry in given.items() if key != "refresh"}

@@ -31,8 +31,8 @@ class Spent:
     """What answers took, all of them together."""
 
     answers: int = 0
-    forwards: int = 0
-    """Forward calls that rows took part in."""
+    row_calls: int = 0
+    """Forwards that each answer took, added."""
     tokens: int = 0
     """End tokens and the token that completes a stop string included, padding after them excluded."""
     forwarded_tokens: int = 0
@@ -42,7 +42,7 @@ class Spent:
         """The sums, and what follows from them."""
         found: dict[str, Any] = asdict(self)
         if self.answers:
-            found |= {"nfe": self.forwards / self.answers, "tokens_per_forward": self.tokens / max(1, self.forwards)}
+            found |= {"nfe": self.row_calls / self.answers, "tokens_per_forward": self.tokens / max(1, self.row_calls)}
             found["tokens_per_second"] = self.tokens / self.seconds if self.seconds else 0.0
         return found
 
@@ -219,7 +219,7 @@ class Answering:
                 texts.append(cut(str(output.text), until))
                 self.keep("generate_until", request.args, texts[-1])
                 self.spent.answers += 1
-                self.spent.forwards += sum(output.row_nfe)
+                self.spent.row_calls += sum(output.row_nfe)
                 self.spent.tokens += sum(output.tokens)
                 self.spent.forwarded_tokens += output.forwarded_tokens
                 bar.update()

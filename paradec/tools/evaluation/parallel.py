@@ -15,7 +15,8 @@ from paradec import samplers
 from paradec.caches.suffix import Suffix
 from paradec.core.checks import check_choice, check_int
 from paradec.models.base import Model
-from paradec.tools.evaluation.compare import BASELINE, Comparison, Configuration, Progress, compare
+from paradec.tools.evaluation.compare import Comparison, Progress, compare
+from paradec.tools.evaluation.configuration import BASELINE, Configuration
 from paradec.tools.evaluation.questions import Question, packaged_questions
 from paradec.tools.evaluation.waiting_line import NAMES, waiting_line_questions
 

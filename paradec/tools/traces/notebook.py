@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from paradec.core.checks import count
+from paradec.core.checks import count, per_forward
 from paradec.core.trace import Trace
 from paradec.tools.traces.html import page
 
@@ -48,7 +48,7 @@ def of_output(output: Any) -> str:
     more = f"<p>... {len(texts) - MOST_TEXTS} more</p>" if len(texts) > MOST_TEXTS else ""
     cost = (
         f"<p>{count(sum(output.tokens), 'token')}, {count(output.nfe, 'forward')}, {output.tokens_per_forward:.1f} "
-        f"tokens per forward, {output.seconds:.2f} s</p>"
+        f"{per_forward(len(output.tokens))}, {output.seconds:.2f} s</p>"
     )
     answers = table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
     return f"<div>{answers}{more}{cost}{'' if output.trace is None else of_trace(output.trace)}</div>"

@@ -28,7 +28,6 @@ from paradec.api.generate import generate
 from paradec.core.checks import check_choice, check_int, check_number, check_text, shown
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Commit, Interrupted, State
-from paradec.core.registry import unknown
 from paradec.core.text_files import parse_json, read_lines
 from paradec.models.base import Model
 from paradec.samplers.masked.base import MaskedSampler, Needs, View
@@ -194,8 +193,7 @@ def collect(
     if not caches or isinstance(caches, str):
         raise ValueError(f"caches={shown(caches)} must be a sequence of names, at least one")
     for name in caches:
-        if name not in cache_registry.names():
-            raise ValueError(unknown("cache", name, cache_registry.names()))
+        cache_registry.create(name)
     rows = encode(model, list(prompts)).rows
     setup = {
         "model": model.facts.name,

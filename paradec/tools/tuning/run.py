@@ -17,7 +17,7 @@ from paradec.core.protocol import Interrupted
 from paradec.core.rng import DRAWS
 from paradec.request import Request
 from paradec.request_fields import check_names, served_by
-from paradec.tools.evaluation.compare import BASELINE
+from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import goes_on, rungs
 from paradec.tools.tuning.measuring import Failed, Half, Measured

@@ -20,7 +20,7 @@ from paradec.core.checks import check_int
 from paradec.core.protocol import plain
 from paradec.request import Request
 from paradec.samplers.masked.fitting import block_policy
-from paradec.tools.evaluation.compare import BASELINE, COMBINATIONS, Configuration
+from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
 
 REFERENCE = "low_confidence"
 """The sampler of one token per step, the most confident first: LLaDA's."""

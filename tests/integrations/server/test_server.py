@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from html import unescape
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -16,7 +21,7 @@ from serving import LONG, NAME, SORT, Running, chat, running, wait
 
 import paradec
 from paradec.batching.slots import Cancelled
-from paradec.integrations.server import asked
+from paradec.integrations.server import asked, gate
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.gate import Gate
 from paradec.integrations.server.hosts import CALL, HttpCall
@@ -185,6 +190,15 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(paradec={"temperature": 1}, temperature=1), 400, "say the same"),
     (chat(paradec={"drafts": True}), 400, "needs stream=true"),
     (chat(paradec={"sampler": {"sampler": "learn2pd", "filter": "/etc/passwd"}}), 422, "must be a number here"),
+    (chat(paradec={"sampler": "learn2pd(filter='/etc/passwd')"}), 422, "must be a number here"),
+    (
+        chat(paradec={"sampler": " learn2pd(filter=passwd)+ccd_agree(filter=1)"}),
+        422,
+        "filter='passwd' must be a number",
+    ),
+    (chat(paradec={"sampler": "credit(threshold=(((" + "[" * 500}), 400, "cannot be read"),
+    (chat(paradec={"cache": "dual(store_dtype=['float16'])"}), 422, "must be a number here"),
+    (chat(paradec={"cache": "d2(max_memory=" + "9" * 30 + ")"}), 400, "max_memory="),
     (chat(paradec={"chat": True}), 422, "chat is for /v1/completions"),
     (chat(model="another"), 404, "is not served here"),
     (chat("x" * 1_100_000), 413, "longer than 1048576 bytes"),
@@ -251,6 +265,32 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
     wait(lambda: server.engine.occupied == 0)
 
 
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_browser_is_told_what_there_is_and_how_to_ask(key: str | None, model: Any) -> None:
+    """As text without a script; the command that it shows works, and a host that is no host is only text."""
+    with running(model, name="<b>own</b>", api_key=key) as server:
+        place = urlsplit(server.address).netloc
+        found = {}
+        for host in (place, "<script>alert(1)</script>", "[", "a'b"):
+            connection = HTTPConnection(place, timeout=60)
+            connection.request("GET", "/", headers={"Host": host})
+            answer = connection.getresponse()
+            found[host] = answer.read().decode()
+            assert answer.status == 200 and answer.headers["content-type"].startswith("text/html"), host
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+            assert "<script" not in found[host] and "<b>" not in found[host] and "secret" not in found[host]
+        page = found[place]
+        assert ("&lt;b&gt;own&lt;/b&gt;" in page) == (key is None) and ("Bearer $KEY" in page) == (key is not None)
+        paths = re.findall(r"<code>(?:GET|POST) (\S+)</code>", page)
+        assert sorted(paths) == sorted({*gate.PATHS} - {"/"})
+        shown = unescape(page.partition("<pre>")[2].partition("</pre>")[0]).replace("\\\n", "")
+        command = shlex.split(shown)
+        assert command[1] == f"{server.address}/v1/chat/completions"
+        headers = {"Authorization": "Bearer secret"} if key else {}
+        status, _, text = server.post(json.loads(command[-1]), **headers)
+        assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == "apple fig pear"
+
+
 def test_metrics_count(model: Any) -> None:
     with running(model) as server:
         server.post(chat())
@@ -268,7 +308,7 @@ def test_metrics_count(model: Any) -> None:
     assert found["paradec_requests_total", "/v1/chat/completions", "400"] == 1
     assert (found["paradec_tokens_total", "prompts"], found["paradec_tokens_total", "answers"]) == (8, 4)
     assert found["paradec_answers_total", "whole"] == 1 and found["paradec_rows_occupied",] == 0
-    assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_forwards_total",] >= 1
+    assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_row_calls_total",] >= 1
 
 
 def test_keys_and_numbers_are_limited(model: Any) -> None:

@@ -379,10 +379,10 @@ def test_command(tmp_path: Any) -> None:
     given = ["image", "--model", str(tmp_path / "small.safetensors"), "--vq", str(vq), "--class", "1,2", "--seed", "0"]
     out = ["--out", str(tmp_path / "out.png")]
     done = CliRunner().invoke(app, [*given, *out])
-    assert done.exit_code == 0 and "longest row 4" in done.output, done.output
+    assert done.exit_code == 0 and ": 4 forwards (" in done.output, done.output
     code = ["--sampler", "code", "--set", "split=3", "--drafter", str(tmp_path / "large.safetensors")]
     done = CliRunner().invoke(app, [*given, *code, *out])
-    assert done.exit_code == 0 and "longest row 1" in done.output, done.output
+    assert done.exit_code == 0 and ": 1 forward (" in done.output, done.output
     done = CliRunner().invoke(app, [*given, *code[:-1], "digits-ar", *out])
     assert done.exit_code != 0 and "'digits-ar' is an autoregressive image model; small is a VAR model" in done.output
     done = CliRunner().invoke(app, [*given, "--sampler", "code", *out])

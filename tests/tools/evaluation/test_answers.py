@@ -66,11 +66,11 @@ def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) ->
     alone = [paradec.generate(packaged64, text, max_new_tokens=6) for text in [*texts, texts[0]]]
     assert answers == [out.text for out in alone]
     assert kept == [("generate_until", entry, text) for entry, text in zip([*entries, entries[0]], answers)]
-    assert lm.spent.answers == 5 and lm.spent.forwards == sum(out.nfe for out in alone)
+    assert lm.spent.answers == 5 and lm.spent.row_calls == sum(out.nfe for out in alone)
     assert lm.spent.tokens == sum(sum(out.tokens) for out in alone)
     assert lm.spent.forwarded_tokens == sum(out.forwarded_tokens for out in alone)
     said = lm.get_model_info()["spent"]
-    assert said["nfe"] == lm.spent.forwards / 5 and said["tokens_per_forward"] == lm.spent.tokens / lm.spent.forwards
+    assert said["nfe"] == lm.spent.row_calls / 5 and said["tokens_per_forward"] == lm.spent.tokens / lm.spent.row_calls
     assert said["tokens_per_second"] == lm.spent.tokens / lm.spent.seconds
 
 

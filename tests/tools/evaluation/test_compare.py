@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import io
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,9 +28,11 @@ from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.rules.threshold import Threshold
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Comparison, Configuration
-from paradec.tools.evaluation.compare import COMBINATIONS, Result
+from paradec.tools.evaluation.compare import Result
+from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
 from paradec.tools.evaluation.padding import padding_lines
+from paradec.tools.evaluation.written import FORMATS
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_length": 12}
@@ -190,7 +195,7 @@ def test_steps_are_a_share_for_the_row_with_most_blocks(packaged: Model) -> None
     half = Configuration("low_confidence", {"steps": 1 / 2})
     found = evaluation.compare(model, questions=questions, names=[half], batch=3, max_new_tokens=12).results[1]
     plain = paradec.generate(model, prompts, sampler="low_confidence", steps=8, max_new_tokens=12, seed=0)
-    assert found.forwards == sum(plain.row_nfe)  # 2 steps in each of 4 blocks
+    assert found.row_calls == sum(plain.row_nfe)  # 2 steps in each of 4 blocks
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
     alone = paradec.generate(
         packaged, [question.prompt for question in questions], sampler=text, max_new_tokens=12, seed=0
     )
-    assert both.forwards == sum(alone.row_nfe)
+    assert both.row_calls == sum(alone.row_nfe)
     with pytest.raises(ValueError, match="cannot be read"):
         evaluation.configurations("threshold+")
 
@@ -247,7 +252,7 @@ def test_counts_are_those_of_generate(packaged: Model, small: Comparison) -> Non
             right[example.task][1] += 1
             forwards, tokens = forwards + out.nfe, tokens + out.tokens[0]
         assert {task: list(counts) for task, counts in result.tasks.items()} == right
-        assert (result.forwards, result.tokens) == (forwards, tokens)
+        assert (result.row_calls, result.tokens) == (forwards, tokens)
         assert result.nfe == forwards / 8 and result.tokens_per_forward == tokens / forwards
 
 
@@ -294,7 +299,7 @@ def test_seeds_and_blocks_are_those_of_generate(packaged: Model) -> None:
     drawn = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request)
     spread = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
     for result, output in zip(found.results[1:], (drawn, spread), strict=True):
-        assert (result.forwards, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
+        assert (result.row_calls, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
     other = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 0})
     assert (sum(other.row_nfe), sum(other.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
 
@@ -303,7 +308,7 @@ def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     small.to_json(file)
     data = json.loads(file.read_text())
-    assert data["schema"] == "paradec-compare/1" and data["complete"] is True
+    assert data["schema"] == "paradec-compare/2" and data["complete"] is True
     assert data["setup"]["tasks"] == {"copy": 4, "shuffle": 4} and data["setup"]["max_new_tokens"] == 12
     assert [row["sampler"] for row in data["results"]][0] == "threshold"
     assert len(data["results"]) == 1 + 2 * 3
@@ -320,6 +325,75 @@ def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
     assert data["aup"]["factor"] == aup(curve, best)
     assert set(data["aup"]) == {"factor", "low_confidence"}  # of the baseline one setting was measured, not three
     assert without_times(Comparison.from_json(file).to_dict()) == without_times(small.to_dict())
+
+
+def test_answers_are_kept_and_what_was_lost(packaged: Model, small: Comparison, tmp_path: Path) -> None:
+    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
+    texts = [question.prompt for question in questions]
+    assert [entry["prompt"] for entry in small.prompts] == texts
+    quick = {"max_new_tokens": 12, "block_length": 12}
+    for result in small.results:
+        name, method = result.configuration.sampler, result.configuration.make()
+        if name == "low_confidence":
+            continue  # its steps are the request's
+        for text, question, kept in zip(texts, questions, result.answers, strict=True):
+            out = paradec.generate(packaged, text, sampler=method, **quick)
+            said = {"text": out.text, "right": question.right(out.text), "nfe": out.nfe, "tokens": out.tokens[0]}
+            assert kept == said, name
+    assert any(small.lost(result) for result in small.results)  # else nothing is seen
+    rows = small.to_dict()["results"]
+    for row in rows:
+        pairs = list(enumerate(zip(rows[0]["answers"], row["answers"], strict=True)))
+        assert row["lost"] == [k for k, (base, own) in pairs if base["right"] > own["right"]]
+        assert row["won"] == [k for k, (base, own) in pairs if base["right"] < own["right"]]
+    data = small.to_dict()  # a file of before: without answers, and with another name of the row calls
+    data |= {"schema": "paradec-compare/1"}
+    for row in data["results"]:
+        row["forwards"] = row.pop("row_calls")
+        for name in ("answers", "lost", "won", "source"):
+            row.pop(name)
+    data.pop("prompts")
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    old = Comparison.from_json(tmp_path / "old.json")
+    assert [result.row_calls for result in old.results] == [result.row_calls for result in small.results]
+    assert old.lost(old.results[1]) is None and old.table()[1][:8] == small.table()[1][:8]
+    data = json.loads(json.dumps(small.to_dict()))
+    data["results"][1]["answers"].pop()
+    (tmp_path / "cut.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="cut.json.*answers and counts differ"):
+        Comparison.from_json(tmp_path / "cut.json")
+
+
+def test_every_column_has_a_name_of_its_own(small: Comparison) -> None:
+    """Without a curve there is no area under it."""
+    assert len({*small.columns()}) == len(small.columns())
+    alone = replace(small, results=small.results[:2])
+    assert alone.aup() == {} and [*alone.columns(), "AUP"] == small.columns()
+    assert [len(cells) for cells in alone.table()] == [len(alone.columns())] * 2
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_table_is_read_back(format_: str) -> None:
+    """Signs that mean something to a format are text."""
+    rows = [["a|b", "x_1 & 5%", "1.0"], ["\\back{s}", 'say "a, b"\nc', "#2"]]
+    text = FORMATS[format_](["one", "two", "right %"], rows)
+    if format_ == "csv":
+        found = list(csv.reader(io.StringIO(text)))[1:]
+    elif format_ == "markdown":
+        lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines()]
+        assert [set(cell) for cell in lines.pop(1)] == [{"-"}, {"-"}, {"-", ":"}]
+        found = [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in line] for line in lines[1:]]
+    else:
+        body = text.partition("\\midrule\n")[2].partition("\n\\bottomrule")[0].splitlines()
+        found = []
+        for line in body:
+            assert line.endswith(r" \\") and "%" not in line.replace(r"\%", "") and line.count(" & ") == 2
+            cells = line.removesuffix(r" \\").split(" & ")
+            plain = [cell.replace(r"\textbackslash{}", "\0") for cell in cells]
+            found.append([re.sub(r"\\(.)", r"\1", cell).replace("\0", "\\") for cell in plain])
+        assert text.startswith("\\begin{tabular}{llr}") and text.endswith("\\end{tabular}")
+    expected = rows if format_ == "csv" else [[cell.replace("\n", " ") for cell in row] for row in rows]
+    assert found == expected
 
 
 def test_the_table_says_the_same(small: Comparison) -> None:
@@ -523,6 +597,86 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(again.stdout)["results"] == json.loads(file.read_text())["results"]
 
 
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from paradec.samplers.masked.base import MaskedSampler
+
+@dataclass(frozen=True)
+class Mine(MaskedSampler):
+    name: ClassVar[str] = "mine_of_a_file"
+    summary: ClassVar[str] = "all at once, or the best"
+    sweep = ({"all_of_them": True},)
+    all_of_them: bool = False
+
+    def select(self, view):
+        return view.candidates if self.all_of_them else view.best()
+
+class Taken(MaskedSampler):
+    name = "threshold"
+
+NOTHING = 3
+def function(): pass
+"""
+
+
+def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their own settings; a file that has changed is measured again, and nothing else is."""
+    monkeypatch.setattr(samplers.registry, "_targets", dict(samplers.registry._targets))
+    file, out = tmp_path / "own.py", tmp_path / "results.json"
+    file.write_text(OWN)
+    flags = ("--tasks", "copy", "--limit", 2, "--batch", 4, "--max-new-tokens", 6, "--out", out)
+    found = run(*flags, "--samplers", f"klass,{file}:Mine", "--format", "csv")
+    assert found.exit_code == 0, found.output
+    names = [row["sampler"] for row in csv.DictReader(io.StringIO(found.stdout))]
+    assert names.count("mine_of_a_file") == 2 and names[0] == "threshold" and "klass" in names
+    rows = json.loads(out.read_text())["results"]
+    best, all_of_them = (row for row in rows if row["sampler"] == "mine_of_a_file")
+    assert best["nfe"] > all_of_them["nfe"] == 1 and rows[0]["source"] is None
+    defaults = run(*flags[:-2], "--samplers", f"klass,{file}:Mine", "--defaults", "--json")
+    assert [row["changes"] for row in json.loads(defaults.stdout)["results"]] == [{}] * 3
+    measured = []
+    work = show.Bar.work
+    monkeypatch.setattr(show.Bar, "work", lambda bar, name, *more: (measured.append(name), work(bar, name, *more)))
+    again = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
+    assert again.exit_code == 0 and measured == []
+    file.write_text(OWN + "\n# another rule\n")
+    again = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
+    assert again.exit_code == 0 and {*measured} == {"mine_of_a_file", "mine_of_a_file(all_of_them=True)"}
+    broken = {"Taken": "is taken by", "NOTHING": "no function or class", "function": "must be a class of a sampler"}
+    for name, message in broken.items():
+        result = run("--samplers", f"{file}:{name}")
+        assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr, name
+    for text, message in (("1 / 0", "fails with ZeroDivisionError"), ("(", "fails with SyntaxError")):
+        (tmp_path / "bad.py").write_text(text)
+        result = run("--samplers", f"{tmp_path / 'bad.py'}:Mine")
+        assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_progress_is_in_prompts(monkeypatch: pytest.MonkeyPatch, small: Comparison, packaged: Model) -> None:
+    """How many were answered, of how many, with what was resumed; the rate is of those that this run answered."""
+    seen: list[tuple[int, int]] = []
+    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
+    resume = replace(small, results=small.results[:2])
+    evaluation.compare(packaged, questions=questions, batch=4, resume=resume, progress=(
+        lambda comparison, *_: seen.append((comparison.asked, comparison.to_ask))), **SMALL)  # fmt: skip
+    assert seen == [(asked, 56) for asked in range(20, 57, 4)]
+    clock = iter([0.0, 0.0, 2.0, 4.0])
+    monkeypatch.setattr(show.time, "monotonic", lambda: next(clock))
+    told: list[str] = []
+    monkeypatch.setattr(show.Bar, "_is_due", lambda bar: True)
+    monkeypatch.setattr(show.Bar, "_show", lambda bar, what, *_: told.append(what))
+    bar = show.Bar()
+    for asked in (20, 24, 36):
+        bar.work("klass", asked / 56, asked, 56)
+    assert told == [
+        "klass: 20 of 56 prompts",
+        "klass: 24 of 56 prompts, 2.0 prompts/s",
+        "klass: 36 of 56 prompts, 4.0 prompts/s",
+    ]
+
+
 def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show.Bar, "work", stop_after(3))
     file = tmp_path / "results.json"
@@ -600,6 +754,10 @@ def test_intervals_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.
         (["--plot", "no/such/folder/frontier.png"], "frontier.png"),
         (["--plot", "frontier.jpeg2"], ".png"),
         (["--resume"], "--out"),
+        (["--format", "html"], "markdown"),
+        (["--format", "csv", "--json"], "give one"),
+        (["--cache", "dual(look=1)"], "look"),
+        (["--samplers", "nowhere.py:Own"], "'nowhere.py' is no file"),
     ],
 )
 def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,12 @@ def test_exact_match_is_that_of_compare_at_every_batch_size(packaged64: Model) -
         recipe = Recipe(tasks=tasks, limit=limit, batch=batch)
         found = running.evaluate(recipe, model=packaged64, log_samples=True, bootstrap_iters=0)
         assert {task: found["results"][task]["exact_match,none"] for task in tasks} == wanted
-        spent.append({name: found["config"]["spent"][name] for name in ("forwards", "tokens", "answers")})
+        spent.append({name: found["config"]["spent"][name] for name in ("row_calls", "tokens", "answers")})
         texts.append([sample["resps"] for task in tasks for sample in found["samples"][task]])
         assert found["met"]["chat"] and found["met"]["dtype"] == "float64"
         assert found["recipe"]["batch"] == batch and found["met"]["versions"]["lm_eval"]
     assert texts[0] == texts[1] and spent[0] == spent[1]
-    assert spent[0]["forwards"] == of_compare.forwards and spent[0]["tokens"] == of_compare.tokens
+    assert spent[0]["row_calls"] == of_compare.row_calls and spent[0]["tokens"] == of_compare.tokens
     json.dumps(found)
 
 

@@ -39,7 +39,8 @@ def test_the_repr_of_an_output_is_short(rows: int) -> None:
     out = paradec.generate(model, ["Sort: pear fig apple"] * rows if rows > 1 else "Sort: pear fig apple", trace=True)
     said = repr(out)
     assert said.startswith("Output('apple fig pear'") and len(said) < 200
-    assert f"{4 * rows} tokens, 1 forward, {out.tokens_per_forward:.1f} tokens per forward, finished" in said
+    unit = "forward" if rows == 1 else "row call"
+    assert f"{4 * rows} tokens, 1 forward, {out.tokens_per_forward:.1f} tokens per {unit}, finished" in said
     assert (f"{rows} rows" in said) == (rows > 1) and "trace" in said and ("more" in said) == (rows > 2)
     # whatever the texts are
     for text in ("\x00🦊\n'" * 5000, "\U000e0001" * 5000):
@@ -50,7 +51,7 @@ def test_the_repr_of_an_output_is_short(rows: int) -> None:
 def test_the_repr_without_a_tokenizer_and_of_what_is_not_done() -> None:
     stop = {"callback": lambda state, commit: True, "max_new_tokens": 8, "sampler": "low_confidence"}
     out = paradec.generate(tiny(1), [[1, 2], [3]], **stop)
-    assert repr(out).startswith("Output(no text: 2 rows, 2 tokens, 1 forward, 1.0 tokens per forward, not finished, ")
+    assert repr(out).startswith("Output(no text: 2 rows, 2 tokens, 1 forward, 1.0 tokens per row call, not finished, ")
 
 
 def test_an_output_as_data() -> None:
@@ -97,7 +98,7 @@ def test_models_say_what_they_are() -> None:
 
 def test_pictures_sessions_and_reports_say_what_they_are() -> None:
     out = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, output_type="pt")
-    assert repr(out).startswith("ImageOutput(2 pictures of 4 x 4 tokens: 2 forwards, 8.00 tokens per forward, ")
+    assert repr(out).startswith("ImageOutput(2 pictures of 4 x 4 tokens: 2 forwards, 8.00 tokens per row call, ")
     pipe = dit_pipeline()
     with paradec.accelerate(pipe, paradec.TaylorSeer(interval=3)) as session:
         assert repr(session) == (

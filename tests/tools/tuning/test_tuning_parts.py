@@ -19,7 +19,7 @@ from paradec.core.prompts import encode
 from paradec.core.registry import Registry
 from paradec.request import Request
 from paradec.tools.evaluation import configurations, packaged_questions
-from paradec.tools.evaluation.compare import Configuration
+from paradec.tools.evaluation.configuration import Configuration
 from paradec.tools.tuning import Asked, read_prompts
 from paradec.tools.tuning.halving import dominates, fronts, goes_on, rungs
 from paradec.tools.tuning.measuring import Measured

@@ -12,12 +12,13 @@ from torch import nn
 
 from paradec import samplers
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model
+from paradec.core.registry import unknown
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.guard import Guard
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.rules import RULES, Rule
+from paradec.samplers.forecast.rules import RULES, Rule, refresh_from
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
@@ -109,8 +110,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
             alone: then steps are told by its argument `timestep`, and a run begins when timesteps turn around.
         sampler: `TaylorSeer`, by default with its own defaults; or a rule by itself (`FirstBlock()`), which is
             `TaylorSeer(refresh=rule)`; or `paradec.samplers.create("recap", ...)`, for
-            AmusedPipeline (`paradec.integrations.diffusers.hooks.recap.RecapSession`); or the name of one, "taylorseer"
-            or "recap".
+            AmusedPipeline (`paradec.integrations.diffusers.hooks.recap.RecapSession`); or the name of any of them, with
+            settings in parentheses: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
         cache: "block", for LLaDA2Pipeline (`paradec.integrations.diffusers.hooks.block_cache.BlockCache`), without a
             sampler.
 
@@ -131,7 +132,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         from paradec.integrations.diffusers.hooks.block_cache import BlockCache
 
         return BlockCache(pipe)
-    given, sampler = sampler, samplers.create(sampler) if isinstance(sampler, str) else sampler
+    given, sampler = sampler, _named(sampler) if isinstance(sampler, str) else sampler
     if isinstance(sampler, Rule):
         sampler = TaylorSeer(refresh=sampler)
     if getattr(sampler, "name", None) == "recap":
@@ -142,9 +143,24 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         rules = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
         raise TypeError(
             f"sampler={shown(given)} is not for pipelines: accelerate takes 'taylorseer' and 'recap', such a sampler "
-            f"made with settings, a rule by itself ({rules}), or cache='block' without a sampler"
+            f"made with settings, a rule by itself ({rules}) or its name ({', '.join(map(repr, RULES))}), or "
+            "cache='block' without a sampler"
         )
     return Session(pipe, TaylorSeer() if sampler is None else sampler)
+
+
+def _named(text: str) -> Any:
+    """The sampler or rule of a name, which may have settings in parentheses.
+
+    Raises:
+        ValueError: no such name, or a wrong setting.
+    """
+    name = text.partition("(")[0].strip()
+    if name in RULES:
+        return refresh_from(text)
+    if name not in samplers.registry and not any(sign in text for sign in "+&>"):
+        raise ValueError(unknown("sampler", text, ("taylorseer", "recap", *RULES)))
+    return samplers.create(text)
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:

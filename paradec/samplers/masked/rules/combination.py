@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
+from paradec.core.called import call_settings
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
@@ -276,8 +277,11 @@ def _built(node: ast.expr) -> MaskedSampler:
     match node:
         case ast.Name(name):
             return Registry.by_kind["sampler"].create(name)
-        case ast.Call(func=ast.Name(name), args=[], keywords=given) if all(entry.arg for entry in given):
-            settings = {str(entry.arg): _literal(entry.value) for entry in given}
+        case ast.Call(func=ast.Name(name), args=[], keywords=given):
+            try:
+                settings = call_settings(given)
+            except (TypeError, ValueError):
+                raise _NotRead from None
             return Registry.by_kind["sampler"].create(name, **settings)
         case ast.BinOp(left, ast.Add(), right):
             return Union(rules=(*_rules(_built(left), Union), *_rules(_built(right), Union)))
@@ -295,11 +299,3 @@ def _built(node: ast.expr) -> MaskedSampler:
 def _rules(sampler: MaskedSampler, kind: type[Combination]) -> tuple[MaskedSampler, ...]:
     """a+(b+c) is a+b+c."""
     return sampler.rules if type(sampler) is kind and not sampler.stages else (sampler,)
-
-
-def _literal(node: ast.expr) -> Any:
-    """A number, text, None, True, False, or a list of these; a bare name is a text, as on the command line."""
-    try:
-        return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
-    except ValueError:
-        raise _NotRead from None

@@ -1,0 +1,101 @@
+"""What is compared: a sampler with its defaults, or with some of its settings changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paradec import samplers
+from paradec.core.protocol import Sampler, plain
+from paradec.request import Request
+
+BASELINE = "threshold"
+"""The sampler whose defaults are the baseline: confidence 0.9."""
+COMBINATIONS = ("credit+localleap", "credit>>localleap", "factor+localleap", "klass+persistence")
+"""What is measured beside the registered samplers: of a dozen joined ones tried on the packaged prompts, the three that
+are fastest and the one that is most often right."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A sampler with some of its settings, and of the request's, changed; nothing changed is its default.
+
+    `sampler` is a registered name, or a combination as text ("credit+localleap"), which carries its settings itself.
+    `changes` is one entry of the sampler's `sweep`. Names of the sampler's settings go to the sampler, the others
+    to `generate`. A fraction for `steps` means that share of the undecided positions.
+    """
+
+    sampler: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The sampler with what is changed, in one word."""
+        return f"{self.sampler}({self.setting})" if self.changes else self.sampler
+
+    @property
+    def setting(self) -> str:
+        """What is changed, in short."""
+        return ", ".join(f"{name}={plain(value)}" for name, value in self.changes.items()) or "default"
+
+    def make(self) -> Sampler:
+        """The sampler.
+
+        Raises:
+            ValueError: an unknown name, a value out of its range, or a change that neither takes.
+        """
+        own = self._own_settings()
+        return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in own})
+
+    def _own_settings(self) -> Collection[str]:
+        return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
+
+    def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
+        """Arguments for `generate`, for an answer of so many undecided positions in so many blocks."""
+        own = self._own_settings()
+        given = {name: value for name, value in self.changes.items() if name not in own}
+        if isinstance(given.get("steps"), float):
+            given["steps"] = max(1, round(given["steps"] * positions / blocks)) * blocks
+        return given
+
+
+def configurations(
+    names: str | Iterable[str | Configuration] | None = None, defaults: bool = False
+) -> list[Configuration]:
+    """The baseline, then every sampler with its defaults and the settings of its `sweep`; the baseline's come first.
+
+    Args:
+        names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they are; None
+            takes every registered sampler of the masked family, and `COMBINATIONS`.
+        defaults: whether to leave out the settings of `sweep`, so that every sampler has one row.
+
+    Raises:
+        ValueError: an unknown sampler, one of another family, or a `sweep` with something that nothing takes.
+    """
+    if names is None:
+        names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+        names += COMBINATIONS
+    entries = [names] if isinstance(names, str) else list(names)
+    as_they_are = [entry for entry in entries if isinstance(entry, Configuration)]
+    wanted = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
+    found = [Configuration(BASELINE)]
+    for name in sorted(wanted, key=lambda name: name != BASELINE):
+        sweep: tuple[Mapping[str, Any], ...] = ()
+        if name in samplers.registry or not any(sign in name for sign in samplers.JOINING):
+            cls = samplers.get(name)
+            if cls.family != "masked":
+                raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")
+            sweep = () if defaults else cls.sweep
+        for changes in ({}, *sweep):
+            configuration = Configuration(name, changes)
+            configuration.make()
+            Request(**configuration.request(1))
+            if configuration not in found:
+                found.append(configuration)
+    for configuration in as_they_are:
+        configuration.make()
+        Request(**configuration.request(1))
+        if configuration not in found:
+            found.append(configuration)
+    return found
