@@ -419,7 +419,7 @@ def main() -> None:
     parser.add_argument("--samplers", help="names, separated by commas; by default every masked one")
     parser.add_argument("--sequential", action="store_true", help="one residue a step for every rule with a schedule")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "antibody.json")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "figures" / "antibody.png")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "figures" / "antibody.svg")
     parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
     arguments = parser.parse_args()
     for name, low in (("seeds", 1), ("skip", 0), ("limit", 1), ("minutes", 0)):

@@ -4,7 +4,7 @@
     python benchmarks/digits_masked.py --part dit    # one of the two models; what was done before is kept
     python benchmarks/digits_masked.py --part dit --only "7 of 20"     # settings with this in their label
     python benchmarks/digits_masked.py --part dit --fresh --images 300 # anew, with fewer pictures
-    python benchmarks/digits_masked.py --draw        # only the plots and the pictures, from what was done
+    python benchmarks/digits_masked.py --draw        # only the plots and the pictures, from the result file
 
 Masked transformer (`digits-maskgit`): MaskGIT, Halton, ReCAP and adaptive rules. An evaluation reads a class token and
 49 codes; ReCAP's local ones read fewer, so that cost is counted in positions: evaluations = positions / 50.
@@ -294,15 +294,16 @@ def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
 
     Curves are moved sideways a little, so that they do not hide each other.
     """
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from paradec.tools.evaluation.plot import save
 
     keys = {"accuracy": "right class, %", "distance": "Frechet distance", "pixel_error": "pixel error"}
     keys = {key: name for key, name in keys.items() if key in panels[0][1][0]}
     size = (5 * len(keys), 4.4 * len(panels))
-    figure, axes = pyplot.subplots(len(panels), len(keys), figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(panels), len(keys), squeeze=False)
     curves = list(dict.fromkeys(entry["curve"] for _, entries in panels for entry in entries))
     for row, (title, entries) in enumerate(panels):
         for column, (key, name) in enumerate(keys.items()):
@@ -316,23 +317,22 @@ def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
                 spread = np.abs(y[:, 1:] - y[:, :1]).T if key != "pixel_error" else None
                 line = {"ddim": "-", "others": ""}.get(curve, ":" if "output" in curve else "--")
                 style = {"marker": "o", "ms": 4, "lw": 1, "elinewidth": 0.5, "ls": line}
-                axis.errorbar(x, y[:, 0], spread, color=pyplot.get_cmap("tab20")(place % 20), label=curve, **style)
+                axis.errorbar(x, y[:, 0], spread, color=colormaps["tab20"](place % 20), label=curve, **style)
             axis.set(xlabel="evaluations of the transformer", ylabel=name, title=title)
             axis.grid(alpha=0.3)
         axes[row, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(file, dpi=80)
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def draw(found: dict[str, Any]) -> None:
     """The plots of both models, and pictures."""
-    plot([("masked transformer", found["masked"])], FIGURES / "digits_masked.png")
+    plot([("masked transformer", found["masked"])], FIGURES / "digits_masked.svg")
     panels = []
     for steps in INTERVALS:
         rows = [row for row in found["dit"] if row["steps"] == steps or row["curve"] == "ddim"]
         rows = [row | {"pixel_error": row["pixel_error"][str(steps)]} for row in rows if row["evaluations"][0] <= 20]
         panels.append((f"forecasts on {steps} DDIM steps", rows))
-    plot(panels, FIGURES / "digits_dit.png")
+    plot(panels, FIGURES / "digits_dit.svg")
     pictures(FIGURES / "digits_masked_pictures.png")
 
 
@@ -370,6 +370,9 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
+    if args.draw:
+        draw(json.loads(RESULTS.read_text(encoding="utf-8")))
+        return
     classifier = load_classifier()
     parts = PARTS if args.part is None else (args.part,)
     if args.fresh:
@@ -377,21 +380,20 @@ def main() -> None:
             kept_file(part).unlink(missing_ok=True)
         for label in REFERENCES.values() if "dit" in parts else ():
             full_run(label).unlink(missing_ok=True)
-    if not args.draw:
-        for part in parts:
-            odd = {result["images"] for result in kept(part).values()} - {args.images}
-            if odd:
-                parser.error(
-                    f"--images {args.images}: {part} has results of {odd.pop()} pictures; give --fresh or as many"
-                )
-            measure(part, args.images, args.seed, classifier, args.only)
+    for part in parts:
+        odd = {result["images"] for result in kept(part).values()} - {args.images}
+        if odd:
+            parser.error(
+                f"--images {args.images}: {part} has results of {odd.pop()} pictures; give --fresh or as many"
+            )
+        measure(part, args.images, args.seed, classifier, args.only)
     found = save(classifier)
     for part in parts:
         plain = [row for row in found[part] if part == "masked" or row["curve"] in ("ddim", "others")]
         print(table(plain))
     if "dit" in parts:
         print(forecasts_table(found["dit"]))
-    if args.draw or args.part is None:
+    if args.part is None:
         draw(found)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.integrations.diffusers.hooks.session import accelerate
 from paradec.samplers.forecast.taylorseer import TaylorSeer
-from paradec.tools.evaluation.plot import check_plot
+from paradec.tools.evaluation.plot import check_plot, save
 
 CURVES: dict[str, dict[str, Any]] = {
     "taylor 1": {"order": 1},
@@ -113,7 +113,7 @@ def draw(points: Iterable[Point], file: str | os.PathLike[str]) -> None:
         axis.grid(alpha=0.25, linewidth=0.5)
     axes[0].set_ylabel("relative distance to the plain run")
     axes[1].legend(fontsize="small", frameon=False)
-    figure.savefig(file, dpi=100)
+    save(figure, file)
 
 
 def _timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:

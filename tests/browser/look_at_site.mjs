@@ -2,7 +2,7 @@
 // whatever else a page asks for is seen. Screenshots go beside the site.
 //     node tests/browser/look_at_site.mjs FOLDER          (FOLDER/site is what mkdocs built)
 import { createRequire } from "node:module";
-import { existsSync, readFileSync, statSync } from "node:fs";
+import { existsSync, readFileSync, readdirSync, statSync } from "node:fs";
 import { extname, join, resolve } from "node:path";
 
 const folder = resolve(process.argv[2]), site = join(folder, "site");
@@ -67,6 +67,36 @@ const count = (page, what) => page.locator(what).count();
   check(back.match(/\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0) < 200, `dark mode is ${back}`);
   await shot(page, "small");
 }
+{ // the button goes from the system's colours to light, to dark and back; figures follow
+  const page = await open("architecture/", 1280, "dark");
+  const scheme = () => page.evaluate(() => document.body.getAttribute("data-md-color-scheme"));
+  const figure = async () => { await page.waitForTimeout(300); return (await page.locator("article img[src$=svg]").first().screenshot()).toString("base64"); };
+  const system = [await scheme(), await figure()], press = () => page.locator(".md-header label[for^=__palette]:visible").click();
+  await press();
+  const light = [await scheme(), await figure()];
+  await press();
+  const dark = [await scheme(), await figure()];
+  await press();
+  check(system[0] === "slate" && light[0] === "default" && dark[0] === "slate" && await scheme() === "slate", `the toggle goes ${system[0]}, ${light[0]}, ${dark[0]}`);
+  check(system[1] === dark[1] && dark[1] !== light[1], "figures do not follow the toggle");
+  await page.context().close();
+}
+{ // every page: code fits its box, names in tables are in one piece, nothing is wider than a telephone
+  const pages = readdirSync(site, { recursive: true }).map(String).filter(file => file.endsWith("index.html")).map(file => file.slice(0, -"index.html".length));
+  check(pages.length > 30, `only ${pages.length} pages`);
+  for (const path of pages) {
+    const page = await open(path);
+    const wide = await page.evaluate(() => [...document.querySelectorAll("article pre > code")].filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.innerText.split("\n").sort((a, b) => b.length - a.length)[0]));
+    check(!wide.length, `${path}: ${wide.length} blocks of code are wider than the page, such as ${wide[0]}`);
+    const broken = await page.evaluate(() => [...document.querySelectorAll("article table:not(.highlighttable) code")].filter(code => code.getClientRects().length > 1).map(code => code.innerText));
+    check(!broken.length, `${path}: broken in a table: ${broken[0]}`);
+    await page.setViewportSize({ width: 375, height: 800 });
+    check(await page.evaluate(() => document.documentElement.scrollWidth) <= 375, `${path}: wider than a telephone`);
+    await page.context().close();
+  }
+}
+for (const path of ["", "samplers/", "architecture/"]) for (const width of [1280, 375]) for (const colours of ["light", "dark"])
+  await shot(await open(path, width, colours), `${path.replace("/", "") || "home"}-${width}-${colours}`);
 await browser.close();
 console.log(failures.map(failure => "FAIL " + failure).join("\n") + (failures.length ? "\n" : "") + `${checks - failures.length} of ${checks} checks of the site passed`);
 process.exit(failures.length ? 1 : 0);

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from paradec.tools.evaluation.compare import Comparison
 from paradec.tools.evaluation.metrics import wilson
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Point = tuple[float, float, float, float]
 """x, y, and the ends of y's interval."""
-LEGEND_ROWS = 18
+GREY = "#8c959f88"
+COLOURED = 12
+"""Curves of a picture that have a colour and a name; the others are grey."""
+DARK = """<style>@media (prefers-color-scheme: dark) {
+text, [style*="fill: #000000"] { fill: #e6edf3 !important } [style*="stroke: #000000"] { stroke: #e6edf3 !important }
+}</style>"""
+"""What turns the black of an SVG file to white where the page around it is dark."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,36 @@ def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
     draw(panels, file, "tokens per forward, all prompts", "right answers, %")
 
 
+def shown_curves(panels: Sequence[Panel]) -> list[str]:
+    """The samplers whose curves are worth a colour, `COLOURED` at most and as the panels have them in order: those whose
+    best point, summed over the panels, has the fewest points of others up and to the right of it."""
+    worse: dict[str, int] = {}
+    for panel in panels:
+        points = np.array([point[:2] for curve in panel.curves.values() for point in curve])
+        for name, curve in panel.curves.items():
+            least = min(int((points > point[:2]).all(1).sum()) for point in curve)
+            worse[name] = worse.get(name, 0) + least
+    best = sorted(worse, key=worse.__getitem__)[:COLOURED]
+    return [name for name in worse if name in best]
+
+
+def save(figure: Figure, file: str | os.PathLike[str]) -> None:
+    """Write a figure; an SVG file has text as text, no background, and suits light pages and dark ones."""
+    if Path(file).suffix.lower() != ".svg":
+        figure.savefig(file, dpi=100)
+        return
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "paradec"}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    text = written.getvalue().replace("<defs>", DARK + "<defs>", 1)
+    Path(file).write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+
+
 def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_label: str) -> None:
-    """Draw panels side by side over a shared logarithmic x axis, one colour and marker per sampler.
+    """Draw panels side by side over a shared logarithmic x axis: a colour and a marker for each of the samplers that
+    `shown_curves` names, grey for the others.
 
     Raises:
         ModuleNotFoundError, ValueError: as `check_plot`.
@@ -75,18 +116,22 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    columns = -(-(max(len(panel.curves) for panel in panels) + 1) // LEGEND_ROWS)
-    figure = Figure(figsize=(4.6 * len(panels) + 0.4 + 1.8 * columns, 4.2), layout="constrained")
+    coloured = shown_curves(panels)
+    figure = Figure(figsize=(4.6 * len(panels) + 2.2, 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
-        for number, (sampler, points) in enumerate(panel.curves.items()):
+        for sampler, points in panel.curves.items():
+            if sampler not in coloured:
+                axis.plot(*zip(*sorted(point[:2] for point in points), strict=True), color=GREY, linewidth=0.7, zorder=1)
+                continue
+            number = coloured.index(sampler)
             xs, ys, lows, highs = (list(column) for column in zip(*sorted(points), strict=True))
             spans = [[y - low for y, low in zip(ys, lows)], [high - y for y, high in zip(ys, highs)]]
             colour, marker = f"C{number % 10}", "osv^DPX*"[number % 8]
             style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1, "elinewidth": 0.5}
-            axis.errorbar(
-                xs, ys, spans, label=sampler, linestyle=("-", "--", ":")[number // 10 % 3], alpha=0.85, **style
-            )
+            axis.errorbar(xs, ys, spans, label=sampler, linestyle=("-", "--")[number // 10], alpha=0.85, **style)
+        if others := len(panel.curves) - len(coloured):
+            axis.plot([], [], color=GREY, linewidth=0.7, label=f"{others} others")
         axis.plot(*panel.baseline[:2], "o", markersize=12, markerfacecolor="none", color="black", label="baseline")
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -100,6 +145,5 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
         loc="outside right upper",
         fontsize="small",
         frameon=False,
-        ncols=columns,
     )
-    figure.savefig(file, dpi=100)
+    save(figure, file)
