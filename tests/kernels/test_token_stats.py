@@ -515,7 +515,21 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
     """To the last bit: what torch computes after whole vectors is rounded otherwise, and no row may have some of it."""
     logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)
     threads = torch.get_num_threads()
+    width = -(-30_011 // portable.LANES) * portable.LANES
+    four, one = (portable._Piece(torch.empty(1, rows, width), 30_011) for rows in (4, 1))
+    sums = torch.empty(4, width // 256)
+    generator = torch.Generator().manual_seed(0)
     try:
+        for turn in range(40):
+            torch.set_num_threads(1 + turn % 4)
+            values = -60 * torch.rand(4, 30_011, generator=generator)
+            four.apart.copy_(values)
+            four.raise_to(sums)
+            torch.set_num_threads(1)
+            for row in range(4):
+                one.apart.copy_(values[row])
+                one.raise_to(sums[:1])
+                assert torch.equal(one.share[0], four.share[row]), (turn, row)
         torch.set_num_threads(1)
         found = token_stats(logits, fields=("entropy",), draws=draws)
         for count in (2, 3, 4):

@@ -496,6 +496,15 @@ def test_images_are_greedy_at_temperature_0() -> None:
         assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_greedy_jacobi_makes_no_noise(temperature: float) -> None:
+    sampler = paradec.samplers.create("jacobi", window=3)
+    state = sampler.start(MODEL, [[1]], max_new_tokens=4, temperature=temperature)
+    while not state.done:
+        sampler.commit(state, sampler.step(MODEL, state))
+    assert bool(state.memory["noise"].any()) == (temperature > 0)
+
+
 def test_sample_inits_copy_the_likeliest_token() -> None:
     """With a distribution that does not depend on what comes before, the likeliest token of the neighbour is that of
     the slot."""
