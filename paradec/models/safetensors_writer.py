@@ -46,4 +46,4 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
                     f"{name} was {list(sizes[name].shape)} of {sizes[name].dtype} and became {list(tensor.shape)} of "
                     f"{tensor.dtype} while the model was saved"
                 )
-            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
