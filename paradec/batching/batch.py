@@ -22,10 +22,11 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import numpy as np
 import torch
 
-from paradec.api.generate import output_of, own_defaults
+from paradec.api.generate import own_defaults
 from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
 from paradec.batching.device import DeviceGroup
+from paradec.batching.reading import each_read, read
 from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory
 from paradec.batching.slots import (
     MADE,
@@ -39,8 +40,8 @@ from paradec.batching.slots import (
     check_request,
     key_of,
     method_of,
-    row_of,
 )
+from paradec.batching.starting import alike, together
 from paradec.batching.streaming import Seen
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
@@ -323,19 +324,23 @@ class Batch:
         """The same for a prompt that says more."""
         return Request.of({**self.request.changes(), **Request.said(changes, preset)})
 
-    def _begin(self, ticket: Any) -> tuple[Any, Any]:
-        """A prompt's sampler, and what it starts from."""
-        method = method_of(self.model, ticket.request)
-        return method, method.start(self.model, ticket.prompts, ticket.request)
+    def _alike(self, first: Ticket, other: Ticket) -> bool:
+        """Whether two prompts may begin together."""
+        return self._ranks is None and alike(self.model, first, other)
+
+    def _begin(self, tickets: Sequence[Any]) -> tuple[Any, Any]:
+        """The sampler of prompts that are alike, and what they start from."""
+        method = method_of(self.model, tickets[0].request)
+        return method, method.start(self.model, *together(tickets))
 
     def _model_of(self, ticket: Any) -> Any:
         """What a prompt is decoded with: the model, or a copy that knows this prompt alone
         (`paradec.core.rows.Rows`)."""
         return self.model
 
-    def _read(self, state: RowState, slot: int, ticket: Any, error: Exception | None) -> Any:
-        """The output of one row of a state."""
-        return read(self.model, state, slot, ticket, error)
+    def _read(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
+        """The outputs of some rows of a state."""
+        return read(self.model, state, slots, tickets, error)
 
     def _failed(self, ticket: Any, error: Exception) -> Any:
         """The output of a prompt that nothing was decoded of."""
@@ -351,36 +356,41 @@ class Batch:
     # ---- letting in -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while True:
-            ticket = self._waits.first()
-            if ticket is None or self._waits.closed or self.occupied >= self.batch_size:
+        most = self.batch_size if self.max_memory is None and self._most_positions is None else 1
+        while self.occupied < self.batch_size and not self._waits.closed:
+            tickets = self._waits.first(min(most, self.batch_size - self.occupied), self._alike)
+            if not tickets:
                 return
             try:
-                if not self._enter(ticket, *self._start(ticket)):
+                if not self._enter(tickets, *self._start(tickets)):
                     return  # once other rows have ended there is room
             except Exception as error:
+                if len(tickets) > 1:
+                    most = 1  # what one of them raises is its own, and there may be memory for some
+                    continue
                 if out_of_memory(error) and self.occupied:
                     return
                 with held_back():
-                    if not ticket.done:
-                        self._waits.leave(ticket)
-                        self._end(ticket, self._failed(ticket, detached(error)))
+                    if not tickets[0].done:
+                        self._waits.leave(tickets[0])
+                        self._end(tickets[0], self._failed(tickets[0], detached(error)))
 
-    def _start(self, ticket: Ticket) -> tuple[Any, RowState]:
-        """The sampler of a prompt, and the state of a request that has this row alone."""
-        method, state = self._begin(ticket)
+    def _start(self, tickets: Sequence[Ticket]) -> tuple[Any, RowState]:
+        """The sampler of prompts that are alike, and the state of a request that has these rows alone."""
+        method, state = self._begin(tickets)
         if method.family == "masked":
             state.most_calls = self.calls_per_step
         if why := state.fixed():
             raise ValueError(f"sampler {method.name!r} with this request cannot be refilled: {why}")
         return method, state
 
-    def _enter(self, ticket: Ticket, method: Any, state: RowState) -> bool:
-        """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
-        key = key_of(method, ticket, state, self._on_device(method, ticket.request, state))
+    def _enter(self, tickets: Sequence[Ticket], method: Any, state: RowState) -> bool:
+        """Give the rows slots in the group of their kind. False: there is no room for all of them now."""
+        first, count = tickets[0], len(tickets)
+        key = key_of(method, first, state, self._on_device(method, first.request, state))
         self._close_empty()  # a new one is no wider than the row
         group = next((group for group in self._groups if group.key == key), None)
-        width = state.extent(np.zeros(1, np.int64))
+        width = state.extent(np.arange(count))
         if group is not None:
             width = group.columns(width)
         row = bytes_of_row(self.model, state, width)
@@ -391,7 +401,7 @@ class Batch:
         if self._most_positions is not None:
             most = min(most, max(1, self._most_positions // width))
         occupied = 0 if group is None else group.occupied
-        if most <= occupied:
+        if most < occupied + count:
             if self.occupied:
                 return False
             if self.max_memory is not None and row > self.max_memory:
@@ -399,15 +409,17 @@ class Batch:
             most = 1
         try:
             with held_back():
-                ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
+                for ticket in tickets:
+                    ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    group = self._group(key, method, state, row, self._model_of(ticket))
+                    group = self._group(key, method, state, row, self._model_of(first))
                     self._groups.append(group)
-                group.make_room(most, self.waiting, width)
-                slot = group.enter(ticket, state, self._model_of(ticket))
+                group.make_room(most, self.waiting, width, count)
+                slots = group.enter(tickets, state, self._model_of(first))
                 group.row_bytes = row
-                self._waits.leave(ticket)
-                self._feed(group, (slot,))
+                for ticket in tickets:
+                    self._waits.leave(ticket)
+                self._feed(group, slots)
         except Exception as error:
             if group in self._groups and not (out_of_memory(error) and group.occupied):
                 begin_anew(group, self._groups, self._waits)  # another error may have come between two of its changes
@@ -462,7 +474,7 @@ class Batch:
             with held_back():
                 if isinstance(error, NotFinite):
                     for slot in error.rows.tolist():
-                        self._let_go(group, slot, FloatingPointError(str(error).replace(" for row ", " for slot ")))
+                        self._let_go(group, [slot], FloatingPointError(str(error).replace(" for row ", " for slot ")))
                     group.dismiss(error.rows, wipe=True)
                     continue
                 if out_of_memory(error):
@@ -477,9 +489,9 @@ class Batch:
     def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
         self._feed(group, range(len(group.tickets)))
-        for slot in np.flatnonzero(~group.state.running).tolist():
-            if group.tickets[slot] is not None:
-                self._let_go(group, slot, None)
+        running = group.state.running
+        if ended := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
+            self._let_go(group, ended, None)
 
     def _feed(self, group: Group, slots: Sequence[int]) -> None:
         """Give streamers what has become final; one that raises ends its ticket."""
@@ -493,22 +505,20 @@ class Batch:
             try:
                 seen.feed(slot, ticket)
             except Exception as error:
-                output = self._read(group.state, slot, ticket, error)
+                (output,) = self._read(group.state, [slot], [ticket], error)
                 group.tickets[slot] = None
                 self._end(ticket, output)
                 group.dismiss(np.array([slot]))
 
-    def _let_go(self, group: Group, slot: int, error: Exception | None) -> None:
-        """End the ticket of a slot, with what was decoded."""
-        ticket = group.tickets[slot]
-        assert ticket is not None
-        group.told(np.array([slot]))
-        group.tickets[slot] = None
-        try:
-            output = self._read(group.state, slot, ticket, error)
-        except Exception as unread:
-            output = self._failed(ticket, error or unread)
-        self._end(ticket, output)
+    def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
+        """End the tickets of slots, with what was decoded."""
+        tickets: Any = [group.tickets[slot] for slot in slots]
+        group.told(np.array(slots))
+        for slot in slots:
+            group.tickets[slot] = None
+        outputs = each_read(self._read, self._failed, group.state, slots, tickets, error)
+        for ticket, output in zip(tickets, outputs, strict=True):
+            self._end(ticket, output)
 
     def _end(self, ticket: Ticket, output: Output) -> None:
         output.index, output.id = ticket.number, ticket.id
@@ -533,17 +543,5 @@ class Batch:
             for slot, running in enumerate(group.tickets):
                 if running is not None and running.cancelled:
                     cause = self._waits.cause or Cancelled(f"prompt {running.number} was cancelled")
-                    self._let_go(group, slot, cause)
+                    self._let_go(group, [slot], cause)
                     group.dismiss(np.array([slot]))
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def read(model: Any, state: RowState, slot: int, ticket: Ticket, error: Exception | None) -> Output:
-    """The output of one row of a state."""
-    alone = row_of(state, slot)
-    if not isinstance(getattr(type(alone), "max_new_tokens", None), property):
-        alone.max_new_tokens = ticket.new
-    output = output_of(model, alone, ticket.prompts, time.perf_counter() - ticket.began)
-    output.error = error
-    return output

@@ -41,17 +41,18 @@ class DeviceGroup(Group[MaskedState]):
         self.rows.dismiss(slots, wipe)
         self.state.dismiss(slots)
 
-    def enter(self, ticket: Ticket, state: MaskedState, model: Any) -> int:
-        slot = super().enter(ticket, state, model)
+    def enter(self, tickets: Sequence[Ticket], state: MaskedState, model: Any) -> list[int]:
+        slots = super().enter(tickets, state, model)
         if self.rows is None:
             self.rows = DeviceRows(self.method, self.model, state, len(self.tickets), self.capture)
+        (slot,) = slots  # rows of a device step begin one by one
         self.rows.put(slot, state)
-        return slot
+        return slots
 
-    def make_room(self, most: int, waiting: int, width: int) -> None:
+    def make_room(self, most: int, waiting: int, width: int, wanted_now: int = 1) -> None:
         if self.rows is None and most > len(self.tickets):
             self._arrange([], most, self.width)
-        super().make_room(most, waiting, width)
+        super().make_room(most, waiting, width, wanted_now)
 
     def compact(self) -> None:
         """Nothing is given back before the last row has ended."""

@@ -7,7 +7,7 @@ The batch is `paradec.batching.Batch`. A prompt is a class label or a text; its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -17,7 +17,7 @@ import torch
 from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
 from paradec.api.pictures import ImageOutput
 from paradec.batching.batch import Batch
-from paradec.batching.slots import RowState, Ticket, row_of
+from paradec.batching.slots import RowState, Ticket, rows_of
 from paradec.core.checks import shown
 from paradec.core.prompts import encode
 from paradec.core.rows import Rows
@@ -134,7 +134,11 @@ class ImageBatch(Batch):
     def _model_of(self, ticket: ImageTicket) -> Any:
         return ticket.laid.model
 
-    def _begin(self, ticket: ImageTicket) -> tuple[Any, Any]:
+    def _alike(self, first: Ticket, other: Ticket) -> bool:
+        return False  # each has a model that knows its prompt
+
+    def _begin(self, tickets: Sequence[Any]) -> tuple[Any, Any]:
+        (ticket,) = tickets
         method: Any = ticket.request.sampler
         laid: ImageRequest = replace(ticket.laid, prompts=ticket.prompts)
         state = self.model.begin(method, laid, self.grid, ticket.request)
@@ -151,11 +155,14 @@ class ImageBatch(Batch):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _read(self, state: RowState, slot: int, ticket: ImageTicket, error: Exception | None) -> ImageOutput:
-        output, _ = output_of(self.model, row_of(state, slot), self.grid, time.perf_counter() - ticket.began)
-        output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
-        output.in_order, output.error = self.model.family != "masked", error
-        return output
+    def _read(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
+        outputs = []
+        for slot, ticket in zip(slots, tickets, strict=True):
+            output, _ = output_of(self.model, rows_of(state, [slot]), self.grid, time.perf_counter() - ticket.began)
+            output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
+            output.in_order, output.error = self.model.family != "masked", error
+            outputs.append(output)
+        return outputs
 
     def _failed(self, ticket: Ticket, error: Exception) -> ImageOutput:
         return self.refused(error)

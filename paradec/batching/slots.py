@@ -112,10 +112,15 @@ class Queue:
             self.waiting.append(ticket)
             self.changed.notify_all()
 
-    def first(self) -> Ticket | None:
-        """The ticket that has waited longest."""
+    def first(self, most: int, alike: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
+        """The ticket that has waited longest, and those right after it that are like it, `most` together."""
+        found: list[Ticket] = []
         with self.changed:
-            return self.waiting[0] if self.waiting else None
+            for ticket in self.waiting:
+                if len(found) == most or (found and not alike(found[0], ticket)):
+                    break
+                found.append(ticket)
+        return found
 
     def leave(self, ticket: Ticket) -> None:
         """Take a ticket out."""
@@ -196,12 +201,13 @@ class Group(Generic[S]):
     def close(self) -> None:
         """The last row has ended."""
 
-    def make_room(self, most: int, waiting: int, width: int) -> None:
-        """Have a free slot of so many columns; of no more than `most` slots, as many as will soon be asked for."""
+    def make_room(self, most: int, waiting: int, width: int, wanted_now: int = 1) -> None:
+        """Have `wanted_now` free slots of so many columns; of no more than `most` slots, as many as will soon be asked
+        for by those that wait, which these are among."""
         slots, columns = len(self.tickets), self.columns(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         wanted = slots
-        if len(occupied) == slots:
+        if len(occupied) + wanted_now > slots:
             wanted = self._more(slots, most, waiting)
         elif slots > most:
             wanted = most
@@ -223,15 +229,16 @@ class Group(Generic[S]):
         if occupied and 2 * len(occupied) <= len(self.tickets):
             self.keep(occupied)
 
-    def enter(self, ticket: Ticket, state: S, model: Any) -> int:
-        """Put a row into a free slot."""
-        slot = self.tickets.index(None)
+    def enter(self, tickets: Sequence[Ticket], state: S, model: Any) -> list[int]:
+        """Put the rows of a state into free slots."""
+        slots = [slot for slot, ticket in enumerate(self.tickets) if ticket is None][: len(tickets)]
         if state is not self.state:
             if self.bound:
-                self.model.put(np.array([slot]), model)
-            self.state.put(np.array([slot]), state)
-        self.tickets[slot] = ticket
-        return slot
+                self.model.put(np.array(slots), model)
+            self.state.put(np.array(slots), state)
+        for slot, ticket in zip(slots, tickets, strict=True):
+            self.tickets[slot] = ticket
+        return slots
 
     def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
         """Have so many slots, the `occupied` ones first; the others hold copies that nobody decodes."""
@@ -290,7 +297,7 @@ def key_of(method: Any, ticket: Ticket, state: RowState, on_device: bool) -> tup
 
 def bytes_of_row(model: Any, state: RowState, width: int) -> int:
     """Bytes that one row of so many columns takes in canvas, memory and stores, about."""
-    needed = state.memory.nbytes + 32 * width
+    needed = state.memory.nbytes // state.batch + 32 * width
     branches = state.branches
     if state.store is not None:
         needed += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
@@ -300,12 +307,12 @@ def bytes_of_row(model: Any, state: RowState, width: int) -> int:
     return int(needed)
 
 
-def row_of(state: RowState, slot: int) -> Any:
-    """A copy of the state with one row, for what is decoded of it: without what it remembers and has stored."""
+def rows_of(state: RowState, slots: Sequence[int]) -> Any:
+    """A copy of the state with these rows, for what is decoded of them: without what they remember and have stored."""
     light: Any = copy.copy(state)
     light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
     if drafting := getattr(state, "drafting", None):
         light.drafting = replace(drafting, store=None, broken=None, parents=None)
-    alone = light.taken(np.array([slot]))
-    alone.store = state.store
-    return alone
+    found = light.taken(np.array(slots))
+    found.store = state.store
+    return found

@@ -35,17 +35,17 @@ class CacheCost:
     """Positions evaluated, of those that as many whole forwards would have evaluated."""
 
     @classmethod
-    def of(cls, state: TextState) -> CacheCost:
-        """Read the counts of a state."""
-        whole = int((state.row_forwards * state.length).sum())
+    def of(cls, state: TextState, rows: slice = slice(None)) -> CacheCost:
+        """Read the counts of a state, or of some of its rows."""
+        whole = int((state.row_forwards * state.length)[rows].sum())
         return cls(
             cache=state.cache.name,
-            full_forwards=state.full_forwards.tolist(),
-            partial_forwards=(state.nfe - state.full_forwards).tolist(),
-            forwarded_tokens=state.forwarded_tokens.tolist(),
+            full_forwards=state.full_forwards[rows].tolist(),
+            partial_forwards=(state.nfe - state.full_forwards)[rows].tolist(),
+            forwarded_tokens=state.forwarded_tokens[rows].tolist(),
             store_bytes=0 if state.store is None else state.store.peak_bytes,
-            reused_tokens=state.reused.tolist(),
-            share=int(state.forwarded_tokens.sum()) / max(1, whole),
+            reused_tokens=state.reused[rows].tolist(),
+            share=int(state.forwarded_tokens[rows].sum()) / max(1, whole),
         )
 
     def advice(self) -> str | None:

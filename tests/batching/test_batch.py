@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from batches import REQUEST, ROWS, Failing, Recorder, drained, tokens
-from tiny_models import END, tiny
+from tiny_models import END, MASK, tiny
 from torch import Tensor
 
 import paradec
@@ -174,9 +174,81 @@ def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model
         while not all(ticket.done for ticket in tickets):
             batch.step()
             widths += [group.width for group in batch._groups]
-        assert widths[0] == 32 and 78 <= max(widths) <= 96 and widths[-1] < 32
+        assert widths[0] == 8 and 78 <= max(widths) <= 96 and widths[-1] < 32
     alone = [paradec.generate(model, row, **request).new_tokens[0].tolist() for row in rows]
     assert [tokens(ticket) for ticket in tickets] == alone
+
+
+class Words:
+    """A tokenizer: one word for each id."""
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return " ".join(f"w{int(n)}" for n in ids)
+
+
+@dataclass(frozen=True)
+class Counting(LowConfidence):
+    """Counts the rows that begin together; a row with token 38 does not begin."""
+
+    began: ClassVar[list[int]] = []
+
+    def start(self, model: Any, prompt: Any, request: Any = None, **more: Any) -> Any:
+        self.began.append(len(prompt.rows))
+        if any(38 in row for row in prompt.rows):
+            raise ValueError("no 38")
+        return super().start(model, prompt, request, **more)
+
+
+def fields_of(output: Any) -> dict[str, Any]:
+    """All that an output holds, but for what the clock and the batch say."""
+    found = {name: value for name, value in output.to_dict().items() if name not in ("seconds", "index", "id")}
+    found["cost"]["store_bytes"] = None
+    del found["logprobs"]["best"]  # beside the token's own, in the same order
+    return found | {name: found["logprobs"][name].tolist() for name in ("best_tokens", "step")}
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
+    """Whole outputs: of rows of unequal lengths, with seeds of their own, beside one that does not begin, one with holes
+    and one with another request."""
+    model = tiny(1)
+    model.tokenizer = Words()
+    shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}
+    asked: list[tuple[list[int], dict[str, Any]]] = [
+        *(([n + 1] * (1 + n % 3), {"seed": n // 2}) for n in range(5)),
+        ([1, 38], {}),
+        ([1, MASK, 2], {}),
+        ([5, 6], {"max_new_tokens": 4}),
+        ([5, 6], {"max_new_tokens": 4, "seed": 9}),
+    ]
+    method = Counting()
+    method.began.clear()
+    with Batch(model, batch_size=9, **shared, sampler=method) as batch:
+        tickets = [batch.add(row, alone=True, **own) for row, own in asked]
+        drained(batch)
+    # the row of its own ends a run of five like ones; then each begins by itself, in that step
+    assert method.began == [6, *[1] * 9]
+    for (row, own), ticket in zip(asked, tickets, strict=True):
+        assert ticket.output is not None
+        if 38 in row:
+            assert str(ticket.output.error) == "no 38" and not ticket.output.new_tokens.numel()
+        else:
+            assert ticket.output.error is None
+            expected = paradec.generate(model, row, **{**shared, **own, "sampler": "low_confidence"})
+            found, alone = fields_of(ticket.output), fields_of(expected)
+            probabilities = [each.pop("logprobs")["chosen"] for each in (found, alone)]
+            torch.testing.assert_close(*probabilities, equal_nan=True)
+            assert found == alone
+            assert ticket.output.sequences.untyped_storage().nbytes() == ticket.output.sequences.nbytes
+    method.began.clear()
+    with Batch(model, batch_size=9, **shared, sampler=method) as batch:
+        for row, own in asked[:5] + asked[-2:]:
+            batch.add(row, **own)
+        batch.step()
+        batch.add([7])
+        batch.add([8])
+        batch.step()
+    assert method.began == [5, 2, 2]
 
 
 # ---- what ends alone ------------------------------------------------------------------------------------------------

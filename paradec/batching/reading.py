@@ -1,0 +1,83 @@
+"""What was decoded of the rows of a batch that end in one step, read together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paradec.api.generate import output_of
+from paradec.api.output import Output
+from paradec.batching.slots import RowState, Ticket, rows_of
+from paradec.caches.cost import CacheCost
+from paradec.core.prompts import Prompts
+
+__all__ = ["each_read", "read"]
+
+TENSORS = ("sequences", "attention_mask", "filled")
+LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoising_calls")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def read(
+    model: Any, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
+) -> list[Output]:
+    """The outputs of rows of a state, each as if the row had been alone."""
+    hole = model.facts.hole_id
+    if len(slots) > 1 and any(hole in ticket.prompts.rows[0] for ticket in tickets):  # their text begins elsewhere
+        return [read(model, state, [slot], [ticket], error)[0] for slot, ticket in zip(slots, tickets)]
+    rows = rows_of(state, slots)
+    if len(slots) == 1:
+        if not isinstance(getattr(type(rows), "max_new_tokens", None), property):
+            rows.max_new_tokens = tickets[0].new
+        output = output_of(model, rows, tickets[0].prompts, time.perf_counter() - tickets[0].began)
+        return [replace(output, error=error)]
+    prompts = Prompts(
+        [ticket.prompts.rows[0] for ticket in tickets], False, [ticket.prompts.starts[0] for ticket in tickets]
+    )
+    found = output_of(model, rows, prompts, 0.0)
+    now = time.perf_counter()
+    return [
+        replace(_row(found, rows, at, ticket), seconds=now - ticket.began, error=error)
+        for at, ticket in enumerate(tickets)
+    ]
+
+
+def _row(found: Output, rows: Any, at: int, ticket: Ticket) -> Output:
+    """One row's part, in memory of its own."""
+    width, row = int(rows.asked[at]), slice(at, at + 1)
+    changes: dict[str, Any] = {name: getattr(found, name)[row, -width:].clone() for name in TENSORS}
+    changes |= {name: value[row] for name in LISTS if (value := getattr(found, name)) is not None}
+    if found.logprobs is not None:
+        changes["logprobs"] = found.logprobs.row(at).placed(lambda tensor, fill: tensor[:, -width:].clone())
+    return replace(
+        found,
+        **changes,
+        text=None if found.text is None else found.text[at],
+        new_tokens=changes["sequences"][:, width - ticket.new :],
+        row_forwards=int(rows.row_forwards[at]),
+        forwarded_tokens=int(rows.forwarded_tokens[at]),
+        cost=CacheCost.of(rows, row),
+    )
+
+
+def each_read(
+    read_rows: Callable[..., list[Any]],
+    failed: Callable[[Any, Exception], Any],
+    state: RowState,
+    slots: Sequence[int],
+    tickets: Sequence[Any],
+    error: Exception | None,
+) -> list[Any]:
+    """What `read_rows` gives; where it raises, each row is read by itself, and one that raises then has `failed`."""
+    try:
+        return read_rows(state, slots, tickets, error)
+    except Exception as unread:
+        if len(slots) == 1:
+            return [failed(tickets[0], error or unread)]
+        pairs = zip(slots, tickets, strict=True)
+        return [each_read(read_rows, failed, state, [slot], [ticket], error)[0] for slot, ticket in pairs]
