@@ -383,9 +383,7 @@ def main() -> None:
     for part in parts:
         odd = {result["images"] for result in kept(part).values()} - {args.images}
         if odd:
-            parser.error(
-                f"--images {args.images}: {part} has results of {odd.pop()} pictures; give --fresh or as many"
-            )
+            parser.error(f"--images {args.images}: {part} has results of {odd.pop()} pictures; give --fresh or as many")
         measure(part, args.images, args.seed, classifier, args.only)
     found = save(classifier)
     for part in parts:

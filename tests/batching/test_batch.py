@@ -209,8 +209,8 @@ def fields_of(output: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
-    """Whole outputs: of rows of unequal lengths, with seeds of their own, beside one that does not begin, one with holes
-    and one with another request."""
+    """Whole outputs: of rows of unequal lengths, with seeds of their own, beside one that does not begin, one with
+    holes and one with another request."""
     model = tiny(1)
     model.tokenizer = Words()
     shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}

@@ -79,8 +79,8 @@ def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
 
 
 def shown_curves(panels: Sequence[Panel]) -> list[str]:
-    """The samplers whose curves are worth a colour, `COLOURED` at most and as the panels have them in order: those whose
-    best point, summed over the panels, has the fewest points of others up and to the right of it."""
+    """The samplers whose curves get a colour, `COLOURED` at most, in the order of the panels: those whose best point
+    has the fewest points of others above and to the right of it, summed over the panels."""
     worse: dict[str, int] = {}
     for panel in panels:
         points = np.array([point[:2] for curve in panel.curves.values() for point in curve])
@@ -122,7 +122,9 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
     for axis, panel in zip(axes, panels, strict=True):
         for sampler, points in panel.curves.items():
             if sampler not in coloured:
-                axis.plot(*zip(*sorted(point[:2] for point in points), strict=True), color=GREY, linewidth=0.7, zorder=1)
+                axis.plot(
+                    *zip(*sorted(point[:2] for point in points), strict=True), color=GREY, linewidth=0.7, zorder=1
+                )
                 continue
             number = coloured.index(sampler)
             xs, ys, lows, highs = (list(column) for column in zip(*sorted(points), strict=True))
