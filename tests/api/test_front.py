@@ -184,6 +184,9 @@ def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) 
     assert torch.equal(out.sequences, plain.sequences) and len(seen) == out.nfe
     stopped = paradec.generate(packaged, PROMPT, **request, progress=True, callback=lambda s, c: True)
     assert stopped.nfe == 1 and "1/8" in capsys.readouterr().err.split("\r")[-1]
+    rows = paradec.generate(packaged, [PROMPT, "Copy: fig"], **request, progress=True)
+    drawn = capsys.readouterr().err.split("\r")[-1]
+    assert f"forwards={rows.nfe}" in drawn and sum(rows.row_nfe) > rows.nfe  # calls, not what rows add up to
     digits = paradec.load("digits-ar")
     made = paradec.generate_images(digits, class_labels=3, seed=0, progress=True, output_type="latent")
     drawn = capsys.readouterr().err
