@@ -479,7 +479,8 @@ def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: fl
             found = draw_filtered(rows, uniform, temperature, *filters)
             return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if found is None else found
 
-        assert p_value(logits, one, left, count) > 0.01 / 32
+        few = count if vocabulary == 700 or filters == (None, None) else min(count, 10_000)  # each takes half a ms
+        assert p_value(logits, one, left, few) > 0.01 / 32
 
 
 class Given(TokenDraws):
