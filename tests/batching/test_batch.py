@@ -210,7 +210,7 @@ def fields_of(output: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
     """Whole outputs: of rows of unequal lengths, with seeds of their own, beside one that does not begin, one with
-    holes and one with another request."""
+    holes and others with another request."""
     model = tiny(1)
     model.tokenizer = Words()
     shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}
@@ -222,33 +222,36 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
         ([5, 6], {"max_new_tokens": 4, "seed": 9}),
     ]
     method = Counting()
+
+    def check(pairs: Any) -> None:
+        for (row, own), ticket in pairs:
+            if 38 in row:
+                assert str(ticket.output.error) == "no 38" and not ticket.output.new_tokens.numel()
+                continue
+            assert ticket.output.error is None
+            expected = paradec.generate(model, row, **{**shared, **own, "sampler": "low_confidence"})
+            found, alone = fields_of(ticket.output), fields_of(expected)
+            torch.testing.assert_close(*(each.pop("logprobs")["chosen"] for each in (found, alone)), equal_nan=True)
+            assert found == alone
+            assert ticket.output.sequences.untyped_storage().nbytes() == ticket.output.sequences.nbytes
+
     method.began.clear()
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
         tickets = [batch.add(row, alone=True, **own) for row, own in asked]
         drained(batch)
-    # the row of its own ends a run of five like ones; then each begins by itself, in that step
+    # the five like ones and the bad one, which then begin by themselves, as all that wait in that step
     assert method.began == [6, *[1] * 9]
-    for (row, own), ticket in zip(asked, tickets, strict=True):
-        assert ticket.output is not None
-        if 38 in row:
-            assert str(ticket.output.error) == "no 38" and not ticket.output.new_tokens.numel()
-        else:
-            assert ticket.output.error is None
-            expected = paradec.generate(model, row, **{**shared, **own, "sampler": "low_confidence"})
-            found, alone = fields_of(ticket.output), fields_of(expected)
-            probabilities = [each.pop("logprobs")["chosen"] for each in (found, alone)]
-            torch.testing.assert_close(*probabilities, equal_nan=True)
-            assert found == alone
-            assert ticket.output.sequences.untyped_storage().nbytes() == ticket.output.sequences.nbytes
+    check(zip(asked, tickets, strict=True))
     method.began.clear()
+    good = asked[:5] + asked[-2:]
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
-        for row, own in asked[:5] + asked[-2:]:
-            batch.add(row, **own)
+        tickets = [batch.add(row, alone=True, **own) for row, own in good]
         batch.step()
         batch.add([7])
         batch.add([8])
-        batch.step()
+        drained(batch)
     assert method.began == [5, 2, 2]
+    check(zip(good, tickets, strict=True))
 
 
 # ---- what ends alone ------------------------------------------------------------------------------------------------
