@@ -214,12 +214,14 @@ class ProteinMPNNModel(Opaque):
     def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if query.branches > 1:
             raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
+        kept: list[Tensor] = []
         if store is None:
             tokens, decided_at = query.tokens, query.decided_at
             asked = torch.ones_like(tokens, dtype=torch.bool) if query.valid is None else query.valid
             lengths = asked.sum(1).tolist()
         else:
             tokens, decided_at, asked = store.update(query)
+            kept = [each[query.store_rows] for each in store.states]
             lengths = (tokens >= 0).sum(1).tolist()
         of_rows = self._structures_of(tokens, lengths)
         logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
@@ -233,12 +235,15 @@ class ProteinMPNNModel(Opaque):
             if decided_at is not None:
                 rank = torch.where(decided, (decided_at[rows, here] + 1) * len(place) + place, rank)
             row, column = asked[rows, here].nonzero(as_tuple=True)
-            states = None if store is None else [each[query.store_rows[rows], : len(place)] for each in store.states]
+            states = [each[rows, : len(place)] for each in kept] or None
             found = self.module.decode(self.encodings[number], letters.where(decided, 0), rank, row, column, states)
             logits[rows[row], column + 1, :RESIDUES] = found[:, :RESIDUES].to(logits.dtype)
-            for kept, new in zip(store.states if states else (), states or (), strict=True):
-                kept[query.store_rows[rows[row]], column] = new[row, column]
-        return logits if store is None else take_columns(logits, query.positions)
+            for own, new in zip(kept, states or (), strict=True):
+                own[rows[row], column] = new[row, column]
+        if store is None:
+            return logits
+        store.keep(query, kept)
+        return take_columns(logits, query.positions)
 
 
 def load_protein_mpnn(

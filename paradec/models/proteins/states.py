@@ -49,6 +49,16 @@ class DecidedStates:
         asked[index, place] = True
         return tokens, self.decided_at[rows], asked
 
+    def keep(self, query: Query, states: list[Tensor]) -> None:
+        """Keep the states [R, L - 1, D] of each layer of a query's rows."""
+        for own, new in zip(self.states, states, strict=True):
+            own[query.store_rows] = new
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that it takes, from the beginning on."""
+        return sum(tensor.nbytes for tensor, _ in self._tensors)
+
     # ---- as the state of a request uses stores --------------------------------------------------------------------
 
     @property
