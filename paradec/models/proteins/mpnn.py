@@ -164,6 +164,27 @@ class ProteinMPNNModel(Opaque):
             raise ValueError(f"fixed, chains and the backbone of {self.names[number]} leave no residue to design")
         return row
 
+    def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:
+        """How likely designs of a prompt are: the mean log-probability of the residues that it leaves open, each given
+        those before it in an order, at temperature 1 and without X.
+
+        Args:
+            prompt: a row with masks. What it gives comes first.
+            designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
+            orders: of each row its L residues, from 0, each once.
+
+        Returns:
+            [R] float64.
+        """
+        masked = torch.tensor(prompt[1:]) == MASK_ID
+        letters = designs[:, 1:].to(self.device)
+        rank = torch.tensor([list(order) for order in orders]).argsort(1) + masked * len(masked)
+        with torch.no_grad(), Evaluation(self.module):
+            logits = self.module(self.encodings[prompt[0] - FIRST_STRUCTURE], letters, rank.to(self.device))
+        chosen = logits[..., :RESIDUES].double().log_softmax(-1)
+        where = masked.to(self.device)
+        return chosen[:, where].gather(2, letters[:, where].unsqueeze(2)).squeeze(2).mean(1).cpu()
+
     def _number(self, structure: int | str) -> int:
         if isinstance(structure, str):
             if structure not in self.names:

@@ -1,8 +1,8 @@
 """What is kept of decided residues from call to call: their letters, their places in the order, and their states.
 
 In ProteinMPNN's decoder a residue's states depend on residues before it in the order alone, and not on its own letter.
-So they are final as soon as all residues before it are, and calls from then on evaluate the others alone (and those that
-took another letter than the one they were evaluated with, for the letter's sake).
+So they are final as soon as all residues before it are, and calls from then on evaluate the others alone (and
+those that took another letter than the one they were evaluated with, for the letter's sake).
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class OrderedState(CausalState):
         count: int,
         fresh: np.ndarray | None = None,
     ) -> list[Query]:
-        """As `CausalState.calls`; over a store rows evaluate what is undecided alone, wherever it is, and the last final
-        token, which no call has seen."""
+        """As `CausalState.calls`; over a store rows evaluate what is undecided alone, wherever it is, and the last
+        final token, which no call has seen."""
         begin = np.zeros_like(begin) if store is None else begin
         sizes = self.length[rows] - begin
         groups = [np.arange(len(rows))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
