@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, one_hot
+from torch.nn.functional import gelu, linear, one_hot
 
 from paradec.models.proteins.structure import ATOMS, LETTERS, Structure
 
@@ -226,11 +226,12 @@ class EncoderLayer(Layer):
     def forward(self, nodes: Tensor, edges: Tensor, neighbours: Tensor, complete: Tensor) -> tuple[Tensor, Tensor]:
         """nodes [L, D], edges [L, K, D], neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete residues
         are heard by nobody."""
-        messages = self.W3(gelu(self.W2(gelu(self.W1(_joined(nodes, edges, neighbours))))))
-        messages = messages * (complete[:, None] & complete[neighbours]).unsqueeze(-1)
-        nodes = self._added(nodes, messages.sum(-2)) * complete.unsqueeze(-1)
-        messages = self.W13(gelu(self.W12(gelu(self.W11(_joined(nodes, edges, neighbours))))))
-        return nodes, self.norm3(edges + messages)
+        heard = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
+        hidden = _messages(self.W1, self.W2, nodes, edges, neighbours) * heard
+        # the last product is linear, so that messages are added up before it
+        messages = hidden.sum(-2) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
+        nodes = self._added(nodes, messages) * complete.unsqueeze(-1)
+        return nodes, self.norm3(edges + self.W13(_messages(self.W11, self.W12, nodes, edges, neighbours)))
 
 
 class DecoderLayer(Layer):
@@ -273,9 +274,14 @@ class DecoderLayer(Layer):
         return self._added(nodes, messages)
 
 
-def _joined(nodes: Tensor, edges: Tensor, neighbours: Tensor) -> Tensor:
-    """[L, K, 3 D]: the residue, the edge, the neighbour."""
-    return torch.cat((nodes.unsqueeze(1).expand_as(edges), edges, nodes[neighbours]), -1)
+def _messages(first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: Tensor, neighbours: Tensor) -> Tensor:
+    """[L, K, D]: two layers of the residue, the edge and the neighbour, side by side. Their first product is a sum of
+    three, of which two are found residue by residue, and not edge by edge."""
+    own, along, other = first.weight.chunk(3, 1)
+    found = linear(edges, along)
+    found += linear(nodes, own, first.bias).unsqueeze(1)
+    found += linear(nodes, other)[neighbours]
+    return gelu(second(gelu(found)))
 
 
 def _distance(own: Tensor, other: Tensor) -> Tensor:
