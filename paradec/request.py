@@ -25,6 +25,7 @@ from paradec.caches.suffix import Suffix
 from paradec.core.block_policies import POLICIES
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, shown
+from paradec.core.orders import Order
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown
 from paradec.core.rng import DRAWS
@@ -83,6 +84,10 @@ class Request:
             everything before is decided. The token is kept, as in transformers, so that the answer ends with the text
             (or with a token that holds its end). Needs a tokenizer.
         stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
+        order: on models of any order, which position comes when: "random" (from the row's key), "chain" (from left to
+            right), the places (from 0) one after the other, a list of these for each row, or a value of
+            `paradec.core.orders`, whose groups come one after the other. All places or all undecided ones, each once;
+            what is given comes first in any case. None is "random". For samplers of causal models without a drafter.
         num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
         race: decode so many copies of one prompt side by side, each with its own random numbers, and return the one
             that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). `row_forwards` and
@@ -130,6 +135,7 @@ class Request:
     suppress_tokens: Sequence[int] = ()
     stop_strings: str | Sequence[str] | None = None
     stop: Any = None
+    order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = None
     num_return_sequences: int = 1
     race: int | None = None
     chat: bool | None = None
@@ -303,6 +309,7 @@ class Arguments(TypedDict, total=False):
     suppress_tokens: Sequence[int]
     stop_strings: str | Sequence[str] | None
     stop: Any
+    order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None
     num_return_sequences: int
     race: int | None
     chat: bool | None

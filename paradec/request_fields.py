@@ -67,9 +67,9 @@ class Field:
     registered: bool = False
     """Whether the registry of the field's name says which texts are names."""
     served: str = ""
-    """Who takes it, beside masked samplers, which take all: families of samplers ("draft_verify", "continuous",
-    "distilled", "groups", "scales", and of "groups" apart: "nar") and entry points ("hf": `hf_generate`, "server",
-    "engine": a row inside an engine, "tune")."""
+    """Who takes it, beside masked samplers, which take all but `order`: families of samplers ("draft_verify",
+    "continuous", "distilled", "groups", "scales", and of "groups" apart: "nar") and entry points ("hf": `hf_generate`,
+    "server", "engine": a row inside an engine, "tune")."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Who does not, and why or what to do instead: "renoising" (the family), "batch" (batches that are refilled)."""
     own: str = ""
@@ -163,6 +163,27 @@ def _texts(name: str, value: Any) -> Any:
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{name}={shown(value)} must be a text or a sequence of texts, none of them empty")
     return value if isinstance(value, str) else tuple(texts)
+
+
+def _order(name: str, value: Any) -> Any:
+    """A name, an order, or lists of places as tuples. Whether these are all of a row's is checked with the prompts."""
+    from paradec.core.orders import Order
+
+    value = _listed(value)
+    if isinstance(value, str):
+        check_choice(name, value, ("random", "chain"))
+    if isinstance(value, (str, Order)):
+        return value
+    several = isinstance(value, Sequence) and any(isinstance(row, Sequence) for row in value)
+    rows = value if several else [value]
+    if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):
+        raise ValueError(
+            f"{name}={shown(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
+            "paradec.core.orders.create"
+        )
+    for place in (place for row in rows for place in row):
+        check_int(name, place, low=0)
+    return tuple(map(tuple, rows)) if several else tuple(value)
 
 
 # ---- the fields -----------------------------------------------------------------------------------------------------
@@ -316,6 +337,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "suppress_tokens": Field(check=_ids, served="draft_verify server engine tune", stepwise=True, own="masked"),
     "stop_strings": Field(check=_texts, served="draft_verify hf server tune", own="all"),
     "stop": Field(served="engine tune"),
+    "order": Field(check=_order, served="draft_verify"),
     "num_return_sequences": Field(
         check=partial(check_int, low=1, high=MOST_ANSWERS),
         served="draft_verify",

@@ -29,7 +29,7 @@ AHEAD = 8
 
 
 @takes_arguments()
-def generate_many(
+def generate_many(  # type: ignore[misc]  # the request's `order` is for its prompt alone
     model: Any,
     prompts: Iterable[Any],
     *,
@@ -65,7 +65,8 @@ def generate_many(
             others are decoded beside them.
         batch_size: rows that are decoded at once, at most.
         order: "input" gives answers in the order of the prompts; "completed" as they come, which `Output.index` tells
-            apart.
+            apart. (The field of that name, the order in which models of any order decode, is said by an entry or the
+            preset.)
         errors: "output" gives an `Output` with `error` for a prompt that fails (one that is too long, ids outside the
             vocabulary, NaN logits): it fails alone, and the others go on. "raise" raises that error in its place;
             the iteration may go on after it.

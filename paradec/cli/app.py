@@ -22,6 +22,7 @@ from paradec.cli.bench import bench
 from paradec.cli.caches import caches
 from paradec.cli.chat import chat
 from paradec.cli.compare import compare
+from paradec.cli.design import design
 from paradec.cli.estimate import estimate
 from paradec.cli.eval import evaluate
 from paradec.cli.generate import generate
@@ -135,6 +136,7 @@ app.command()(generate)
 app.command()(infill)
 app.command(short_help="Talk to a model, turn by turn.")(chat)
 app.command(short_help="Make pictures, and say what it took.")(image)
+app.command(short_help="Design protein sequences for backbones.")(design)
 app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
 app.command(short_help="Find settings for a model and its prompts.")(tune)

@@ -26,6 +26,16 @@ class CausalQuery(Query):
     `keep_layers` [R, Q, layers * D]: theirs, side by side."""
 
 
+@dataclass(kw_only=True)
+class AnyOrderQuery(Query):
+    """A call of a model of any order (`Model.any_order`) by the causal family; shapes as in `Query`."""
+
+    decided_at: Tensor
+    """[R, Q] int64: the rank of each position in its row's order, -1 where it was given or would come next."""
+    index: np.ndarray
+    """As in `CausalQuery`."""
+
+
 @dataclass
 class CanvasQuery(Query):
     """A call of a model with canvases; shapes as in `Query`."""

@@ -232,7 +232,7 @@ class Sampler:
     """Whether all rows take the same steps and end together, so that no row can take the place of another."""
     models: ClassVar[tuple[str, ...]] = ()
     """Which kinds of model the method decodes with: names of `paradec.core.checks.MODELS`."""
-    unsupported: ClassVar[tuple[str, ...]] = ()
+    unsupported: ClassVar[tuple[str, ...]] = ("order",)
     """Fields of `paradec.Request` that mean nothing to the family: another value than the default is an error that
     names the field."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}

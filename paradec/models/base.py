@@ -85,7 +85,12 @@ class Model(NamedParts, Copied, Adapter):
     gathers: ClassVar[bool] = True
     """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
     reads_order: bool = False
-    """Whether answers depend on the order in which tokens were decided (`WindowQuery.decided_at`) as well."""
+    """Whether answers depend on the order in which tokens were decided (`decided_at` of the query) as well."""
+    any_order: bool = False
+    """Whether a call says of every position what it is given those that were decided before it, and nothing else:
+    samplers of causal models decode such a model in any order (`AnyOrderQuery`)."""
+    first_place: int = 0
+    """On these, the position that orders count from."""
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
     module: Any
@@ -143,6 +148,11 @@ class Model(NamedParts, Copied, Adapter):
     def shares_prefix(self) -> bool:
         """Whether the rows of a store may read what they begin with from one place."""
         return self.supports_store and self.attn_implementation in ("paradec_sdpa", "paradec_eager")
+
+    def keep_decided(self, rows: int, length: int) -> Any:
+        """For models of any order: a store of what was decided, over which a call evaluates the other positions alone,
+        for so many rows and positions; None where every call evaluates all."""
+        return None
 
     def unwrap(self) -> nn.Module:
         """Take everything off the module that was put on it for this model, and return it. Other wraps of it go on."""

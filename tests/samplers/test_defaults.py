@@ -16,8 +16,9 @@ from paradec import caches, samplers
 from paradec.models.adapter import Model
 from paradec.models.text import diffusion_gemma
 
-JACOBI = {"window": 16, "init": "random", "refresh": "resample"}
-"""SJD's window of 16 is in all of its scripts, for those that build on it too."""
+JACOBI = {"window": None, "init": None, "refresh": "resample"}
+"""A window of None is SJD's 16 (`chain.WINDOW`), which is in all of its scripts, for those that build on it too; no
+init is its random guesses."""
 LANTERN: dict[str, Any] = {"guess_distribution": "one_hot", "drafter": None, "tree": None, "delta": 0.1}
 SCHEDULED = {"alg_temp": None, "eps": 0.001}
 CANVAS = dict.fromkeys(("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold"))

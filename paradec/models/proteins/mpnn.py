@@ -23,12 +23,13 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query, WindowQuery
+from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
-from paradec.models.calls import Evaluation, ModuleCall
+from paradec.models.calls import Evaluation, ModuleCall, take_columns
 from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
 from paradec.models.proteins.network import Encoding, ProteinMPNN
+from paradec.models.proteins.states import DecidedStates
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 
 RESIDUES = 20
@@ -84,8 +85,8 @@ class Residues:
 class ProteinMPNNModel(Opaque):
     """ProteinMPNN and the structures that it can be asked about. Structures are encoded once, here.
 
-    Rows of different lengths go in separate calls. There is no unconditional branch: guidance is refused. The logits of
-    a residue that is decided are those given what came before it, neither its own letter nor a later one among them.
+    There is no unconditional branch: guidance is refused. The logits of a residue that is decided are those given what
+    came before it, neither its own letter nor a later one among them.
 
     Args:
         module: the network.
@@ -97,7 +98,8 @@ class ProteinMPNNModel(Opaque):
     """
 
     module: ProteinMPNN
-    reads_order = True
+    reads_order = any_order = True
+    first_place = 1  # after the structure's own token
 
     def __init__(self, module: ProteinMPNN, structures: Structure | Sequence[Structure], name: str = "ProteinMPNN"):
         given = [structures] if isinstance(structures, Structure) else list(structures)
@@ -162,6 +164,27 @@ class ProteinMPNNModel(Opaque):
             raise ValueError(f"fixed, chains and the backbone of {self.names[number]} leave no residue to design")
         return row
 
+    def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:
+        """How likely designs of a prompt are: the mean log-probability of the residues that it leaves open, each given
+        those before it in an order, at temperature 1 and without X.
+
+        Args:
+            prompt: a row with masks. What it gives comes first.
+            designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
+            orders: of each row its L residues, from 0, each once.
+
+        Returns:
+            [R] float64.
+        """
+        masked = torch.tensor(prompt[1:]) == MASK_ID
+        letters = designs[:, 1:].to(self.device)
+        rank = torch.tensor([list(order) for order in orders]).argsort(1) + masked * len(masked)
+        with torch.no_grad(), Evaluation(self.module):
+            logits = self.module(self.encodings[prompt[0] - FIRST_STRUCTURE], letters, rank.to(self.device))
+        chosen = logits[..., :RESIDUES].double().log_softmax(-1)
+        where = masked.to(self.device)
+        return chosen[:, where].gather(2, letters[:, where].unsqueeze(2)).squeeze(2).mean(1).cpu()
+
     def _number(self, structure: int | str) -> int:
         if isinstance(structure, str):
             if structure not in self.names:
@@ -170,8 +193,23 @@ class ProteinMPNNModel(Opaque):
         check_int("structure", structure, low=0, high=len(self.structures) - 1)
         return int(structure)
 
-    def _structures_of(self, tokens: Tensor) -> list[int]:
-        """The structure of each row of tokens [R, Q].
+    @property
+    def pads(self) -> bool:
+        """Rows of several lengths may share a call."""
+        return True
+
+    def keep_decided(self, rows: int, length: int) -> DecidedStates:
+        """What keeps the states of decided residues, for so many rows of so many columns."""
+        layers, width = len(self.module.decoder_layers) - 1, self.module.W_s.embedding_dim
+        return DecidedStates(rows, length, layers, width, self.device, self.dtype)
+
+    def store_bytes(self, rows: int, length: int, dtype: Any = None) -> int:
+        """Bytes that `keep_decided` takes."""
+        width = (len(self.module.decoder_layers) - 1) * self.module.W_s.embedding_dim
+        return rows * length * (16 + width * self.dtype.itemsize)
+
+    def _structures_of(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
+        """The structure of each row of tokens [R, Q], of which so many are its own.
 
         Raises:
             ValueError: a row that does not begin with the token of one, or has not a token for each of its residues.
@@ -184,9 +222,9 @@ class ProteinMPNNModel(Opaque):
                     f"one of {', '.join(self.tokenizer.tokens[FIRST_STRUCTURE:])}: make prompts with model.prompt()"
                 )
             number = first - FIRST_STRUCTURE
-            if tokens.shape[1] - 1 != len(self.structures[number]):
+            if lengths[row] - 1 != len(self.structures[number]):
                 raise ValueError(
-                    f"row {row} of a call has {tokens.shape[1] - 1} residues; {self.names[number]} has "
+                    f"row {row} of a call has {lengths[row] - 1} residues; {self.names[number]} has "
                     f"{len(self.structures[number])}"
                 )
             found.append(number)
@@ -197,22 +235,36 @@ class ProteinMPNNModel(Opaque):
     def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if query.branches > 1:
             raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
-        tokens = query.tokens
-        of_rows = self._structures_of(tokens)
+        kept: list[Tensor] = []
+        if store is None:
+            tokens, decided_at = query.tokens, getattr(query, "decided_at", None)
+            asked = torch.ones_like(tokens, dtype=torch.bool) if query.valid is None else query.valid
+            lengths = asked.sum(1).tolist()
+        else:
+            tokens, decided_at, asked = store.update(query)
+            kept = [each[query.store_rows] for each in store.states]
+            lengths = (tokens >= 0).sum(1).tolist()
+        of_rows = self._structures_of(tokens, lengths)
         logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
-        logits[:, 0, :RESIDUES] = 0  # nothing is asked of the structure's own token
-        place = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        logits[..., :RESIDUES] = 0  # finite where nothing is asked: of the structure's own token, of padding
         for number in dict.fromkeys(of_rows):
             rows = torch.tensor([row for row, of in enumerate(of_rows) if of == number], device=tokens.device)
-            letters = tokens[rows, 1:]
-            decided = letters != MASK_ID
+            here = slice(1, 1 + len(self.structures[number]))
+            letters = tokens[rows, here]
+            decided, place = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
             rank = torch.where(decided, place, torch.iinfo(torch.int64).max)
-            if isinstance(query, WindowQuery) and query.decided_at is not None:
-                step = query.decided_at[rows, 1:] + 1
-                rank = torch.where(decided, step * len(place) + place, rank)
-            found = self.module(self.encodings[number], letters.where(decided, 0), rank)
-            logits[rows, 1:, :RESIDUES] = found[..., :RESIDUES].to(logits.dtype)
-        return logits
+            if decided_at is not None:
+                rank = torch.where(decided, (decided_at[rows, here] + 1) * len(place) + place, rank)
+            row, column = asked[rows, here].nonzero(as_tuple=True)
+            states = [each[rows, : len(place)] for each in kept] or None
+            found = self.module.decode(self.encodings[number], letters.where(decided, 0), rank, row, column, states)
+            logits[rows[row], column + 1, :RESIDUES] = found[:, :RESIDUES].to(logits.dtype)
+            for own, new in zip(kept, states or (), strict=True):
+                own[rows[row], column] = new[row, column]
+        if store is None:
+            return logits
+        store.keep(query, kept)
+        return take_columns(logits, query.positions)
 
 
 def load_protein_mpnn(

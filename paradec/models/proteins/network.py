@@ -11,13 +11,13 @@ one call gives the conditional distribution of every residue given those before 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, one_hot
+from torch.nn.functional import gelu, linear, one_hot
 
 from paradec.models.proteins.structure import ATOMS, LETTERS, Structure
 
@@ -33,6 +33,8 @@ PAIRS = (
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
 )
 """Atoms whose distance an edge knows, of the residue itself and of its neighbour."""
+AT_ONCE = 64
+"""Residues whose messages the CPU makes together."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
 """Where an ideal CB is: factors of (CA - N) x (C - CA), CA - N and C - CA."""
 
@@ -48,7 +50,7 @@ class Encoding:
     edges: list[Tensor]
     """[L, K, D] for each decoder layer: what an edge adds to the first product of its message."""
     unseen: list[Tensor]
-    """[L, K, D] for each decoder layer: the same with what a neighbour adds that has not been decoded."""
+    """[L, D] for each decoder layer: what a neighbour adds that has not been decoded."""
     complete: Tensor
     """[L] bool: residues with all four atoms."""
 
@@ -90,7 +92,7 @@ class ProteinMPNN(nn.Module):
             neighbours=neighbours,
             nodes=nodes,
             edges=[layer.of_edges(edges) for layer in self.decoding],
-            unseen=[layer.of_edges(edges) + layer.of_nodes(nodes)[neighbours] for layer in self.decoding],
+            unseen=[layer.of_nodes(nodes) for layer in self.decoding],
             complete=complete,
         )
 
@@ -105,15 +107,46 @@ class ProteinMPNN(nn.Module):
         Returns:
             [R, L, 21].
         """
-        neighbours = encoding.neighbours
-        seen = (rank[:, neighbours] < rank.unsqueeze(-1)).unsqueeze(-1)  # [R, L, K, 1]
-        embedded = self.W_s(letters)
-        nodes = encoding.nodes.expand(len(letters), -1, -1)
-        for layer, edges, unseen in zip(self.decoding, encoding.edges, encoding.unseen, strict=True):
-            decoded = layer.of_letters(embedded) + layer.of_nodes(nodes)
-            heard = torch.where(seen, edges + decoded[:, neighbours], unseen)
-            nodes = layer(nodes, heard) * encoding.complete.unsqueeze(-1)
-        return self.W_out(nodes)
+        row, place = torch.ones_like(letters).nonzero(as_tuple=True)
+        return self.decode(encoding, letters, rank, row, place).unflatten(0, letters.shape)
+
+    def decode(
+        self,
+        encoding: Encoding,
+        letters: Tensor,
+        rank: Tensor,
+        row: Tensor,
+        place: Tensor,
+        states: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Logits of some residues, as `forward`. What others hear of a residue is its letter and its states, which
+        depend on residues of lower rank alone, not on its own letter: those of a residue all of whose predecessors
+        are as they were need not be found again.
+
+        Args:
+            letters, rank: as in `forward`.
+            row, place: [N] int64: the residues to evaluate.
+            states: [R, L, D] for each decoder layer but the last: the residues' states after it. Those of the evaluated
+                residues are written here, those of all others read. None where all residues are evaluated.
+
+        Returns:
+            [N, 21].
+        """
+        count, size = letters.shape
+        neighbours = encoding.neighbours[place]  # [N, K]
+        seen = rank[row.unsqueeze(1), neighbours] < rank[row, place].unsqueeze(1)
+        # of each neighbour, where it is among the decoded residues of all rows, and the undecoded ones after them
+        heard = torch.where(seen, neighbours + row.unsqueeze(1) * size, neighbours + count * size)
+        nodes, complete = encoding.nodes.expand(count, -1, -1), encoding.complete[place].unsqueeze(-1)
+        own = encoding.nodes[place]
+        for number, layer in enumerate(self.decoding):
+            decoded = layer.of_letters(self.W_s.weight)[letters] + layer.of_nodes(nodes)
+            table = torch.cat((decoded.flatten(0, 1), encoding.unseen[number]))
+            own = layer(own, table, heard, encoding.edges[number], place) * complete
+            if number + 1 < len(self.decoder_layers):
+                nodes = torch.empty_like(nodes) if states is None else states[number]
+                nodes[row, place] = own
+        return self.W_out(own)
 
 
 class Features(nn.Module):
@@ -193,11 +226,12 @@ class EncoderLayer(Layer):
     def forward(self, nodes: Tensor, edges: Tensor, neighbours: Tensor, complete: Tensor) -> tuple[Tensor, Tensor]:
         """nodes [L, D], edges [L, K, D], neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete residues
         are heard by nobody."""
-        messages = self.W3(gelu(self.W2(gelu(self.W1(_joined(nodes, edges, neighbours))))))
-        messages = messages * (complete[:, None] & complete[neighbours]).unsqueeze(-1)
-        nodes = self._added(nodes, messages.sum(-2)) * complete.unsqueeze(-1)
-        messages = self.W13(gelu(self.W12(gelu(self.W11(_joined(nodes, edges, neighbours))))))
-        return nodes, self.norm3(edges + messages)
+        heard = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
+        hidden = _messages(self.W1, self.W2, nodes, edges, neighbours) * heard
+        # the last product is linear, so that messages are added up before it
+        messages = hidden.sum(-2) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
+        nodes = self._added(nodes, messages) * complete.unsqueeze(-1)
+        return nodes, self.norm3(edges + self.W13(_messages(self.W11, self.W12, nodes, edges, neighbours)))
 
 
 class DecoderLayer(Layer):
@@ -225,16 +259,29 @@ class DecoderLayer(Layer):
         """Of neighbours, [..., L, D] -> [..., L, D]."""
         return self._part(3, nodes)
 
-    def forward(self, nodes: Tensor, heard: Tensor) -> Tensor:
-        """nodes [R, L, D], and of each edge all but the residue's own part, [R, L, K, D]."""
-        hidden = gelu(self.W2(gelu(self._part(0, nodes).unsqueeze(-2) + heard))).sum(-2)
-        messages = hidden @ self.W3.weight.T + heard.shape[-2] * self.W3.bias
+    def forward(self, nodes: Tensor, table: Tensor, heard: Tensor, edges: Tensor, place: Tensor) -> Tensor:
+        """nodes [N, D] -> [N, D]. What neighbours add is table [T, D] at heard [N, K], what edges add is edges
+        [L, K, D] at place [N]."""
+        part, sums = self._part(0, nodes).unsqueeze(1), []
+        # on the CPU as many at once as its cache holds: the messages are the most that there is
+        size = AT_ONCE if nodes.is_cpu else max(len(nodes), 1)
+        for some in (slice(first, first + size) for first in range(0, len(nodes), size)):
+            message = table[heard[some]]
+            message += edges[place[some]]
+            message += part[some]
+            sums.append(gelu(self.W2(gelu(message))).sum(1))
+        messages = torch.cat(sums) @ self.W3.weight.T + heard.shape[1] * self.W3.bias
         return self._added(nodes, messages)
 
 
-def _joined(nodes: Tensor, edges: Tensor, neighbours: Tensor) -> Tensor:
-    """[L, K, 3 D]: the residue, the edge, the neighbour."""
-    return torch.cat((nodes.unsqueeze(1).expand_as(edges), edges, nodes[neighbours]), -1)
+def _messages(first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: Tensor, neighbours: Tensor) -> Tensor:
+    """[L, K, D]: two layers of the residue, the edge and the neighbour, side by side. Their first product is a sum of
+    three, of which two are found residue by residue, and not edge by edge."""
+    own, along, other = first.weight.chunk(3, 1)
+    found = linear(edges, along)
+    found += linear(nodes, own, first.bias).unsqueeze(1)
+    found += linear(nodes, other)[neighbours]
+    return gelu(second(gelu(found)))
 
 
 def _distance(own: Tensor, other: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ class CausalSampler(Sampler):
     uses_steps: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
     """Whether the output has the distribution of token-by-token decoding."""
+    orders: ClassVar[bool] = False
+    """Whether the method decodes models of any order too (`paradec.samplers.causal.any_order`)."""
     state_type: ClassVar[type[CausalState]] = CausalState
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -64,7 +66,12 @@ class CausalSampler(Sampler):
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model of another kind, ValueError unless it is causal and predicts the next token."""
         super().check_model(model)
-        check_causal(self.name, model)
+        if getattr(model, "any_order", False):
+            from paradec.samplers.causal import any_order
+
+            any_order.check(self, model)
+        else:
+            check_causal(self.name, model)
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
@@ -82,7 +89,8 @@ class CausalSampler(Sampler):
         """Make the state of one request.
 
         Args:
-            model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, or an image model.
+            model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, an image model, or one of any
+                order, whose prompts hold masks.
             prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
             request: a `paradec.Request`; or its fields by name instead, where `temperature` is 1 by default. At
                 temperature 0 the result is that of greedy decoding.
@@ -96,8 +104,14 @@ class CausalSampler(Sampler):
         """
         self.check_model(model)
         request = request_for(self, request, arguments)
-        facts, device = model.facts, model.device
+        facts = model.facts
         encoded = encode(model, prompt, attention_mask, request.chat)
+        if getattr(model, "any_order", False):
+            from paradec.samplers.causal import any_order
+
+            return any_order.start(self, model, encoded, request, grid, negative_prompt)
+        if request.order is not None:
+            raise ValueError(f"order={shown(request.order)} has no meaning for {facts.name}: its order is the text's")
         prompts = encoded.rows
         lengths = np.array([len(row) for row in prompts], np.int64)
         new = self._new_tokens(model, grid, request.max_new_tokens)
@@ -112,14 +126,40 @@ class CausalSampler(Sampler):
             raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
         longest = int((lengths + shift).max()) + new
         facts.check_length(longest, new)
+        state = self._state(model, request, encoded, contexts, shift, lengths, lengths + new, self._width(new), grid)
+        state.store = model.make_store(len(contexts), longest) if model.supports_store else None
+        filled = [[(length, length + new)] for length in lengths.tolist()]
+        state.trace = trace_of(self, request, state.canvas, state.length, score="probability", filled=filled)
+        self._open(state, model)
+        return state
+
+    def _state(
+        self,
+        model: Any,
+        request: Request,
+        encoded: Prompts,
+        contexts: list[list[int]],
+        shift: np.ndarray,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        width: int,
+        grid: Grid | None = None,
+        kind: type[CausalState] | None = None,
+    ) -> CausalState:
+        """The state before its first drafts, of checked prompts.
+
+        Args:
+            contexts: what is in each row of each branch. shift: as `CausalState.shift`.
+            starts, ends: [B] int64: where answers begin and end. width: of the window.
+        """
+        facts, device, prompts = model.facts, model.device, encoded.rows
         keys, _ = keys_of(request, prompts, device, encoded.before)
         allowed, guess = self._allowed(facts, request, grid, device)
         texts = stop_strings_of(request, model)
         check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
-
-        batch, width = len(prompts), self._width(new)
+        batch, longest = len(prompts), int((ends + shift).max())
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
-        state = self.state_type(
+        state = (kind or self.state_type)(
             batch=batch,
             memory=Memory(
                 self.memory(), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device, dtype
@@ -129,8 +169,8 @@ class CausalSampler(Sampler):
             pads=model.pads,
             context=torch.as_tensor(padded(contexts, longest, facts.fill_token_id), device=device),
             shift=shift,
-            prompt_length=lengths,
-            length=lengths + new,
+            prompt_length=starts,
+            length=ends,
             keys=keys,
             width=width,
             guess=(guess / guess.sum()).to(dtype),
@@ -139,14 +179,10 @@ class CausalSampler(Sampler):
             ends=torch.tensor(facts.eos_token_ids if grid is None and request.eos_early_stop else (), device=device),
             grid=grid,
             layout=None if grid is None else grid.layout.to(device),
-            store=model.make_store(len(contexts), longest) if model.supports_store else None,
         )
         state.texts = AnswerTexts(texts, model.tokenizer, batch) if texts else None
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
-        filled = [[(length, length + new)] for length in lengths.tolist()]
-        state.trace = trace_of(self, request, state.canvas, state.length, score="probability", filled=filled)
-        self._open(state, model)
         return state
 
     def _new_tokens(self, model: Any, grid: Grid | None, new: int | None) -> int:

@@ -33,6 +33,9 @@ from paradec.samplers.causal.verification import (
     verify,
 )
 
+WINDOW = 16
+"""Of SJD's scripts."""
+
 
 @dataclass(frozen=True)
 class ChainSampler(CausalSampler):
@@ -44,13 +47,14 @@ class ChainSampler(CausalSampler):
     structure, which make p and are never applied again.
 
     Args:
-        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding.
+        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
+            16, on models of any order all.
     """
 
-    window: int = 16
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("window", self.window, low=1)
+        check_int("window", self.window, low=1, none=True)
 
     @property
     def compared_by(self) -> str:
@@ -65,7 +69,7 @@ class ChainSampler(CausalSampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def _width(self, new: int) -> int:
-        return min(self.window, new)
+        return min(self.window or WINDOW, new)
 
     def memory(self) -> dict[str, MemorySpec]:
         return {
@@ -118,7 +122,8 @@ class ChainSampler(CausalSampler):
         p = state.distribution(logits, rows, positions)
         uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
         fresh = self._fresh(state, p, positions, uniform[..., 0])
-        available = torch.as_tensor(np.arange(state.width) < self._evaluated(state)[:, None], device=p.device)
+        answered = state.answered(self._evaluated(state))
+        available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
         quantities = {"p": p, "uniform": uniform[..., 1:], "top_logit": logits.amax(-1)}
         if state.logprobs is not None:
             quantities["log_p"] = state.log_distribution(p, logits, rows, positions)
@@ -130,14 +135,14 @@ class ChainSampler(CausalSampler):
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         """As for all; and the drafts that are evaluated, from windows as well as trees."""
-        notes, committed = super().observe(state, proposal), state.committed
+        notes, rows = super().observe(state, proposal), proposal.rows
         notes.drafts, notes.blocks = set(), [None] * state.batch
-        for row in proposal.rows.tolist():
-            last = min(committed[row] + proposal.positions.shape[1], state.length[row])
-            notes.blocks[row] = (int(committed[row]), int(last))
+        ends = np.minimum(proposal.positions.amax(1).cpu().numpy() + 1, state.length[rows])
+        for row, first, last in zip(rows.tolist(), state.final(rows).tolist(), ends.tolist(), strict=True):
+            notes.blocks[row] = (first, last)
         for query in proposal.cost.queries:
             count = len(query.rows)
-            drafted = query.positions[:count].cpu().numpy() >= committed[query.rows, None]
+            drafted = state.drafts_in(query)
             if query.valid is not None:
                 drafted &= query.valid[:count].cpu().numpy()
             index, column = drafted.nonzero()
@@ -158,8 +163,7 @@ class ChainSampler(CausalSampler):
         state.check_current(proposal)
         rows = proposal.rows
         window = self._window(state, proposal)
-        # the last slot before a row's end is the token after all drafts: nothing was drafted there
-        drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
+        drafted = state.verified(proposal.available)
         found = self._verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
         count, written = self._written(state, proposal, found.tokens, self._final(state, proposal, found))
         selected = torch.arange(state.width, device=count.device) < count
@@ -168,7 +172,7 @@ class ChainSampler(CausalSampler):
         said = self._note(state, proposal, found.tokens, selected)
         self._advance(state, proposal)
         self._draft(state, proposal, window, found, count)
-        self._roll_back(state, rows)
+        state.close(rows)
         scores = probability(window.p, found.tokens)
         return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind, said)
 
@@ -193,11 +197,3 @@ class ChainSampler(CausalSampler):
     ) -> None:
         """Fill the next window of the proposal's rows, after `count` [R, 1] tokens of this one became final."""
         raise NotImplementedError
-
-    def _roll_back(self, state: CausalState, rows: np.ndarray) -> None:
-        """Give back the store's slots after what is final, and finish the rows that have reached their end."""
-        if state.store is not None:
-            for branch in range(state.branches):
-                # the last final token has not been evaluated
-                state.store.forget(rows + branch * state.batch, state.committed[rows] + state.shift[branch, rows] - 1)
-        state.rows = np.flatnonzero(state.committed < state.end)

@@ -216,7 +216,34 @@ class CausalState(State):
 
     def positions(self, rows: np.ndarray) -> Tensor:
         """[R, W] int64: positions of the slots; those past a row's end are counted on."""
-        return torch.as_tensor(self.committed[rows, None] + np.arange(self.width), device=self.context.device)
+        ranks = self.committed[rows, None] + np.arange(self.width)
+        return torch.as_tensor(self.places(rows[:, None], ranks), device=self.context.device)
+
+    def places(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """The positions of what comes at `ranks` (int64 of any shape, as `rows`) in the rows' orders, here the same."""
+        return ranks
+
+    def answered(self, evaluated: np.ndarray) -> np.ndarray:
+        """[R] int64: slots of the running rows' windows that a step says something of, which evaluates so many."""
+        return evaluated
+
+    def verified(self, available: Tensor) -> Tensor:
+        """[R, W] bool: slots whose drafts a step verifies that says something of those `available` [R, W]."""
+        # the last slot before a row's end is the token after all drafts: nothing was drafted there
+        return torch.nn.functional.pad(available[:, 1:], (0, 1))
+
+    def drafts_in(self, query: CausalQuery) -> np.ndarray:
+        """[N, Q] bool on the host: the columns of a query's first branch that hold drafts, padding aside."""
+        return query.positions[: len(query.rows)].cpu().numpy() >= self.committed[query.rows, None]
+
+    def close(self, rows: np.ndarray) -> None:
+        """Called when a step has written its tokens: gives back the store's slots after what is final, and finishes the
+        `rows` [R] that have reached their end."""
+        if self.store is not None:
+            for branch in range(self.branches):
+                # the last final token has not been evaluated
+                self.store.forget(rows + branch * self.batch, self.committed[rows] + self.shift[branch, rows] - 1)
+        self.rows = np.flatnonzero(self.committed < self.end)
 
     def uniform(self, rows: np.ndarray, positions: Tensor, count: int, stream: int, ahead: int = 0) -> Tensor:
         """[R, W, count] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""

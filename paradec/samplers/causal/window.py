@@ -40,12 +40,14 @@ class JacobiSampler(ChainSampler):
     """Base of the methods whose window of drafts is renewed by the model itself. A subclass implements `accept`.
 
     Args:
-        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding.
+        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
+            16, and on models of any order all that is undecided.
         init: guesses for slots that are new to the window: "random" (uniform over what may be drawn there), or a copy
             of the left neighbour ("repeat_horizontal") or of the one above ("repeat_vertical", needs a grid), or what
             the model thought likeliest there ("sample_horizontal", "sample_vertical"). A neighbour that is new itself
             is replaced by the nearest known one in that direction; where there is none the guess is random. Tokens that
-            the grid prescribes are put in as they are.
+            the grid prescribes are put in as they are. "model" drafts what the model says of them, on models of any
+            order, which answer for all undecided positions; these take no other. None is "model" there, else "random".
         refresh: what becomes of the drafts after the first rejection: `paradec.samplers.causal.verification.verify`.
             "gumbel" draws a position's token with the same noise at every step, a number for each token of the
             vocabulary, so that the draw moves no further than p does; one number a draw would move it past tokens that
@@ -54,23 +56,36 @@ class JacobiSampler(ChainSampler):
             the public code. Both are exact; uniform ones are accepted more often.
     """
 
-    init: str = "random"
+    init: str | None = None
     refresh: str = "resample"
     guess_distribution: str = "uniform"
 
+    orders = True
     resamples: ClassVar[bool] = True
     """Whether a rejected draft is resampled from norm(max(0, p - q)); else the fresh token takes its place."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("init", self.init, INITS)
+        if self.init is not None:
+            check_choice("init", self.init, (*INITS, "model"))
         check_choice("refresh", self.refresh, REFRESHES)
         check_choice("guess_distribution", self.guess_distribution, GUESS_DISTRIBUTIONS)
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
+    def check_model(self, model: Any) -> None:
+        """As for all; ValueError for the model's own guesses from one that answers for its drafts alone."""
+        super().check_model(model)
+        if self.init == "model" and not getattr(model, "any_order", False):
+            raise ValueError(f"init='model' needs a model of any order; {model.facts.name} says nothing of what is new")
+
+    @property
+    def _copies(self) -> str:
+        """The init, where it copies a neighbour; else an empty text."""
+        return "" if self.init in (None, "random", "model") else str(self.init)
+
     def _new_tokens(self, model: Any, grid: Grid | None, new: int | None) -> int:
-        if grid is None and self.init.endswith("vertical"):
+        if grid is None and self._copies.endswith("vertical"):
             raise ValueError(f"init={self.init!r} needs a grid; text has no rows: use 'random' or a horizontal init")
         return super()._new_tokens(model, grid, new)
 
@@ -78,7 +93,7 @@ class JacobiSampler(ChainSampler):
         specs = super().memory()
         if self.refresh == "gumbel":
             specs["noise"] = MemorySpec(("slot", "vocab"), None, reset="sequence")
-        if self.init.startswith("sample"):
+        if self._copies.startswith("sample"):
             specs["best"] = MemorySpec(("position",), torch.int64, -1, reset="sequence")
         return specs
 
@@ -135,7 +150,7 @@ class JacobiSampler(ChainSampler):
         noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
         guess = self._random(state, rows, noise)
         source = torch.full_like(guess, UNIFORM if self.guess_distribution == "uniform" else ONE_HOT)
-        if self.init != "random":
+        if self._copies:
             copied = self._copied(state, rows, positions, known, drafts)
             guess, source = torch.where(copied >= 0, copied, guess), torch.where(copied >= 0, ONE_HOT, source)
         if state.layout is not None:
@@ -152,7 +167,7 @@ class JacobiSampler(ChainSampler):
         """[R, W] int64: the neighbour's token, -1 where there is none. Arguments as in `_guess`; positions [R, W]."""
         index = torch.as_tensor(rows, device=drafts.device)
         slot = torch.arange(state.width, device=drafts.device)
-        if self.init.startswith("sample"):
+        if self._copies.startswith("sample"):
             tokens = state.memory["best"][index]
         else:
             tokens = state.canvas[index]
@@ -160,7 +175,7 @@ class JacobiSampler(ChainSampler):
             tokens = tokens.scatter(1, place, torch.where(slot < known, drafts, tokens.gather(1, place)))
         start = torch.as_tensor(state.prompt_length[rows, None], device=drafts.device)
         last = positions[:, :1] + known - 1
-        if self.init.endswith("horizontal"):
+        if self._copies.endswith("horizontal"):
             at = last.expand_as(positions)
         else:
             assert state.grid is not None  # `_new_tokens` has seen to it
@@ -171,7 +186,7 @@ class JacobiSampler(ChainSampler):
             return found
         # image tokens alone are copied, and none into the first column from its left
         usable = (at >= start) & (state.forced(rows, at.clamp(min=0).maximum(start)) < 0)
-        if self.init.endswith("horizontal"):
+        if self._copies.endswith("horizontal"):
             usable &= (positions - start - len(state.grid.head)) % state.grid.stride > 0
         return torch.where(usable, found, -1)
 
@@ -183,7 +198,8 @@ class JacobiSampler(ChainSampler):
         noise, device = state.memory["noise"], state.context.device
         index, slot = np.nonzero(np.arange(state.width) >= state.width - new[:, None])
         at = torch.as_tensor(rows[index], device=device)
-        position = torch.as_tensor(state.committed[rows[index]] + slot, device=device)
+        places = state.places(rows[index], state.committed[rows[index]] + slot)
+        position = torch.as_tensor(places, device=device)
         drawn = rng.uniform(state.keys[at], torch.zeros_like(at), position.unsqueeze(1), noise.shape[-1], NOISE_STREAM)
         noise[at, position % state.width] = rng.gumbel(drawn).squeeze(1).to(noise.dtype)
 

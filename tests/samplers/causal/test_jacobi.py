@@ -20,6 +20,7 @@ import paradec
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
+from paradec.samplers.causal import chain
 from paradec.samplers.causal.gsd import GSD
 from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
 from paradec.samplers.causal.scd import SCD
@@ -419,7 +420,7 @@ def test_presets_have_the_published_settings() -> None:
     assert (Lantern().k, Lantern().delta) == (1000, 0.1)
     assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
     assert Lantern().guess_distribution == LanternPlusPlus().guess_distribution == "one_hot"
-    assert SJD().window == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"
+    assert chain.WINDOW == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------

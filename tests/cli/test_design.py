@@ -1,0 +1,99 @@
+"""`paradec design`: FASTA, scores, chosen residues, folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import GOLDEN, ROOT
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli
+from paradec.models.proteins.structure import read_pdb
+
+WEIGHTS = GOLDEN / "proteins" / "small.pt"
+UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["design", *map(str, arguments)])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Twelve residues in two chains, the second one of numbers 7 to 12."""
+    lines = []
+    for line in UBIQUITIN.read_text(encoding="utf-8").splitlines():
+        if line.startswith("ATOM") and int(line[22:26]) <= 12:
+            chain = "A" if int(line[22:26]) <= 6 else "B"
+            lines.append(line[:21] + chain + line[22:])
+    file = tmp_path / "small.pdb"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -> None:
+    given = ("--seed", 5, "--fixed", "A2,B8-10", "--temperature", 2.0, "-n", 9)
+    found = run(WEIGHTS, small, *given, "--json", "--batch", 2)
+    assert found.exit_code == 0, found.output
+    entries = json.loads(found.stdout)["designs"]
+    structure = read_pdb(small)
+    model = paradec.load_protein_mpnn(WEIGHTS, structure)
+    kept = [1, 7, 8, 9]
+    for number, entry in enumerate(entries):
+        letters = entry["sequence"].replace(":", "")
+        assert entry["sequence"][6] == ":" and all(letters[i] == structure.sequence[i] for i in kept)
+        designed = [i for i in range(12) if i not in kept]
+        assert entry["recovery"] == sum(letters[i] == structure.sequence[i] for i in designed) / 8
+        assert entry["seed"] == 5 + number and entry["calls"] <= 8 == entry["designed"]
+        assert 0.5 < entry["score"] < 6
+    fasta = run(WEIGHTS, small, *given, "--batch", 8).stdout.splitlines()
+    assert fasta[1::2] == [entry["sequence"] for entry in entries] and len({*fasta[1::2]}) == 9
+    assert any(entry["recovery"] for entry in entries)
+    said = f">small, seed=5, score={entries[0]['score']:.4f}, recovery={entries[0]['recovery']:.4f}, designed=8, calls="
+    assert fasta[0].startswith(said)
+    chain = run(WEIGHTS, small, *given, "--order", "chain", "--json")
+    first = json.loads(chain.stdout)["designs"][0]
+    out = paradec.generate(
+        model, model.prompt(fixed=kept), sampler="jacobi", order="chain", temperature=2.0, seed=5, logprobs=0
+    )
+    assert model.tokenizer.decode(out.sequences[0, 1:]) == first["sequence"].replace(":", "")
+    at_one = paradec.generate(model, model.prompt(fixed=kept), sampler="jacobi", order="chain", seed=5, logprobs=0)
+    score = model.score(model.prompt(fixed=kept), at_one.sequences, [range(12)])
+    assert 8 * score[0] == pytest.approx(float(at_one.logprobs.sums()[0]), abs=1e-5)
+
+
+def test_chains_and_samplers(small: Path) -> None:
+    found = json.loads(run(WEIGHTS, small, "--chains", "B", "--sampler", "margin", "--json").stdout)["designs"][0]
+    assert found["sequence"].startswith("MQIFVK:") and found["designed"] == 6
+    assert run(WEIGHTS, small, "--sampler", "margin", "--order", "chain").exit_code == 2
+
+
+def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: Path) -> None:
+    shutil.copy(small, tmp_path / "again.pdb")
+    (tmp_path / "broken.pdb").write_text("HEADER\n", encoding="utf-8")
+    found = run(WEIGHTS, tmp_path, "--seed", 1)
+    assert found.exit_code == 1 and "broken.pdb: broken.pdb has no residues with a CA atom" in found.stderr
+    lines = found.stdout.splitlines()
+    assert [line.split(",")[0] for line in lines[::2]] == [">again", ">small"] and lines[1] == lines[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--fixed", "C3"), "--fixed 'C3': small has no such residue"),
+        (("--fixed", "3"), "--fixed '3' names no chain, and small has A, B"),
+        (("--fixed", "A-x"), "--fixed 'A-x' is no residue"),
+        (("--chains", "Q"), "unknown chain: 'Q'"),
+        (("-n", "0"), "-n=0 must be"),
+        (("--temperature", "-1"), "--temperature=-1"),
+        (("--order", "left"), "unknown --order: 'left'"),
+    ],
+)
+def test_arguments_that_are_wrong(small: Path, arguments: tuple[str, ...], words: str) -> None:
+    found = run(WEIGHTS, small, *arguments)
+    assert found.exit_code == 2 and words in found.stderr

@@ -1,0 +1,355 @@
+"""Models of any order in the samplers of causal models: the tokens, or the distribution, of one position a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from places import GOLDEN, ROOT
+from scipy.stats import chisquare
+from torch import Tensor
+
+import paradec
+from paradec.core import orders, rng
+from paradec.core.facts import ModelFacts
+from paradec.core.order_draws import keyed
+from paradec.core.query import Query
+from paradec.models.adapter import Opaque
+from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
+from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.request import Request
+from paradec.samplers.causal.base import NOISE_STREAM
+from paradec.samplers.causal.verification import token_distribution
+
+UBIQUITIN = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
+NAMES = ("sjd", "scd", "jacobi")
+
+
+def piece(first: int, stop: int, name: str, chains: str | None = None, missing: tuple[int, ...] = ()) -> Structure:
+    coordinates = UBIQUITIN.coordinates[first:stop].clone()
+    coordinates[list(missing), 2] = torch.nan
+    return Structure(coordinates, UBIQUITIN.sequence[first:stop], chains, name=name)
+
+
+PIECES = [
+    piece(0, 11, "plain"),
+    piece(20, 31, "two", "AAAAABBBBBB"),
+    piece(40, 54, "gaps", missing=(0, 7)),
+    piece(5, 6, "one"),
+    piece(8, 10, "pair"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> ProteinMPNNModel:
+    return load_protein_mpnn(GOLDEN / "proteins" / "small.pt", PIECES, dtype=torch.float64)
+
+
+def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], place: int) -> Tensor:
+    """[V]: what the model says of a residue, given those decided, in this order."""
+    structure, letters = row[0] - len(LETTERS) - 1, torch.tensor(row[1:])
+    rank = torch.full_like(letters, len(row))
+    rank[decided] = torch.arange(len(decided))
+    said = model.module(model.encodings[structure], letters.where(letters != MASK_ID, 0)[None], rank[None])[0, place]
+    return torch.nn.functional.pad(said[:20], (0, model.facts.vocab_size - 20), value=-torch.inf)
+
+
+def sequential(model: Any, row: list[int], order: list[int], key: Tensor, request: Request) -> tuple[list[int], float]:
+    """One residue a step, each with the noise of its position; and the design's log-probability."""
+    row, total = list(row), 0.0
+    decided = [place for place, token in enumerate(row[1:]) if token != MASK_ID]
+    for place in (place for place in order if row[1 + place] == MASK_ID):
+        logits = conditional(model, row, decided, place)
+        logits[list(request.suppress_tokens)] = -torch.inf
+        drawn = rng.uniform(key[None], torch.tensor([0]), torch.tensor([[place + 1]]), len(logits), NOISE_STREAM)
+        best = token_distribution(logits, request).log() + rng.gumbel(drawn)[0, 0]
+        row[1 + place] = int((logits if request.temperature == 0 else best).argmax())
+        total += float(logits.log_softmax(-1)[row[1 + place]])
+        decided.append(place)
+    return row, total
+
+
+# ---- the tokens of one position a step ------------------------------------------------------------------------------
+
+
+def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
+    """Prompts of unequal structures, a request, and the rows' orders."""
+    prompts, listed = [], []
+    for _ in range(draw.randint(1, 4)):
+        number = draw.randrange(len(PIECES))
+        size = len(PIECES[number])
+        fixed = draw.sample(range(size), draw.randint(0, size // 2))
+        chains = "B" if number == 1 and draw.random() < 0.3 else None
+        prompts.append(model.prompt(number, fixed=fixed if chains is None else (), chains=chains))
+        places = list(range(size))
+        if draw.random() < 0.5:
+            places = [place for place in places if prompts[-1][1 + place] == MASK_ID]
+        listed.append(draw.sample(places, len(places)))
+    request = {
+        "temperature": draw.choice((0.0, 0.05, 0.3, 1.0, 2.0)),
+        "top_k": draw.choice((None, None, 3)),
+        "top_p": draw.choice((None, None, 0.8)),
+        "seed": draw.randrange(100),
+        "suppress_tokens": draw.choice(((), (1, 5, 9))),
+    }
+    return prompts, request, [draw.choice(("random", "chain", listed)), listed]
+
+
+QUICK = [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:.*no effect at temperature 0")
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=() if first in QUICK else pytest.mark.full) for first in range(100)]
+)
+def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel, first: int) -> None:
+    """Structures of unequal length together: two chains, gaps, given residues, one residue, filters, any order, any
+    window. No more calls than residues."""
+    for number in range(5 * first, 5 * first + 5):
+        draw = random.Random(number)
+        prompts, asked, (order, listed) = setting(draw, model)
+        sampler = paradec.samplers.create("jacobi", window=draw.choice((None, None, 1, 3)))
+        out = paradec.generate(model, prompts, sampler=sampler, order=order, logprobs=0, **asked)
+        keys = torch.as_tensor(rng.row_keys([asked["seed"]] * len(prompts), prompts))
+        for row, prompt in enumerate(prompts):
+            size, found = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
+            named = orders.create("raster" if order == "chain" else "random").groups(
+                1, size, keyed(keys[row : row + 1])
+            )
+            places = listed[row] if order is listed else named.order[0].tolist()
+            wanted, _ = sequential(model, prompt, places, keys[row], Request(**asked))
+            assert found == wanted, (number, row)
+            assert out.row_nfe[row] <= prompt.count(MASK_ID)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_add_up_to_the_score_in_the_order(
+    model: ProteinMPNNModel, name: str, temperature: float
+) -> None:
+    order = random.Random(4).sample(range(14), 14)
+    out = paradec.generate(
+        model, model.prompt("gaps"), sampler=name, temperature=temperature, order=order, seed=1, logprobs=2
+    )
+    row = out.sequences[0].tolist()
+    decided, total = [0, 7], 0.0
+    for place in (place for place in order if place not in decided):
+        masked = [token if at - 1 in (*decided, -1) else MASK_ID for at, token in enumerate(row)]
+        total += float(conditional(model, masked, decided, place).log_softmax(-1)[row[1 + place]])
+        decided = [*decided, place]
+    assert out.logprobs.sums()[0] == pytest.approx(total, abs=1e-5) and total < -1
+    assert out.logprobs.chosen[0, [0, 1, 8]].isnan().all()
+
+
+def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_is_known_of(
+    model: ProteinMPNNModel,
+) -> None:
+    """The first drafts are the model's own, whatever the window; a step takes those that it has verified."""
+    prompt, request = model.prompt("gaps"), {"temperature": 0.5, "seed": 2, "trace": True}
+    out = paradec.generate(model, prompt, sampler="jacobi", **request)
+    left, evaluated = 12, 15
+    for step in out.trace.steps:
+        assert step.forwarded == [evaluated]
+        left -= len(step.commits)
+        evaluated = left + 1  # the last final token, which was not a draft
+    assert left == 0 and 1 < out.nfe < 12 and len(out.trace.steps[0].commits) == 1
+    first, second = out.trace.steps[:2]
+    assert not first.rejected and len(second.rejected) + len(second.commits) - 1 == 10
+    one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
+    assert one.nfe == 12 and torch.equal(one.sequences, out.sequences)
+    assert {at for step in out.trace.steps for _, at, *_ in step.commits} == {*range(1, 15)} - {1, 8}
+
+
+# ---- the distribution -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [*NAMES, "maximal"])
+def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel, name: str, order: str) -> None:
+    """Every design of four residues with three letters, by enumeration."""
+    structure = piece(12, 16, "four")
+    four, letters = model.on(structure), (0, 7, 12)
+    prompt, size = four.prompt(), 4
+    others = [token for token in range(20) if token not in letters]
+    listed = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
+    expected = torch.zeros(3**size, dtype=torch.float64)
+    for number, design in enumerate(itertools.product(letters, repeat=size)):
+        for places in listed:
+            chance, row = 1.0, list(prompt)
+            for k, place in enumerate(places):
+                said = conditional(four, row, list(places[:k]), place)[list(letters)].div(0.2).softmax(-1)
+                chance *= float(said[letters.index(design[place])])
+                row[1 + place] = design[place]
+            expected[number] += chance / len(listed)
+    count = 3_000 if order == "listed" else 100_000
+    sampler = paradec.samplers.create("scd", refresh="maximal") if name == "maximal" else name
+    asked = {"temperature": 0.2, "seed": 3, "suppress_tokens": others, "num_return_sequences": count}
+    out = paradec.generate(four, prompt, sampler=sampler, order=listed[0] if order == "listed" else None, **asked)
+    index = {token: number for number, token in enumerate(letters)}
+    place = torch.tensor([index.get(token, 0) for token in range(20)])
+    numbers = (place[out.sequences[:, 1:]] * 3 ** torch.arange(size - 1, -1, -1)).sum(1)
+    found = torch.bincount(numbers, minlength=3**size)
+    assert expected.sum() == pytest.approx(1)
+    rare = expected * count < 5
+    observed = torch.cat((found[~rare], found[rare].sum()[None]))
+    wanted = torch.cat((expected[~rare], expected[rare].sum()[None])) * count
+    keep = wanted > 0
+    assert chisquare(observed[keep].numpy(), wanted[keep].numpy()).pvalue > 1e-3
+    assert max(out.row_nfe) <= size
+
+
+# ---- ends, streamers, holes: a model of words -----------------------------------------------------------------------
+
+
+class Sums(Opaque):
+    """Logits are sums over the tokens of lower rank: any order, ends, no padding, nothing kept from call to call."""
+
+    any_order = reads_order = True
+
+    def __init__(self) -> None:
+        facts = ModelFacts(vocab_size=7, mask_token_id=6, eos_token_ids=(5,), pad_token_id=4, name="sums")
+        words = SimpleNamespace(
+            decode=lambda ids, skip_special_tokens=False: "".join("abcde.?"[int(index)] for index in ids),
+            chat_template=None,
+        )
+        super().__init__(torch.nn.Identity(), facts, words)
+        draw = torch.Generator().manual_seed(0)
+        self.first = torch.randn(12, 7, generator=draw, dtype=torch.float64)
+        self.pairs = torch.randn(12, 7, 12, 7, generator=draw, dtype=torch.float64)
+        self.calls: list[Query] = []
+
+    def _logits(self, query: Query, store: Any, call: Any) -> Tensor:
+        assert store is None and query.valid is None and query.decided_at is not None
+        self.calls.append(query)
+        size = query.tokens.shape[1]
+        known, place = query.tokens != 6, torch.arange(size)
+        rank = torch.where(known, (query.decided_at + 1) * size + place, 10_000)
+        sees = (rank.unsqueeze(1) < rank.unsqueeze(2)).double()  # [R, i, j]
+        pairs = self.pairs[place, query.tokens][:, :, :size]  # [R, j, i, V]
+        return self.first[:size] + torch.einsum("rij,rjiv->riv", sees, pairs)
+
+
+def plain(model: Sums, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
+    """One position a step, until the text from the left has come to an end."""
+    row = list(row)
+    start = max((at + 1 for at, token in enumerate(row) if token != 6), default=0)
+    decided = [at for at, token in enumerate(row) if token != 6]
+    for place in (place for place in order if row[place] == 6):
+        logits = model.first[place] + sum(model.pairs[at, row[at], place] for at in decided)
+        logits = logits.clone()
+        logits[6] = -torch.inf
+        noise = rng.gumbel(rng.uniform(key[None], torch.tensor([0]), torch.tensor([[place]]), 7, NOISE_STREAM))[0, 0]
+        row[place] = int(((logits / temperature).log_softmax(-1) + noise).argmax())
+        decided.append(place)
+    end = next((at for at in range(start, len(row)) if row[at] == 5), None)
+    return row if end is None else row[: end + 1] + [4] * (len(row) - end - 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
+    """An end token ends a row once all before it is decided; masks may be appended; given tokens stay."""
+    model, prompts = Sums(), [[0, 6, 2], [6, 6, 1, 6], [3]]
+    out = paradec.generate(model, prompts, sampler="jacobi", max_new_tokens=6, temperature=1.0, seed=seed)
+    rows = [[*row, *[6] * 6] for row in prompts]
+    keys = torch.as_tensor(rng.row_keys([seed] * 3, prompts))
+    ended = 0
+    for number, row in enumerate(rows):
+        order = orders.create("random").groups(1, len(row), keyed(keys[number : number + 1])).order[0].tolist()
+        wanted = plain(model, row, order, keys[number], 1.0)
+        assert out.sequences[number, -len(row) :].tolist() == wanted
+        ended += 4 in wanted[len(prompts[number]) :]
+        assert out.finished[number] == (5 in wanted[len(prompts[number]) :])
+    assert {len(query.tokens) for query in model.calls} == {1}
+
+
+def test_stop_strings_streamers_and_holes_see_the_text() -> None:
+    model, sent = Sums(), []
+    asked = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
+    whole = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **asked)
+    letters = "".join("abcde.?"[token] for token in whole.sequences[0].tolist())
+    text = letters[3:5]
+    streamer = SimpleNamespace(put=lambda ids: sent.append(ids.clone()), end=lambda: sent.append(None))
+    out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=text, streamer=streamer, **asked)
+    end = letters.index(text, 1) + 2
+    assert out.text == letters[:end] and out.finished == [True]
+    assert torch.cat(sent[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()] and sent[-1] is None
+    for seed in range(9):
+        filled = paradec.infill(model, [0, 6, 6, 2, 6, 1], sampler="jacobi", temperature=2.0, seed=seed)
+        assert filled.sequences[0, [0, 3, 5]].tolist() == [0, 2, 1] and not (filled.sequences == 5).any()
+        assert len(filled.fills) == 2 and filled.tokens == [3]
+
+
+# ---- rows that come and go, and what is refused ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_refilled_are_what_they_are_alone(model: ProteinMPNNModel, name: str) -> None:
+    prompts = [model.prompt(number, fixed=fixed) for number in (2, 4, 0, 1) for fixed in ((), (0,))] + [model.prompt(3)]
+    given = {"sampler": name, "temperature": 0.8, "seed": 7, "logprobs": 0}
+    together = paradec.generate(model, prompts, **given)
+    for out in paradec.generate_many(model, prompts, batch_size=3, **given):
+        assert out.error is None
+        row = together.sequences[out.index, -len(prompts[out.index]) :]
+        assert torch.equal(out.sequences[0, -len(row) :], row)
+        assert out.logprobs.sums()[0] == pytest.approx(float(together.logprobs.sums()[out.index]), abs=1e-9)
+
+
+def test_an_answer_that_is_no_number_is_refused(model: ProteinMPNNModel) -> None:
+    broken = model.on(PIECES[0])
+    broken.encodings[0].nodes = broken.encodings[0].nodes.clone()
+    broken.encodings[0].nodes[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+        paradec.generate(broken, broken.prompt(), sampler="jacobi", temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ("halton", "unknown order: 'halton'"),
+        (3, "order=3 must be 'random', 'chain', a list of places"),
+        ([0.5, 1], "order=0.5 must be an integer from 0 to"),
+        ([0, 1, 1], r"order=\[0, 1, 1\] must list each of the 11 places of row 0, or each of its 9 undecided ones"),
+        (list(range(10)), "must list each of the 11 places of row 0"),
+        ([[0], [1]], "order lists 2 orders for 1 rows"),
+        (orders.create("given", cells=[1, 0]), "must list each of 11 cells once"),
+    ],
+)
+def test_orders_that_are_none(model: ProteinMPNNModel, order: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        paradec.generate(model, model.prompt("plain", fixed=[0, 4]), sampler="jacobi", order=order)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "settings", "asked", "words"),
+    [
+        ("margin", {}, {"order": "chain"}, "order='chain' has no meaning for sampler 'margin'"),
+        ("speculative", {"drafter": "prompt_lookup"}, {}, "decodes texts from left to right; small is a model of any"),
+        ("zipar", {}, {}, "sampler 'zipar' decodes texts from left to right"),
+        ("jacobi", {"group": 4}, {}, "group=4 makes blocks of a text"),
+        ("jacobi", {"pool": 4}, {}, "pool=4 needs a model that runs over a store"),
+        ("sjd", {"init": "repeat_horizontal"}, {}, "init='repeat_horizontal' guesses along a text"),
+        ("sjd", {}, {"guidance_scale": 2.0}, "guidance_scale=2.0: small, a model of any order"),
+    ],
+)
+def test_what_has_no_order_is_refused(
+    model: ProteinMPNNModel, sampler: str, settings: dict[str, Any], asked: dict[str, Any], words: str
+) -> None:
+    method = paradec.samplers.create(sampler, **settings)
+    with pytest.raises(ValueError, match=words):
+        paradec.generate(model, model.prompt("plain"), sampler=method, **asked)
+
+
+def test_texts_have_one_order(model: ProteinMPNNModel) -> None:
+    from causal_models import wrapped
+
+    with pytest.raises(ValueError, match="order='chain' has no meaning for LlamaForCausalLM: its order is the text's"):
+        paradec.generate(wrapped(), [1, 2], sampler="jacobi", order="chain")
+    with pytest.raises(ValueError, match="init='model' needs a model of any order"):
+        paradec.generate(wrapped(), [1, 2], sampler=paradec.samplers.create("sjd", init="model"))
+    assert math.isclose(Request(order=[1, 0]).order[0], 1) and Request(order="random").to_dict() == {"order": "random"}
+    assert Request(**Request.from_dict(Request(order=orders.create("random", sizes=2)).to_dict())).order.sizes == 2
