@@ -28,8 +28,8 @@ from paradec.core.checks import check_choice, shown
 from paradec.core.orders import Order
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown
-from paradec.core.rng import DRAWS
 from paradec.core.text_files import read_json, write_json
+from paradec.core.version import DRAWS
 from paradec.request_fields import FIELDS, LIVE, check_names
 
 FILTERS = ("top_p", "top_k", "top_n_sigma")

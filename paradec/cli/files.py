@@ -26,8 +26,8 @@ from paradec.cli import options, ranks, show
 from paradec.cli.work import Work
 from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
-from paradec.core.rng import DRAWS
 from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
+from paradec.core.version import DRAWS
 
 if TYPE_CHECKING:
     from paradec.api.output import Output

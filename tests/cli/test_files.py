@@ -19,7 +19,7 @@ from terminals import ok, refused, run
 import paradec
 from paradec.cli import batches, ended, files
 from paradec.core import interrupts
-from paradec.core.rng import DRAWS
+from paradec.core.version import DRAWS
 
 CHAT = [{"role": "user", "content": "Reverse: pear fig apple"}]
 GOOD = ["Sort: pear fig apple", CHAT, "Copy: fig fox cow", "Shuffle: lion mole cow", "Sort: pear fig apple"]

@@ -136,7 +136,7 @@ def test_a_comparison_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch)
     arguments = ("compare", "--samplers", "threshold,klass", "--tasks", "sort,shuffle", "--limit", "1")
     text = on_terminal(monkeypatch, width, *arguments)
     flat = " ".join(text.split())
-    heads, *rows = [line.split("\t") for line in ok(*arguments).splitlines()]
+    heads, *rows = [line.split("\t") for line in run(*arguments).stdout.splitlines()]
     for sampler, setting, right, *_ in rows:
         assert sampler in flat and all(part in flat or setting == "default" for part in setting.split(", "))
         assert right in flat

@@ -16,8 +16,6 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 CACHED = 3 * 2**12
 """Calls of philox at once on the CPU."""
 
-DRAWS = 2
-"""Goes up where equal seeds draw other tokens than before: what was drawn is kept with it."""
 TOKEN_STREAM = 0
 """Draws that choose a token."""
 POSITION_STREAM = 1

@@ -14,7 +14,7 @@ from paradec import caches as cache_plans
 from paradec import samplers as registered
 from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
 from paradec.core.protocol import Interrupted
-from paradec.core.rng import DRAWS
+from paradec.core.version import DRAWS
 from paradec.request import Request
 from paradec.request_fields import check_names, served_by
 from paradec.tools.evaluation.configuration import BASELINE
