@@ -6,8 +6,9 @@ The samplers are `SAMPLERS`: their designs are those of one residue a step (`jac
 or have its distribution. All residues of the chains of benchmarks/data/backbones are designed, and of `assembled`: 500
 residues of some of them, side by side as chains of one structure.
 
-Calls: of `ORDERS` seeds (`OTHERS` but for `jacobi`) at each temperature; median and largest. At 0.1 also recovery in per
-cent and the log-probability per residue of the designs in random orders (as in benchmarks/protein.py), which for one residue a step
+Calls: of `ORDERS` seeds (`OTHERS` but for `jacobi`) at each temperature; median and largest.
+At 0.1 also recovery in per cent and the
+log-probability per residue of the designs in random orders (as in benchmarks/protein.py), which for one residue a step
 (`jacobi` with a window of 1) are the same by construction: `window 1` has them, for the seeds that it was run with.
 
 CPU time: encoding and decoding, at temperature 0.1, of ours (`jacobi`, random orders) and of the public code, turn by

@@ -218,8 +218,8 @@ def protein_few_table(data: dict[str, Any]) -> str:
 def protein_exact_table(data: dict[str, Any]) -> str:
     """Calls of the exact samplers at temperature 0.1 (`jacobi` at each), and CPU time beside the public code's."""
     lines = [
-        "| chain | residues | `jacobi` at 0.001 | 0.1 | 1 | in chain order | `sjd` | `scd` |"
-        " CPU time, 1 design | 8 designs |",
+        "| chain | residues | `jacobi` at 0.001 | 0.1 | 1 | in chain order | `sjd` | `scd` | CPU time, 1 design "
+        "| 8 designs |",
         "|---" * 10 + "|",
     ]
     for name, chain in data["chains"].items():

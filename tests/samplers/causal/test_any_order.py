@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from places import GOLDEN, ROOT
@@ -18,6 +19,7 @@ import paradec
 from paradec.core import orders, rng
 from paradec.core.facts import ModelFacts
 from paradec.core.order_draws import keyed
+from paradec.core.protocol import decode
 from paradec.core.query import Query
 from paradec.models.adapter import Opaque
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
@@ -289,14 +291,26 @@ def test_stop_strings_streamers_and_holes_see_the_text() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_refilled_are_what_they_are_alone(model: ProteinMPNNModel, name: str) -> None:
-    prompts = [model.prompt(number, fixed=fixed) for number in (2, 4, 0, 1) for fixed in ((), (0,))] + [model.prompt(3)]
+    fixed = {2: (), 1: (0,), 4: (0,), 0: (3, 4), 3: ()}
+    prompts = [model.prompt(number, fixed=fixed[number]) for number in (2, 1, 4, 3, 2, 0, 4, 1, 3)]
     given = {"sampler": name, "temperature": 0.8, "seed": 7, "logprobs": 0}
     together = paradec.generate(model, prompts, **given)
-    for out in paradec.generate_many(model, prompts, batch_size=3, **given):
+    for out in paradec.generate_many(model, prompts, batch_size=2, **given):
         assert out.error is None
         row = together.sequences[out.index, -len(prompts[out.index]) :]
         assert torch.equal(out.sequences[0, -len(row) :], row)
         assert out.logprobs.sums()[0] == pytest.approx(float(together.logprobs.sums()[out.index]), abs=1e-9)
+
+
+def test_a_shorter_row_takes_the_place_of_a_longer_one(model: ProteinMPNNModel) -> None:
+    """In the state itself: a batch would decode a row alone whose step fails."""
+    sampler, asked = paradec.samplers.create("jacobi"), {"temperature": 0.8, "seed": 7}
+    alone = paradec.generate(model, model.prompt("pair"), sampler=sampler, **asked)
+    state = sampler.start(model, [model.prompt("gaps"), model.prompt("two")], **asked)
+    decode(sampler, model, state, lambda *_: True)
+    state.put(np.array([0]), sampler.start(model, model.prompt("pair"), **asked))
+    decode(sampler, model, state)
+    assert state.canvas[0, :3].tolist() == alone.sequences[0].tolist() and state.final(np.array([0])) == 3
 
 
 def test_an_answer_that_is_no_number_is_refused(model: ProteinMPNNModel) -> None:
