@@ -64,7 +64,8 @@ def transcripts() -> Iterator[tuple[str, str, str]]:
 def commands() -> Iterator[tuple[str, str]]:
     """Every command that is shown without, and that can be run anywhere: page, command."""
     for page in PAGES:
-        for line in "\n".join(blocks(page, "bash")).splitlines():
+        joined = re.sub(r" \\\n *", " ", "\n".join(blocks(page, "bash")))
+        for line in joined.splitlines():
             if line.startswith("paradec ") and not ELSEWHERE.search(line) and line.split()[1] not in LONG:
                 yield page.name, line
 
