@@ -197,7 +197,7 @@ class ChainSampler(CausalSampler):
     def _roll_back(self, state: CausalState, rows: np.ndarray) -> None:
         """Give back the store's slots after what is final, and finish the rows that have reached their end."""
         if state.store is not None:
-            for branch in range(state.branches):
-                # the last final token has not been evaluated
-                state.store.forget(rows + branch * state.batch, state.committed[rows] + state.shift[branch, rows] - 1)
+            every = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+            # the last final token has not been evaluated
+            state.store.forget(every, (state.committed[rows] + state.shift[:, rows] - 1).reshape(-1))
         state.rows = np.flatnonzero(state.committed < state.end)
