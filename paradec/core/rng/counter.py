@@ -44,8 +44,8 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
 
 
 def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any]:
-    """The same of arrays. Words 0 and 2 take the same steps, and so do 1 and 3: for few numbers, where a call costs more
-    than what it computes, pairs of them take half the time."""
+    """The same of arrays. Words 0 and 2 take the same steps, and so do 1 and 3: pairs of them are half as many calls,
+    which is what few numbers cost."""
     shape, narrow = np.broadcast(*counter, *key).shape, np.broadcast(*key).shape
     even, odd = np.empty((2, 2, *shape), np.uint64)
     even[0], odd[0], even[1], odd[1] = counter
