@@ -511,11 +511,13 @@ def estimate_daily_table(data: dict[str, Any]) -> str:
 
 
 def peers_text_table(data: dict[str, Any]) -> str:
-    """Whole decodes beside public decoders of LLaDA, with quartiles."""
+    """Whole decodes beside public decoders of LLaDA and Dream, with quartiles."""
+    beyond = "load_average" in data
     lines = [
         "| beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens | products alone | "
-        "patched |",
-        "|---" * 7 + "|",
+        + ("(ours - products) / (theirs - products) | " if beyond else "")
+        + "patched |",
+        "|---" * (8 if beyond else 7) + "|",
     ]
     for name, case in data["cases"].items():
         reference = list(case["contestants"])[-1]
@@ -524,12 +526,18 @@ def peers_text_table(data: dict[str, Any]) -> str:
                 quartiles = (one[f"{clock}_over_{reference}"] for clock in ("cpu", "wall"))
                 cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles]
                 cells.append(f"{one['peak_mib']:.0f} / {case['contestants'][reference]['peak_mib']:.0f}")
-                same = one["compared_with"]
-                cells.append("equal" if same["equal"] else "differ")
+                same = one.get("compared_with")
+                cells.append("drawn" if same is None else "equal" if same["equal"] else "differ")
                 told = name if who == "paradec" else f"{name}, {who.removeprefix('paradec ')}"
                 bare = case["contestants"].get("matrix products alone", {}).get(f"cpu_over_{reference}")
                 cells.append(f"{bare[1]:.2f}" if bare and who == "paradec" else "")
+                if beyond:
+                    low, middle, high = one[f"cpu_beyond_{reference}"]
+                    cells.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
                 lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
+    if beyond:
+        low, high = data["load_average"]
+        lines += ["", f"({data['processor']}, load average {low:.1f} to {high:.1f}.)"]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ import ctypes
 import gc
 import importlib
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -201,12 +202,21 @@ def _rows(value: Any) -> list[list[int]]:
     return rows if rows and isinstance(rows[0], list) else [rows]
 
 
-def report(contestants: Sequence[Contestant], baselines: Sequence[str], aims: dict[str, str]) -> dict[str, Any]:
+def beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[float]) -> list[float]:
+    """Quartiles of (mine - shared) / (theirs - shared), turn by turn: what each takes beyond work that both must do.
+    It moves less than plain ratios do with what else the machine is doing."""
+    return quartiles([(a - c) / (b - c) for a, b, c in zip(mine, theirs, shared, strict=True)])
+
+
+def report(
+    contestants: Sequence[Contestant], baselines: Sequence[str], aims: dict[str, str], shared: str = ""
+) -> dict[str, Any]:
     """What goes into the result, by contestant.
 
     Args:
         baselines: names of those that times are divided by.
         aims: whose result (by name) a contestant's is compared with.
+        shared: the contestant that does nothing but what all others do, too.
     """
     known = {contestant.name: contestant for contestant in contestants}
     found: dict[str, Any] = {}
@@ -218,7 +228,10 @@ def report(contestants: Sequence[Contestant], baselines: Sequence[str], aims: di
             entry[f"{clock}_seconds"] = quartiles(times)
             for base in baselines:
                 if base in known:
-                    entry[f"{clock}_over_{base}"] = ratios(times, getattr(known[base].times, clock))
+                    theirs = getattr(known[base].times, clock)
+                    entry[f"{clock}_over_{base}"] = ratios(times, theirs)
+                    if shared in known and contestant.name != shared:
+                        entry[f"{clock}_beyond_{base}"] = beyond(times, theirs, getattr(known[shared].times, clock))
         if aims.get(contestant.name) in known:
             aim = aims[contestant.name]
             entry["compared_with"] = {"name": aim} | difference(contestant.result, known[aim].result)
@@ -243,7 +256,22 @@ def show(title: str, found: dict[str, Any], baselines: Sequence[str]) -> str:
 
 def machine() -> dict[str, Any]:
     """What the times were taken on."""
-    return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    return about | {"processor": processor()}
+
+
+def processor() -> str:
+    """Its name, as far as the system says it (Linux), or else as Python does."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def load() -> float:
+    """How many processes of the machine ran or waited, the mean of the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 # ---- another environment --------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-"""paradec beside the public decoders of LLaDA: whole decodes of a random checkpoint, in turns.
+"""paradec beside the public decoders of LLaDA and Dream: whole decodes of a random checkpoint, in turns.
 
     python benchmarks/peers/text.py --python ENVIRONMENT/bin/python \\
         --fast-dllm CHECKOUT --llada CHECKOUT --dkv-cache CHECKOUT --dinfer CHECKOUT [--turns 7] [--size small]
 
 References need an older transformers: `--python` is an interpreter with torch, transformers 4.46.3, einops and
 safetensors. Each runs in a process of its own that loads the same checkpoint (LLaDA's format, random weights), and
-takes turns with this one; one thread, CPU time of the process, greedy. Checkouts that are not given are left out.
-Tokens are compared. Cases are what the references publish: threshold 0.9, blocks of 32; LLaDA with half as many steps
-as tokens; dKV-Cache with a whole forward every eighth step.
+takes turns with this one; one thread, CPU time of the process. Checkouts that are not given are left out. Cases are
+what the references publish: threshold 0.9, blocks of 32; LLaDA and Dream with half as many steps as tokens; dKV-Cache
+with a whole forward every eighth step. Tokens of greedy cases are compared. "sampled" ones have as many steps and draw
+other numbers: LLaDA at temperature 0.7, Dream at 0.7 with top_p=0.95. The load of the machine is in the result, and
+(ours - products) / (theirs - products) of every turn, the products with matrices being what both have to do.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ SIZES = {
 }
 PATCHED = {
     "llada": "its model class is on the hub alone: the model is Fast-dLLM's copy of it",
+    "dream": "its code is on the hub alone: model and decoding are Fast-dLLM's copies of it",
     "fast_dllm": "nothing",
     "dkv_cache": "nothing; what it prints is discarded",
     "dinfer": "its packages' own imports are passed over, vllm and sglang are empty modules but for a rank of 0 of 1",
@@ -85,6 +88,40 @@ def checkpoint(folder: Path, size: str) -> dict[str, int]:
     return {"hidden": hidden, "layers": layers, "heads": heads, "inner": inner, "words": vocab}
 
 
+def dream_checkpoint(folder: Path, size: str) -> None:
+    """The same sizes in Dream's format."""
+    hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=draw) * scale / math.sqrt(shape[-1])
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn((vocab, hidden), generator=draw),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": normal(vocab, hidden, scale=4.0),
+    }
+    for layer in range(layers):
+        block = f"model.layers.{layer}."
+        norms = ("input_layernorm", "post_attention_layernorm")
+        weights |= {f"{block}{name}.weight": torch.ones(hidden) for name in norms}
+        for name in "qkv":
+            weights[f"{block}self_attn.{name}_proj.weight"] = normal(hidden, hidden)
+            weights[f"{block}self_attn.{name}_proj.bias"] = torch.zeros(hidden)
+        weights[f"{block}self_attn.o_proj.weight"] = normal(hidden, hidden)
+        weights |= {f"{block}mlp.{name}_proj.weight": normal(inner, hidden) for name in ("gate", "up")}
+        weights[f"{block}mlp.down_proj.weight"] = normal(hidden, inner)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["DreamModel"], "model_type": "Dream", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": inner, "vocab_size": vocab,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "mask_token_id": vocab - 1, "eos_token_id": vocab - 2, "pad_token_id": vocab - 2,
+        "bos_token_id": vocab - 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     """By case: the reference, its settings, and ours."""
     answer = SIZES[given.size][-1]
@@ -95,7 +132,12 @@ def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dic
     for cache in ("none", "dual"):
         found[f"dinfer {cache}"] = ("dinfer", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
     steps = answer // 2
-    found["llada"] = ("llada", {"steps": steps}, {"sampler": "low_confidence", "steps": steps})
+    for name, temperature in (("llada", 0.0), ("llada sampled", 0.7)):
+        own = {"sampler": "low_confidence", "steps": steps, "temperature": temperature}
+        found[name] = ("llada", {"steps": steps, "temperature": temperature}, own)
+    for name, drawn in (("dream", {"temperature": 0.0}), ("dream sampled", {"temperature": 0.7, "top_p": 0.95})):
+        own = {"sampler": "entropy", "steps": steps, "block_length": None, **drawn}
+        found[name] = ("dream", {"steps": steps, **drawn}, own)
     found["dkv_cache"] = (
         "dkv_cache",
         {"steps": answer, "refresh": 8},
@@ -146,7 +188,7 @@ def products(model: Any, decode: Callable[[], torch.Tensor]) -> Callable[[], tor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in PATCHED:
+    for name in PATCHED.keys() - {"dream"}:  # Fast-dLLM's checkout has it
         parser.add_argument(f"--{name.replace('_', '-')}", type=Path, metavar="CHECKOUT")
     parser.add_argument("--python", required=True)
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -157,17 +199,23 @@ def main() -> None:
     given = parser.parse_args()
     if given.llada is not None and given.fast_dllm is None:
         parser.error("--llada takes --fast-dllm too, whose copy of the model it runs")
+    given.dream = given.fast_dllm
     torch.set_num_threads(1)
     prompt_length, answer = SIZES[given.size][-2:]
     result: dict[str, Any] = {**common.machine(), "dtype": given.dtype, "turns": given.turns, "cases": {}}
+    loads = [common.load()]
     with tempfile.TemporaryDirectory() as away:
-        folder = Path(away)
-        result["model"] = sizes = checkpoint(folder, given.size)
+        folders = {name: Path(away) / name for name in ("llada", "dream")}
+        for folder in folders.values():
+            folder.mkdir()
+        result["model"] = sizes = checkpoint(folders["llada"], given.size)
+        dream_checkpoint(folders["dream"], given.size)
         vocab = sizes["words"]
         draw = torch.Generator().manual_seed(1)
         prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
-        model = paradec.load(folder, dtype=given.dtype)
+        models = {name: paradec.load(folder, dtype=given.dtype) for name, folder in folders.items()}
         for name, (reference, theirs, own) in cases(given).items():
+            folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
             checkout = Checkout(getattr(given, reference))
             task = {
                 "folder": str(folder), "prompt": prompt.tolist(), "answer": answer, "block": 32, "steps": answer,
@@ -187,10 +235,12 @@ def main() -> None:
                 common.alternate(contestants, given.turns, warm_up=2)
             for contestant in contestants:  # some give the answer alone
                 contestant.result = contestant.result[:, -answer:]
-            aims = {contestant.name: reference for contestant in contestants if contestant.name.startswith("paradec")}
-            found = common.report(contestants, (reference,), aims)
+            aims = {} if own.get("temperature") else {"paradec": reference}
+            found = common.report(contestants, (reference,), aims, bare.name)
+            loads.append(common.load())
             result["cases"][name] = {"patched": PATCHED[reference], "contestants": found}
             print(common.show(name, found, (reference,)), flush=True)
+    result["load_average"] = [min(loads), max(loads)]
     write_result(given.out, result)
 
 

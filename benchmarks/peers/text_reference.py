@@ -92,7 +92,34 @@ def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        return generate.generate(module, prompt, **_asked(task))
+        return generate.generate(module, prompt, **_asked(task), temperature=task["temperature"])
+
+    return run
+
+
+def dream(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """Dream's own `diffusion_generate`, as Fast-dLLM's checkout has it, by the entropy rule."""
+    from safetensors.torch import load_file
+
+    sys.path.insert(0, str(checkout / "dream"))
+    import model.modeling_dream as classes
+
+    folder = Path(task["folder"])
+    settings = json.loads((folder / "config.json").read_text())
+    known = {name: value for name, value in settings.items() if name not in ("architectures", "torch_dtype")}
+    module = classes.DreamModel(classes.DreamConfig(**known)).eval()
+    module.load_state_dict(load_file(folder / "model.safetensors"))
+    module.to(getattr(torch, task["dtype"]))
+    end = task["end"]
+    ids = {"mask_token_id": task["mask"], "pad_token_id": end, "eos_token_id": end, "bos_token_id": end}
+    drawn = {"temperature": task["temperature"], "top_p": task.get("top_p")}
+    config = classes.DreamGenerationConfig(
+        max_new_tokens=task["answer"], steps=task["steps"], alg="entropy", **drawn, **ids
+    )
+    prompt = torch.tensor(task["prompt"])
+
+    def run() -> Any:
+        return module.diffusion_generate(prompt, generation_config=config)
 
     return run
 
@@ -203,6 +230,7 @@ def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 REFERENCES = {
     "llada": llada,
+    "dream": dream,
     "fast_dllm": fast_dllm,
     "dkv_cache": dkv_cache,
     "dinfer": dinfer,

@@ -273,12 +273,13 @@ class CausalSampler(Sampler):
         # a tree can be deeper than the canvas is long: columns that come around again would undo what is written
         columns = state.context.shape[1]
         positions, tokens = positions[:, :columns], tokens[:, :columns]
-        for branch in range(state.branches):
-            at = torch.as_tensor(rows + branch * state.batch, device=tokens.device).unsqueeze(1)
-            shift = torch.as_tensor(state.shift[branch, rows, None], device=tokens.device)
-            # slots past the end wrap around, so that the positions of a row are distinct and can be written to
-            place = (positions + shift) % columns
-            state.context[at, place] = torch.where(tokens >= 0, tokens, state.context[at, place])
+        every = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+        at = torch.as_tensor(every, device=tokens.device).unsqueeze(1)
+        shift = torch.as_tensor(state.shift[:, rows, None], device=tokens.device)
+        # slots past the end wrap around, so that the positions of a row are distinct and can be written to
+        place = ((positions + shift) % columns).flatten(0, 1)
+        tokens = tokens.repeat(state.branches, 1)
+        state.context[at, place] = torch.where(tokens >= 0, tokens, state.context[at, place])
 
     def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
         """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The

@@ -240,9 +240,9 @@ class CausalState(State):
         """Called when a step has written its tokens: gives back the store's slots after what is final, and finishes the
         `rows` [R] that have reached their end."""
         if self.store is not None:
-            for branch in range(self.branches):
-                # the last final token has not been evaluated
-                self.store.forget(rows + branch * self.batch, self.committed[rows] + self.shift[branch, rows] - 1)
+            every = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+            # the last final token has not been evaluated
+            self.store.forget(every, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
         self.rows = np.flatnonzero(self.committed < self.end)
 
     def uniform(self, rows: np.ndarray, positions: Tensor, count: int, stream: int, ahead: int = 0) -> Tensor:
