@@ -11,7 +11,7 @@ one call gives the conditional distribution of every residue given those before 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -181,7 +181,6 @@ class Features(nn.Module):
             found.append(_distance(atoms[own], atoms[other][neighbours]))
         centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=wide, device=device)
         distances = torch.stack(found, -1).unsqueeze(-1)  # [L, K, pairs, 1]
-        bases = (-(((distances - centres) / ((FARTHEST - NEAREST) / BASES)) ** 2)).exp().flatten(2)
 
         number = torch.tensor(structure.index, device=device)
         label = {chain: place for place, chain in enumerate(dict.fromkeys(structure.chains or ()))}
@@ -189,7 +188,11 @@ class Features(nn.Module):
         offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
         position = self.embeddings(one_hot(offset, 2 * REACH + 2).to(dtype))
-        return self.norm_edges(self.edge_embedding(torch.cat((position, bases.to(dtype)), -1))), neighbours
+        edges = []
+        for some in _parts(distances):
+            bases = (-(((distances[some] - centres) / ((FARTHEST - NEAREST) / BASES)) ** 2)).exp().flatten(2)
+            edges.append(self.norm_edges(self.edge_embedding(torch.cat((position[some], bases.to(dtype)), -1))))
+        return torch.cat(edges), neighbours
 
 
 class Layer(nn.Module):
@@ -227,11 +230,17 @@ class EncoderLayer(Layer):
         """nodes [L, D], edges [L, K, D], neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete residues
         are heard by nobody."""
         heard = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
-        hidden = _messages(self.W1, self.W2, nodes, edges, neighbours) * heard
+        sums = [
+            (message * heard[some]).sum(-2) for some, message in _messages(self.W1, self.W2, nodes, edges, neighbours)
+        ]
         # the last product is linear, so that messages are added up before it
-        messages = hidden.sum(-2) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
+        messages = torch.cat(sums) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
         nodes = self._added(nodes, messages) * complete.unsqueeze(-1)
-        return nodes, self.norm3(edges + self.W13(_messages(self.W11, self.W12, nodes, edges, neighbours)))
+        renewed = [
+            self.norm3(edges[some] + self.W13(message))
+            for some, message in _messages(self.W11, self.W12, nodes, edges, neighbours)
+        ]
+        return nodes, torch.cat(renewed)
 
 
 class DecoderLayer(Layer):
@@ -263,9 +272,7 @@ class DecoderLayer(Layer):
         """nodes [N, D] -> [N, D]. What neighbours add is table [T, D] at heard [N, K], what edges add is edges
         [L, K, D] at place [N]."""
         part, sums = self._part(0, nodes).unsqueeze(1), []
-        # on the CPU as many at once as its cache holds: the messages are the most that there is
-        size = AT_ONCE if nodes.is_cpu else max(len(nodes), 1)
-        for some in (slice(first, first + size) for first in range(0, len(nodes), size)):
+        for some in _parts(nodes):
             message = table[heard[some]]
             message += edges[place[some]]
             message += part[some]
@@ -274,14 +281,25 @@ class DecoderLayer(Layer):
         return self._added(nodes, messages)
 
 
-def _messages(first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: Tensor, neighbours: Tensor) -> Tensor:
-    """[L, K, D]: two layers of the residue, the edge and the neighbour, side by side. Their first product is a sum of
-    three, of which two are found residue by residue, and not edge by edge."""
+def _messages(
+    first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: Tensor, neighbours: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """Some residues, and their [., K, D]: two layers of the residue, the edge and the neighbour, side by side. Their
+    first product is a sum of three, of which two are found residue by residue, and not edge by edge."""
     own, along, other = first.weight.chunk(3, 1)
-    found = linear(edges, along)
-    found += linear(nodes, own, first.bias).unsqueeze(1)
-    found += linear(nodes, other)[neighbours]
-    return gelu(second(gelu(found)))
+    mine, theirs = linear(nodes, own, first.bias).unsqueeze(1), linear(nodes, other)
+    for some in _parts(nodes):
+        found = linear(edges[some], along)
+        found += mine[some]
+        found += theirs[neighbours[some]]
+        yield some, gelu(second(gelu(found)))
+
+
+def _parts(residues: Tensor) -> list[slice]:
+    """Residues [L, ...] whose messages, the most that there is, are made together: on the CPU as many as its cache
+    holds."""
+    size = AT_ONCE if residues.is_cpu else max(len(residues), 1)
+    return [slice(first, first + size) for first in range(0, len(residues), size)]
 
 
 def _distance(own: Tensor, other: Tensor) -> Tensor:
