@@ -300,7 +300,7 @@ class OurStep:
         self.sampler.commit(self.state, self.sampler.propose(self.state, outputs, queries))
 
     def parts(self) -> dict[str, Callable[[], Any]]:
-        from paradec.samplers.renoising.noise import draw
+        from paradec.kernels.token_stats import draw
         from paradec.samplers.statistics import token_statistics
 
         logits = self.logits / 0.6

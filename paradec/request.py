@@ -231,10 +231,11 @@ class Request:
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
         saved = [name for name in FIELDS if name not in LIVE]
-        for name in data:
+        found = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
+        for name in found:
             if name not in saved:
                 raise ValueError(unknown("argument in a preset", name, saved))
-        return {name: _from_data(name, value) for name, value in data.items()}
+        return {name: _from_data(name, value) for name, value in found.items()}
 
     def save(self, path: str | Path) -> None:
         """Write what differs from the defaults as JSON, for `load` and `preset=`; with a seed and a temperature also

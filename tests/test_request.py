@@ -18,7 +18,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.core.adaptive_blocks import AdaptiveBlocks
 from paradec.core.blocks import FixedBlocks
-from paradec.core.rng import DRAWS
+from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import DEFAULTS, Arguments, Request
 from paradec.request_fields import ELSEWHERE, FIELDS, LIVE

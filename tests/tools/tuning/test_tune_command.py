@@ -63,7 +63,7 @@ def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
         (["--caches", "duel"], "did you mean 'dual'"),
         (["--checker", "nothing"], "must be FILE.py:NAME"),
         (["--checker", "nothing.py:f"], "is no file"),
-        (["--checker", "json:nothing"], "has no function 'nothing'"),
+        (["--checker", "json:nothing"], "has no function or class 'nothing'"),
         (["--study", "/nowhere/x.db"], "cannot write --study"),
         (["--out", "/nowhere/x.json"], "cannot write --out"),
         (["--point", "0"], "point=0"),
