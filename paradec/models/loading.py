@@ -122,13 +122,11 @@ def load(
         if gguf_file is not None:
             raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
-        common["weight_layout"] = weight_layout
+        common |= {"weight_layout": weight_layout}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
             return load(folder, **common, **for_text, **image_options)
-    _check_arguments(source, revision, for_text)
-    if weight_layout is not None:
-        check_choice("weight_layout", weight_layout, LAYOUTS)
+    _check_arguments(source, revision, weight_layout, for_text)
     for_text["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _dtype(dtype), _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -161,12 +159,14 @@ def load(
     return _laid(load_it() if plan is None else plan.read(load_it), weight_layout)
 
 
-def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str, Any]) -> None:
     """Raise ValueError for one of a wrong type or out of its range; the rest of `given` is checked by what takes it."""
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
+    if layout is not None:
+        check_choice("weight_layout", layout, LAYOUTS)
     check_int("mask_token_id", given["mask_token_id"], low=0, none=True)
     check_int("block_length", given["block_length"], low=1, none=True)
     topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]

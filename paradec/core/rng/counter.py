@@ -44,8 +44,8 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
 
 
 def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any]:
-    """The same of arrays. Numbers 0 and 2 of the four take the same steps, and so do 1 and 3: pairs of them are half as
-    many calls, which is what few numbers cost."""
+    """The same of arrays. Entries 0 and 2 of the counter take the same steps, and so do 1 and 3: pairs of them are half
+    as many calls, which is what few numbers cost."""
     shape, narrow = np.broadcast(*counter, *key).shape, np.broadcast(*key).shape
     even, odd = np.empty((2, 2, *shape), np.uint64)
     even[0], odd[0], even[1], odd[1] = counter
