@@ -190,7 +190,7 @@ class CanvasState:
     """[B]: the position after each row's last token."""
     steps_per_block: Numbers | None
     """[B]: steps planned for each block of a row; None plans one token a step."""
-    longest_plan: int
+    longest_plan: int = 0
     """In the device step alone, for tables: no block's plan has more steps."""
 
     def planned_steps(self, rows: Numbers) -> Numbers:

@@ -272,11 +272,6 @@ class MaskedState(Tracked, RefilledRows):
         self.nothing = torch.zeros_like(self.window.positions, dtype=torch.bool)
 
     @property
-    def longest_plan(self) -> int:
-        """Steps planned for a block, of the row that has the most."""
-        return int(self.planned_steps(np.arange(self.batch)).max())
-
-    @property
     def block_ends(self) -> Tensor:
         """[R, 1] int64: where the running rows' blocks end, on the device."""
         rows, device = self.window.rows, self.canvas.device
