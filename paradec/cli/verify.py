@@ -15,7 +15,7 @@ from paradec.core.text_files import write_json
 
 Place = Annotated[
     str | None,
-    typer.Option("--target", metavar="MODULE:FUNCTION", help="A Python function, from a request to an answer."),
+    typer.Option("--target", metavar="FILE.py:NAME", help="A Python function, from a request to an answer."),
 ]
 Line = Annotated[
     str | None,
@@ -67,7 +67,7 @@ def verify(
         from paradec.tools.conformance import archive, report
         from paradec.tools.conformance.cases import cases
         from paradec.tools.conformance.run import DRAWS, TOLERANCE, Run, run
-        from paradec.tools.conformance.targets import Command, Ours, imported
+        from paradec.tools.conformance.targets import Command, Ours
 
     narrowed: dict[str, Any] = {"quick": True} if quick else {}
     narrowed |= {"method": "+".join(method)} if method else {}
@@ -76,7 +76,7 @@ def verify(
         chosen = list(cases(kit, method or (), group or (), quick))
         asked: Any = Ours()
         if target is not None:
-            asked = imported(target)
+            asked = options.from_file("--target", target)
         elif command is not None:
             asked = Command(command, timeout)
         show.quiet_loading()
