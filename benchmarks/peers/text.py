@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--python", required=True)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--weight-layout", default="columns", help="of ours: columns is what is fastest on a CPU")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -203,6 +204,7 @@ def main() -> None:
     torch.set_num_threads(1)
     prompt_length, answer = SIZES[given.size][-2:]
     result: dict[str, Any] = {**common.machine(), "dtype": given.dtype, "turns": given.turns, "cases": {}}
+    result["weight_layout"] = given.weight_layout
     loads = [common.load()]
     with tempfile.TemporaryDirectory() as away:
         folders = {name: Path(away) / name for name in ("llada", "dream")}
@@ -213,7 +215,10 @@ def main() -> None:
         vocab = sizes["words"]
         draw = torch.Generator().manual_seed(1)
         prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
-        models = {name: paradec.load(folder, dtype=given.dtype) for name, folder in folders.items()}
+        models = {
+            name: paradec.load(folder, dtype=given.dtype, weight_layout=given.weight_layout)
+            for name, folder in folders.items()
+        }
         for name, (reference, theirs, own) in cases(given).items():
             folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
             checkout = Checkout(getattr(given, reference))
