@@ -341,8 +341,8 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     Raises:
         ValueError: a model of another kind.
     """
-    from paradec.models.eagle import load_drafter
     from paradec.models.images.loading import FAMILIES, image_adapter
+    from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load
 
     model_type = image_type(source)

@@ -220,7 +220,7 @@ class DraftingSampler(ChainSampler):
             return
         if features is not None:
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
-            features = features[(every + torch.as_tensor(going, device=features.device)).flatten()]
+            features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
         rows = rows[going]
         self._source(state).fill(state, rows, features)
 
