@@ -29,7 +29,7 @@ from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, r
 from paradec.samplers.causal.block_drafts import draft_block
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.state import CausalState, Drafting, Spans
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.verification import DraftWindow, Verified, probability
@@ -248,7 +248,8 @@ class DraftingSampler(ChainSampler):
                 break
             index = torch.as_tensor(rows, device=drafts.device)
             stop = state.committed[rows] + slot
-            calls = state.calls(own.store, own.model.pads, rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
+            spans = Spans(rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
+            calls = state.calls(own.store, own.model.pads, spans)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
             q = _checked(own, rows, state.distribution(self._read(state, calls), rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
@@ -399,7 +400,8 @@ class DraftingSampler(ChainSampler):
         elif self._undrafted(state):
             rows, committed = state.rows, state.committed[state.rows]
             drafts, begin = state.memory.read(rows)["drafts"], np.zeros_like(committed)
-            queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
+            spans = Spans(rows, drafts, begin, committed, committed - 1, state.width)
+            queries = state.calls(state.store, state.pads, spans)
         else:
             queries = super().query(state)
         if not self._reads_features:
