@@ -23,7 +23,7 @@ from paradec.core.protocol import Commit, Proposal
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
-from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.state import CausalState, Spans
 from paradec.samplers.causal.verification import (
     UNIFORM,
     DraftDistributions,
@@ -104,7 +104,8 @@ class ChainSampler(CausalSampler):
         fresh = state.row_step[rows] == 0
         begin = np.where(fresh, 0, committed - 1)
         stop = committed - 1 + self._evaluated(state)
-        return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width, fresh)
+        spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, fresh)
+        return state.calls(state.store, state.pads, spans)
 
     def _evaluated(self, state: CausalState) -> np.ndarray:
         """[R] int64: slots of each running row's window that this step evaluates."""

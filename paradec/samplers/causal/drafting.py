@@ -32,7 +32,7 @@ from paradec.samplers.causal.drafts.recurrent import RecurrentChain
 from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.static_tree import StaticTree
 from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.state import CausalState, Drafting, Spans
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.verification import DraftWindow, Verified, probability
@@ -249,7 +249,8 @@ class DraftingSampler(ChainSampler):
         elif self._undrafted(state):
             rows, committed = state.rows, state.committed[state.rows]
             drafts, begin = state.memory.read(rows)["drafts"], np.zeros_like(committed)
-            queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
+            spans = Spans(rows, drafts, begin, committed, committed - 1, state.width)
+            queries = state.calls(state.store, state.pads, spans)
         else:
             queries = super().query(state)
         if not self._reads_features:

@@ -11,7 +11,7 @@ from torch import Tensor
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM
 from paradec.samplers.causal.drafts.source import checked, drafting_of, read
-from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.state import CausalState, Spans
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class DraftChain:
                 break
             index = torch.as_tensor(rows, device=drafts.device)
             stop = state.committed[rows] + slot
-            calls = state.calls(own.store, own.model.pads, rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
+            spans = Spans(rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
+            calls = state.calls(own.store, own.model.pads, spans)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
             q = checked(own, rows, state.distribution(read(state, calls), rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
