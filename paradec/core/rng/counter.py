@@ -117,7 +117,7 @@ def _on_host(place: np.ndarray, count: int) -> np.ndarray:
     for top, left in product(range(0, len(draws), tall), range(0, count, wide)):
         part = draws[top : top + tall, left : left + wide]
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _bits(calls, place[:, top : top + tall])
+        part[..., 0], part[..., 1] = _bits(calls, [*place[:, top : top + tall]])
         part += 0.5
         part *= 2.0**-53
     return draws

@@ -161,7 +161,7 @@ class JacobiSampler(ChainSampler):
     ) -> tuple[Tensor, Tensor]:
         """Guesses for every slot of the next window, of which the first known [R, 1] hold drafts [R, W]; and which
         distributions they have, as `DraftDistributions.source`. noise: their numbers [R, W], where these are drawn."""
-        positions = state.positions(rows) if noise is None or self._copies or state.prescribes else None
+        positions = state.positions(rows)
         if noise is None:
             noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
         guess = self._random(state, rows, noise)
