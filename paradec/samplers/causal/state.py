@@ -262,9 +262,22 @@ class CausalState(State):
             self.store.forget(every, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
         self.rows = np.flatnonzero(self.committed < self.end)
 
-    def uniform(self, rows: np.ndarray, positions: Tensor, count: int, stream: int, ahead: int = 0) -> Tensor:
-        """[R, W, count] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""
-        steps = torch.as_tensor(self.row_step[rows] + ahead, device=positions.device)
+    @property
+    def prescribes(self) -> bool:
+        """Whether there are positions whose tokens the grid says."""
+        return self.grid is not None and self.grid.length > self.grid.height * self.grid.width
+
+    def uniform(
+        self,
+        rows: np.ndarray,
+        positions: Tensor,
+        count: int,
+        stream: int | Tensor,
+        ahead: np.ndarray | None = None,
+    ) -> Tensor:
+        """[R, W, count] float64 draws for `positions` at the rows' steps, or so many steps `ahead` [W] of these."""
+        steps = self.row_step[rows] if ahead is None else self.row_step[rows, None] + ahead
+        steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
     def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
@@ -279,7 +292,7 @@ class CausalState(State):
         """What tokens are drawn from at positions [R, W], under the request's filters and the grid: logits [R, W, V] ->
         [R, W, V]."""
         found = token_distribution(logits, self.request, self.allowed)
-        if self.grid is not None and self.grid.length > self.grid.height * self.grid.width:
+        if self.prescribes:
             forced = self.forced(rows, positions).unsqueeze(-1)
             found = found.masked_fill(forced >= 0, 0)
             found.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(found.dtype))
@@ -330,7 +343,10 @@ class CausalState(State):
         at = torch.as_tensor(store_rows, device=device)
         positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
         slot = torch.as_tensor(column - committed[:, None], device=device)
-        drafted = spans.drafts[torch.as_tensor(index, device=device)].repeat(self.branches, 1)
+        drafted = spans.drafts
+        if len(index) < len(drafted):
+            drafted = drafted[torch.as_tensor(index, device=device)]
+        drafted = drafted.repeat(self.branches, 1)
         final = self.context[at.unsqueeze(1), positions]
         query = CausalQuery(
             rows=rows,

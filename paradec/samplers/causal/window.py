@@ -107,6 +107,17 @@ class JacobiSampler(ChainSampler):
 
     # ---- step and commit ------------------------------------------------------------------------------------------
 
+    def _uniform(self, state: CausalState, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As for all; and numbers [R, 2 W] for guesses, since the next window begins within this one or after it: few
+        numbers take as long as several times as many."""
+        rows, width = state.rows, state.width
+        ranks = state.committed[rows, None] + np.arange(2 * width)
+        after = torch.as_tensor(state.places(rows[:, None], ranks), device=positions.device)
+        ahead = np.repeat((0, 1), (width, 2 * width))
+        stream = torch.as_tensor(np.where(ahead, DRAFT_STREAM, rng.TOKEN_STREAM), device=positions.device)
+        found = state.uniform(rows, torch.cat((positions, after), 1), 3, stream, ahead)
+        return found[:, :width], found[:, width:, 0]
+
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         if self.refresh != "gumbel" or state.request.temperature == 0:
             return super()._fresh(state, p, positions, uniform)
@@ -137,23 +148,28 @@ class JacobiSampler(ChainSampler):
         evaluated = proposal.available.sum(1, keepdim=True)
         known, at = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
         moved = found.tokens.gather(1, at)
-        guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved)
+        noise = proposal.quantities.get("guesses")
+        noise = None if noise is None else noise.gather(1, slot + count)
+        guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved, noise)
         state.memory.write("drafts", rows, torch.where(known, moved, guess))
         state.memory.write("draft_source", rows, torch.where(known, source.gather(1, at), guessed_from))
 
     # ---- guesses --------------------------------------------------------------------------------------------------
 
-    def _guess(self, state: CausalState, rows: np.ndarray, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    def _guess(
+        self, state: CausalState, rows: np.ndarray, known: Tensor, drafts: Tensor, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Guesses for every slot of the next window, of which the first known [R, 1] hold drafts [R, W]; and which
-        distributions they have, as `DraftDistributions.source`."""
+        distributions they have, as `DraftDistributions.source`. noise: their numbers [R, W], where these are drawn."""
         positions = state.positions(rows)
-        noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
+        if noise is None:
+            noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
         guess = self._random(state, rows, noise)
         source = torch.full_like(guess, UNIFORM if self.guess_distribution == "uniform" else ONE_HOT)
         if self._copies:
             copied = self._copied(state, rows, positions, known, drafts)
             guess, source = torch.where(copied >= 0, copied, guess), torch.where(copied >= 0, ONE_HOT, source)
-        if state.layout is not None:
+        if state.prescribes:
             forced = state.forced(rows, positions)
             guess, source = torch.where(forced >= 0, forced, guess), torch.where(forced >= 0, ONE_HOT, source)
         return guess, source
