@@ -439,15 +439,14 @@ def test_unwritten_tokens_equal_written_ones(dtype: torch.dtype) -> None:
     ids[:, 5, 0] = -1
     by = 3 * torch.rand(3, 7, 4, generator=generator)
     raised = Raised(logits, best, p.double(), ids, by)
-    token, confidence = raised.statistics()
+    token, confidence = raised.statistics(("confidence",))
     expected = raised.written().double().softmax(-1)
     assert torch.equal(token, expected.argmax(-1)) and (token != best).any()
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(confidence, expected.amax(-1), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(confidence["confidence"], expected.amax(-1), rtol=tolerance, atol=tolerance)
     logits[0, 0, 5] = torch.nan
-    assert Raised(logits, *best_with_probability(logits), ids, by).statistics()[1].isnan().nonzero().tolist() == [
-        [0, 0]
-    ]
+    _, found = Raised(logits, *best_with_probability(logits), ids, by).statistics(("confidence",))
+    assert found["confidence"].isnan().nonzero().tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize(("vocab", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
@@ -465,7 +464,7 @@ def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(vocab: int, dtyp
 def test_unwritten_ties_go_to_the_lower_id() -> None:
     logits = torch.zeros(1, 2, LARGE)
     ids, by = torch.tensor([[[7, 3], [7, 3]]]), torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
-    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics()
+    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics(("confidence",))
     assert token.tolist() == [[3, 0]]
 
 
