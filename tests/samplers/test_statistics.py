@@ -147,7 +147,8 @@ def test_tokens_may_be_raised_by_any_amount(by: float, dtype: torch.dtype) -> No
     written = raised.written().double().softmax(-1)
     token, found = raised.statistics(("confidence",))
     assert torch.equal(token, written.argmax(-1))
-    torch.testing.assert_close(found["confidence"], written.amax(-1), rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0)
+    rtol = 1e-4 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(found["confidence"], written.amax(-1), rtol=rtol, atol=0)
 
 
 def test_divergence_of_logits_beyond_float32() -> None:

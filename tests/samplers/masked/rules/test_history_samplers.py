@@ -16,6 +16,7 @@ from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
+from paradec.samplers.distributions import divergence, log_divergence
 from paradec.samplers.masked.base import Stage
 from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
@@ -299,6 +300,53 @@ def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | Non
         assert ours == theirs
         sizes |= {sum(row == r for row, *_ in step) for step in ours for r in range(ROWS)}
     assert len(sizes) > 2 or settings.get("entropy_threshold", 0) is None or not settings.get("adaptive", True)
+
+
+@pytest.mark.parametrize(("loop", "settings", "steps"), [case for case in CASES if case[0] in (KLASSLoop, CCDLoop)])
+def test_large_vocabularies_are_read_once(
+    loop: type[Loop], settings: dict, steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a second read costs as much as the first, the stage's own numbers are taken."""
+
+    class Single(Script):
+        def __call__(self, query: object) -> Tensor:
+            return super().__call__(query).float()
+
+    monkeypatch.setattr("paradec.kernels.token_stats.read.SMALL_VOCABULARY", 0)
+    monkeypatch.setattr("paradec.samplers.distributions.CPU_CHUNK", 2 * VOCAB)
+    reads: list[int] = []
+    monkeypatch.setattr(
+        "paradec.samplers.masked.logits.token_statistics", lambda *a: reads.append(1) or token_statistics(*a)
+    )
+    for seed in range(4):
+        script = Single(seed, scale=2.5 if seed < 3 else 1.0)
+        assert played(samplers.create(loop.name, **settings), script, steps=steps) == looped(
+            loop(**settings), script, steps
+        )
+    assert not reads
+
+
+def test_divergence_without_a_logarithm_per_token() -> None:
+    """It is on the formula's side of the threshold, and the formula's own number near it, from the first step on."""
+    logits = 3 * torch.randn(2, 6, 500, generator=torch.Generator().manual_seed(3))
+    logits[..., 7] = -torch.inf
+    last = logits + torch.tensor([1e-4, 0.01, 0.1, 0.3, 2.0, 30.0]).unsqueeze(-1) * logits.flip(-1).clamp(min=-9)
+    seen = torch.ones(2, 6, dtype=torch.bool)
+    seen[1, 2] = False
+    first, kl = log_divergence(last, last.logsumexp(-1).double(), torch.zeros_like(last), 0.05, seen)
+    p, expected = divergence(last, torch.zeros_like(last))
+    torch.testing.assert_close(kl[seen], expected[seen], rtol=1e-6, atol=0)
+    assert (first[1, 2] == 0).all()
+    torch.testing.assert_close(first[seen].exp2(), p[seen], rtol=1e-5, atol=1e-16)
+    now, expected = divergence(logits, p)
+    assert expected[0].amin() < 1e-6 and expected[0].amax() > 5
+    for threshold in (1e-3, 0.05, 1.0, 20.0):
+        after, kl = log_divergence(logits, logits.logsumexp(-1).double(), first, threshold, seen)
+        assert torch.equal((kl < threshold)[seen], (expected < threshold)[seen])
+        near = seen & (expected > threshold / 2) & (expected < 2 * threshold)
+        torch.testing.assert_close(kl[near], expected[near], rtol=1e-4, atol=0)
+        torch.testing.assert_close(after[seen].exp2(), now[seen], rtol=1e-5, atol=1e-16)
+        assert torch.equal(after[1, 2], first[1, 2])
 
 
 @pytest.mark.parametrize(("loop", "settings", "steps"), CASES)
