@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.kernels.token_stats import scratch
+
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
@@ -75,18 +77,18 @@ def log_divergence(
     scale, kl = 1 / math.log(2), torch.zeros(len(flat))
     shift = (total.reshape(-1, 1) * -scale).float()
     rows = max(1, CPU_CHUNK // flat.shape[-1])
-    scratch = torch.empty(2, min(rows, len(flat)), flat.shape[-1])
+    memory = scratch((2, min(rows, len(flat)), flat.shape[-1]), flat.device)
     kept = seen.flatten().tolist()
     ends = [at for at in range(1, len(kept)) if kept[at] != kept[at - 1]]
     for first, stop in zip([0, *ends], [*ends, len(kept)], strict=True):
         for begin in range(first, stop, rows):
             here = slice(begin, min(begin + rows, stop))
-            own, change = after[here], scratch[0, : here.stop - begin]
+            own, change = after[here], memory[0, : here.stop - begin]
             if not kept[begin]:
                 own.copy_(before[here])
                 continue
             torch.add(shift[here], flat[here].float(), alpha=scale, out=own).clamp_(min=LEAST)
-            p = torch.exp2(own, out=scratch[1, : here.stop - begin])
+            p = torch.exp2(own, out=memory[1, : here.stop - begin])
             kl[here] = torch.sub(own, before[here], out=change).mul_(p).sum(-1) / scale
     first_step = (before[:, :2] == 0).all(-1)
     near = (kl > threshold / 4 - ROUNDED) & (kl < 16 * threshold + ROUNDED) | first_step

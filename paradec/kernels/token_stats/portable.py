@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -100,6 +101,21 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
     else:
         for part in logits:
             yield from _pieces(part, on_cpu, elsewhere)
+
+
+_kept = threading.local()
+
+
+def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Memory for float32 numbers that nothing holds when the caller returns. A thread keeps that on the CPU: a system
+    that gives it back and asks for it again at every call takes as long over it as some passes do."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    numbers = getattr(_kept, "numbers", None)
+    if numbers is None or len(numbers) < math.prod(shape):
+        with torch.inference_mode(False):  # else inference mode alone could write to it
+            numbers = _kept.numbers = torch.empty(math.prod(shape), dtype=torch.float32)
+    return numbers[: math.prod(shape)].view(shape)
 
 
 class _Sums(NamedTuple):
@@ -211,9 +227,7 @@ def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpn
     width = -(-vocab // LANES) * LANES
     most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // width))
     reads_shares = "entropy" in wanted or "smoothed_entropy" in wanted
-    # in one piece: of two, allocators give both back and ask for them again at every call
-    scratch = torch.empty((1 + reads_shares, most, width), dtype=torch.float32, device=logits.device)
-    piece = _Piece(scratch, vocab)
+    piece = _Piece(scratch((1 + reads_shares, most, width), logits.device), vocab)
     return _Sums(*_joined(_sums(group, wanted, temperature, sharpness, piece) for group in groups))
 
 
