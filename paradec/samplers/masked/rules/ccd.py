@@ -20,7 +20,8 @@ from paradec.kernels.token_stats import path_for
 from paradec.samplers.distributions import log_of
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import Read, best_with_probability, token_statistics
+from paradec.samplers.statistics import best_with_probability, token_statistics
+from paradec.samplers.unread import Read
 
 MOST_HISTORY = 64
 MOST_DISTRIBUTIONS = 256

@@ -16,10 +16,10 @@ from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.kernels.token_stats import path_for, read_stats
-from paradec.samplers.distributions import divergence, log_divergence
+from paradec.samplers.divergences import divergence, log_divergence
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import Read
+from paradec.samplers.unread import Read
 
 
 @dataclass(frozen=True)
