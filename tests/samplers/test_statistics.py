@@ -13,7 +13,7 @@ from paradec.samplers.causal.gsd import around
 from paradec.samplers.distributions import argmax, ascending, divided, log_of, tempered
 from paradec.samplers.divergences import divergence
 from paradec.samplers.filters import HEAD, draw_filtered, filter_logits
-from paradec.samplers.unread import Raised
+from paradec.samplers.statistics import Raised
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:

@@ -93,7 +93,7 @@ class MaskedSampler(Sampler):
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
         """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen. Changes nothing
-        in place. A stage that raises a few tokens only may leave them unwritten (`unread.raise_tokens`), and one
+        in place. A stage that raises a few tokens only may leave them unwritten (`statistics.raise_tokens`), and one
         that reads the logits may say what it found (`unread.Read`).
 
         The second value is what it found, each [R, ...]: `select` sees it as `view.updates`, and the commit writes what

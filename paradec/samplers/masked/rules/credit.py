@@ -14,8 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.statistics import Unread, best_with_probability
-from paradec.samplers.unread import raise_tokens
+from paradec.samplers.statistics import Unread, best_with_probability, raise_tokens
 
 MOST_SLOTS = 1024
 

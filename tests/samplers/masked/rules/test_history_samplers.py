@@ -18,8 +18,7 @@ from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.divergences import divergence, log_divergence
 from paradec.samplers.masked.base import Stage
-from paradec.samplers.statistics import best_with_probability, token_statistics
-from paradec.samplers.unread import Raised
+from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
 ROWS, BLOCK, BLOCKS = 3, 6, 2
