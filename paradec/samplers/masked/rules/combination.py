@@ -27,7 +27,7 @@ from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Needs, Stage, View
 from paradec.samplers.masked.views import selection
-from paradec.samplers.statistics import Raised, written
+from paradec.samplers.statistics import Unread, written
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Combination(MaskedSampler):
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
-        processed: Tensor | Raised = logits
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
+        processed: Tensor | Unread = logits
         updates = {}
         for index, member in enumerate(self.members):
             if member.needs.processes_logits:

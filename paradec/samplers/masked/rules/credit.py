@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.statistics import Raised, best_with_probability, raise_tokens
+from paradec.samplers.statistics import Unread, best_with_probability, raise_tokens
 
 MOST_SLOTS = 1024
 
@@ -82,7 +82,7 @@ class Credit(MaskedSampler):
             "tokens": MemorySpec(("window", self.slots), torch.int32, fill=-1),
         }
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
         favourite, p = best_with_probability(logits)  # [R, W]
         best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
         seen = stage.undecided.unsqueeze(-1)

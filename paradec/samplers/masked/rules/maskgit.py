@@ -24,7 +24,7 @@ from paradec.samplers.masked import reference
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
 from paradec.samplers.masked.draws import of_tokens
 from paradec.samplers.masked.queries import positions_of
-from paradec.samplers.statistics import Raised, written
+from paradec.samplers.statistics import Unread, written
 
 REDRAW_STREAM = 2
 """Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
@@ -126,7 +126,7 @@ class MaskGIT(MaskedSampler):
         return False  # the public code cuts the mask's logit off
 
     def read(
-        self, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
