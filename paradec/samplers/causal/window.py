@@ -121,7 +121,8 @@ class JacobiSampler(ChainSampler):
     ) -> None:
         """What was not committed is drafted next, with this step's p as its q; slots new to the window are guessed."""
         rows, p, drafts = proposal.rows, window.p, window.drafts
-        self._put_noise(state, rows, state.accepted[-1][rows])
+        if state.guesses:
+            self._put_noise(state, rows, state.accepted[-1][rows])
         slot = torch.arange(state.width, device=p.device)
         dense, source = p, slot.expand(len(rows), -1)
         if found.kept is not None:
@@ -146,6 +147,8 @@ class JacobiSampler(ChainSampler):
     def _guess(self, state: CausalState, rows: np.ndarray, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
         """Guesses for every slot of the next window, of which the first known [R, 1] hold drafts [R, W]; and which
         distributions they have, as `DraftDistributions.source`."""
+        if not state.guesses:
+            return drafts, torch.full_like(drafts, ONE_HOT)
         positions = state.positions(rows)
         noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
         guess = self._random(state, rows, noise)
