@@ -160,6 +160,7 @@ class OrderedState(CausalState):
     spoken: AnswerTexts | None = field(init=False, default=None)
     """Of a request with stop strings."""
 
+    guesses: ClassVar[bool] = False
     OF_ROWS: ClassVar[tuple[str, ...]] = (*CausalState.OF_ROWS, "order", "known", "new", "reached", "answer_start")
 
     @property

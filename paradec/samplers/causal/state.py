@@ -158,6 +158,8 @@ class CausalState(State):
     """Of a request with stop strings."""
 
     revises: ClassVar[bool] = False
+    guesses: ClassVar[bool] = True
+    """Whether slots come into the window that nothing is known of, and that are guessed."""
     attention_state: ClassVar[None] = None
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
 

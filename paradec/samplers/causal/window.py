@@ -110,6 +110,8 @@ class JacobiSampler(ChainSampler):
     def _uniform(self, state: CausalState, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As for all; and numbers [R, 2 W] for guesses, since the next window begins within this one or after it: few
         numbers take as long as several times as many."""
+        if not state.guesses:
+            return super()._uniform(state, positions)
         rows, width = state.rows, state.width
         ranks = state.committed[rows, None] + np.arange(2 * width)
         after = torch.as_tensor(state.places(rows[:, None], ranks), device=positions.device)
@@ -132,7 +134,8 @@ class JacobiSampler(ChainSampler):
     ) -> None:
         """What was not committed is drafted next, with this step's p as its q; slots new to the window are guessed."""
         rows, p, drafts = proposal.rows, window.p, window.drafts
-        self._put_noise(state, rows, state.accepted[-1][rows])
+        if state.guesses:
+            self._put_noise(state, rows, state.accepted[-1][rows])
         slot = torch.arange(state.width, device=p.device)
         dense, source = p, slot.expand(len(rows), -1)
         if found.kept is not None:
@@ -148,7 +151,7 @@ class JacobiSampler(ChainSampler):
         evaluated = proposal.available.sum(1, keepdim=True)
         known, at = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
         moved = found.tokens.gather(1, at)
-        noise = proposal.quantities.get("guesses")
+        noise = proposal.quantities.get("guesses") if state.guesses else None
         noise = None if noise is None else noise.gather(1, slot + count)
         guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved, noise)
         state.memory.write("drafts", rows, torch.where(known, moved, guess))
@@ -161,6 +164,8 @@ class JacobiSampler(ChainSampler):
     ) -> tuple[Tensor, Tensor]:
         """Guesses for every slot of the next window, of which the first known [R, 1] hold drafts [R, W]; and which
         distributions they have, as `DraftDistributions.source`. noise: their numbers [R, W], where these are drawn."""
+        if not state.guesses:
+            return drafts, torch.full_like(drafts, ONE_HOT)
         positions = state.positions(rows)
         if noise is None:
             noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
