@@ -29,7 +29,7 @@ Preset = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="A request that `paradec tune` or `Request.save` wrote; options that are given win over what is in it.",
+        help="A request that `paradec tune` or `Request.save` wrote; given options override it.",
     ),
 ]
 Set = Annotated[
@@ -51,11 +51,11 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Write what each step evaluated and made final: .html is a page to step through, .gif an animation, "
+        help="Record what each step evaluated and made final: .html is a page to step through, .gif an animation, "
         ".json data for `paradec trace`.",
     ),
 ]
-Live = Annotated[bool, typer.Option("--live", help="Show the tokens being filled in, on a terminal.")]
+Live = Annotated[bool, typer.Option("--live", help="Show tokens on the terminal as they are decided.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 

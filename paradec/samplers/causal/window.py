@@ -227,35 +227,35 @@ class JacobiSampler(ChainSampler):
 
 @dataclass(frozen=True)
 class Jacobi(PooledChain, JacobiSampler):
-    """Jacobi decoding: a draft is accepted when it is the very token that this step draws at its slot.
+    """Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
 
     Lossless at every temperature: what is committed is always this step's own draw from p. With fresh draws at every
     iteration (`refresh="resample"`) it saves next to nothing at a temperature above 0; the noise of a position is
     therefore kept (`refresh="gumbel"`), so that the iteration has a fixed point.
 
     By default the window slides: every step commits the tokens that are known to be right. With `group` whole blocks
-    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code): the prompt is evaluated
-    by itself and gives a block's first token; the block is evaluated, each token becomes what the one before it says,
-    and so on until an iteration changes nothing, which takes `group` iterations at most. The last one also gives the
-    next block's first token. After i iterations the first i + 1 tokens are those of token-by-token decoding. A block's
-    keys and values leave the store after every iteration but its last; the public code has the line that does so
-    commented out, so that its fixed point is another. A row ends its block as soon as an end token is among the tokens
-    that are known to be right.
+    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code). The prompt is evaluated
+    by itself and gives a block's first token. Then iterations evaluate the block and replace each token by the one that
+    the token before it predicts, until an iteration changes nothing; that takes at most `group` iterations. The last
+    one also gives the next block's first token. After i iterations the first i + 1 tokens are those of token-by-token
+    decoding. A block's keys and values leave the store after every iteration except its last. In the public code the
+    line that does so is commented out, so that its fixed point differs. A row ends its block as soon as an end token is
+    among the tokens that are known to be right.
 
-    With `pool`, up to so many n-grams that earlier steps have said are beside the sliding window as further drafts
-    (`paradec.samplers.causal.pool`): the same tokens in fewer forwards, each of `pool * (ngram - 1)` slots more.
+    With `pool`, that many n-grams of earlier steps are further drafts beside the sliding window
+    (`paradec.samplers.causal.pool`): the same tokens in fewer forwards, each with `pool * (ngram - 1)` more slots.
 
     Args:
-        group: tokens of a block; None slides a window over the answer. At temperatures above 0 it is the noise of the
-            positions that makes a fixed point: `refresh` must be "gumbel".
-        max_iterations: iterations of a block at most, with `group`; None is as many as the block has tokens, after
+        group: tokens of a block; None slides a window over the answer. At temperatures above 0 a fixed point needs
+            fixed noise at the positions: `refresh` must be "gumbel".
+        max_iterations: the most iterations of a block, with `group`; None is as many as the block has tokens, after
             which it does not change any more.
-        early_exit: what becomes of a block that still changes in its last iteration. "prefix" commits the tokens that
+        early_exit: what happens to a block that still changes in its last iteration. "prefix" commits the tokens that
             are known to be right, and the others begin the next block: lossless. "published" commits the whole block as
-            this iteration leaves it, together with the keys and values of the tokens that it evaluated, which are
-            others: lossless only where `max_iterations` is `group` or more. Needs a key/value store.
-        init: see `JacobiSampler`; with `group`, "random" draws from the row's own text so far (prompt and answer) where
-            it holds what may be drawn.
+            this iteration leaves it, with the keys and values of the tokens that it evaluated, which are different
+            tokens: lossless only if `max_iterations` is `group` or more. Needs a key/value store.
+        init: see `JacobiSampler`; with `group`, "random" draws from the row's own text so far (prompt and answer) if
+            that has tokens that may be drawn.
         pool, ngram, pool_size: see `PooledChain`; needs `refresh` "gumbel", whose draws all branches share.
     """
 

@@ -312,7 +312,7 @@ def compare(
     resume: Comparison | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Decode every question with every configuration, and count.
+    """Decode every question with every configuration; count right answers and forwards.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; None takes the small model inside the package.
@@ -326,8 +326,8 @@ def compare(
             float32, up to near-ties).
         seed: of the samplers that draw.
         max_new_tokens, block_length: as in `paradec.generate`.
-        resume: an earlier comparison with the same setup; what it has is not measured again, but for samplers of a
-            file that has changed, and those that drew with another version of the draws (a UserWarning names them).
+        resume: an earlier comparison with the same setup; its results are not measured again, except for samplers of a
+            file that has changed and those that drew with another version of the draws (a UserWarning names them).
         progress: called after every batch.
 
     Returns:

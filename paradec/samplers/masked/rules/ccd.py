@@ -32,24 +32,24 @@ MOST_DISTRIBUTIONS = 256
 class CCD(LowConfidence):
     """Per row, commit the masked positions whose averaged distribution has the lowest entropy.
 
-    Every step puts the distributions of its `buffer` most confident positions aside. A position's average is over this
-    step's distribution and those of the `history - 1` steps before that had it in their buffer. Contexts that disagree
-    make the average flat: its entropy is that of each plus what the contexts say about the token. Tokens come from the
-    average, too.
+    Every step keeps the distributions of its `buffer` most confident positions. A position's average is over this
+    step's distribution and those of the previous `history - 1` steps that had the position in their buffer. If these
+    steps disagree, the average is flat: its entropy is the mean entropy plus the disagreement. Tokens are chosen from
+    the average, too.
 
-    The schedule grants a number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
-    (CCD-DS) positions in this step's buffer whose entropy is at most that are committed as well, so up to `buffer` at
-    once.
+    The schedule gives the number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
+    (CCD-DS), positions in this step's buffer whose entropy is at most this threshold are committed too, so up to
+    `buffer` at once.
 
     Args:
         history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
             LLaDA in the paper: the presets.
-        buffer: V, positions put aside per step, at least 1; (history - 1) * buffer is at most 256.
-        entropy_threshold: nats, at least 0; None keeps to the schedule (CCD). The paper gives no number; 0.3 is ours,
-            about the entropy of a token at 0.9 with one rival.
+        buffer: V, positions kept per step, at least 1; (history - 1) * buffer is at most 256.
+        entropy_threshold: nats, at least 0; None commits by the schedule alone (CCD). The paper gives no number; 0.3 is
+            ours, about the entropy of a token at 0.9 with one alternative.
 
-    Confidence is the probability of the best token. Positions that a cache leaves out of a step are in no buffer of it;
-    what earlier steps put aside ages all the same.
+    Confidence is the probability of the best token. Positions that a cache leaves out of a step are not in its buffer;
+    distributions of earlier steps still age.
 
     Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the defaults and 126,464 tokens.
     """

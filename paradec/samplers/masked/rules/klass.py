@@ -25,23 +25,23 @@ from paradec.samplers.unread import Read
 @dataclass(frozen=True)
 class KLASS(LowConfidence):
     """Per row, commit every masked position with confidence > confidence_threshold whose distribution was stable in
-    each of the last `history` steps, KL(p_t || p_(t-1)) < kl_threshold; where there is none, the most confident ones
-    that the linear schedule grants (one, without `steps`).
+    each of the last `history` steps, KL(p_t || p_(t-1)) < kl_threshold. If there is none, commit as many of the most
+    confident positions as the linear schedule gives (one, without `steps`).
 
     Args:
         confidence_threshold: in [0, 1].
-        kl_threshold: in nats, above 0; infinity calls everything stable.
+        kl_threshold: in nats, above 0; with infinity everything is stable.
         history: h, steps in a row that must have been stable, at least 1.
 
-    The first step of a block has no predecessor: the public code compares it with zeros, which is stable at no finite
-    threshold below about 20, so that nothing is ready before step h + 1. A position that a cache leaves out of a step
+    The first step of a block has no predecessor: the public code compares it with zeros, so that no position is stable
+    at thresholds below about 20, and none is ready before step h + 1. A position that a cache leaves out of a step
     keeps its last distribution and its count.
 
-    With pipelined blocks, which take no `steps`, what is ready in any open block goes; a block that must make progress
-    and has nothing ready commits its most confident position.
+    With pipelined blocks, which take no `steps`, ready positions of all open blocks are committed; a block that must
+    make progress and has none commits its most confident position.
 
     Presets: "llada" (GSM8K; the paper cuts blocks of 64) and "dream". `steps` plans the schedule and does not bound the
-    forwards: a step with one ready position commits that one only, as in the public code.
+    forwards: a step with one ready position commits only that one, as in the public code.
 
     Keeps the last distribution in float32 (on CPUs, of large vocabularies, its logarithms), 4 bytes * vocabulary per
     position of the block (16 MB a row at 32 positions and 126,464 tokens; the public code keeps the whole canvas in
