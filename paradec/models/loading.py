@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.models import causal, lora
 from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
@@ -44,6 +44,7 @@ def load(
     mask_token_id: int | None = None,
     block_length: int | None = None,
     topology: str | None = None,
+    rope_theta: float | None = None,
     adapter: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     gguf_file: str | None = None,
@@ -90,6 +91,8 @@ def load(
         topology: "block_causal" for LLaDA's and Dream's formats with weights that were trained with blocks which see
             the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None takes
             the format's topology, and for adapters with D2F's published names "block_causal" in blocks of 32.
+        rope_theta: another base of the rotary angles than the checkpoint's, for masked models: a larger one stretches
+            them over longer texts (LongLLaDA). Rows may then be longer than the model was trained for, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format (adapter_config.json and
             adapter_model.safetensors), which is merged into the weights; for LLaDA's, Dream's and similar formats.
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
@@ -115,6 +118,7 @@ def load(
         "mask_token_id": mask_token_id,
         "block_length": block_length,
         "topology": topology,
+        "rope_theta": rope_theta,
         "adapter": adapter,
         "offload_folder": offload_folder,
     }
@@ -169,6 +173,7 @@ def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str
         check_choice("weight_layout", layout, LAYOUTS)
     check_int("mask_token_id", given["mask_token_id"], low=0, none=True)
     check_int("block_length", given["block_length"], low=1, none=True)
+    check_number("rope_theta", given["rope_theta"], low=0, open_low=True, none=True)
     topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]
     if topology is not None:
         check_choice("topology", topology, ("bidirectional", "block_causal"))
@@ -216,7 +221,7 @@ def _load_canvases(
     **options: Any,
 ) -> Model:
     """What `load` does for models that decode canvases of noise."""
-    for name in ("mask_token_id", "block_length", "topology", "adapter"):
+    for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
         if options.pop(name) is not None:
             raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
     if tp_plan is not None:
