@@ -126,10 +126,9 @@ def load(
         if gguf_file is not None:
             raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
-        common |= {"weight_layout": weight_layout}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
-            return load(folder, **common, **for_text, **image_options)
+            return load(folder, weight_layout=weight_layout, **common, **for_text, **image_options)
     _check_arguments(source, revision, weight_layout, for_text)
     for_text["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _dtype(dtype), _device(device)
@@ -148,9 +147,7 @@ def load(
         return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options), weight_layout)
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
-        for name, value in for_text.items():
-            if value is not None:
-                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
+        _refuse_text_options(for_text)
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
         return _laid(load_image_model(config["model_type"], source, image_options, **common), weight_layout)
     _refuse_image_options(image_options)
@@ -181,6 +178,13 @@ def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str
         raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
     if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
         raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
+
+
+def _refuse_text_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that only text models take."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
 
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:
