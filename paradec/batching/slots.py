@@ -65,6 +65,8 @@ class Ticket:
     output: Output | None = None
     """Of one row; None as long as it is being decoded or waits."""
     cancelled: bool = False
+    cache_salt: str | None = None
+    """Only prompts with an equal one share keys and values."""
     isolated: bool = False
     """Whether a step of its group raised, so that it is decoded alone."""
     new: int = field(default=0, repr=False)
