@@ -410,7 +410,7 @@ class Batch:
             width = group.columns(width)
         row = bytes_of_row(self.model, state, width)
         others = sum(g.nbytes for g in self._groups if g is not group)
-        others += 0 if self.prefixes is None else self.prefixes.tree.nbytes
+        others += 0 if self.prefixes is None else self.prefixes.nbytes
         most = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
         if self.max_memory is not None:
             most = min(most, (self.max_memory - others) // row)

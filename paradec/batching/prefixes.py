@@ -4,44 +4,21 @@ being decoded, to those that begin (`paradec.caches.prefix_tree`)."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from paradec.batching.slots import Ticket
 from paradec.caches.kept import KeptPrefix, common_length, evaluate, weights_of
-from paradec.caches.parts import outward
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.protocol import CallCost
-from paradec.samplers.masked.trackers import Tracker
 
 __all__ = ["Prefixes"]
 
 CAUSAL_BLOCK = 16
 """Tokens of a block of the tree, of models that see what is left of a position alone."""
-
-
-@dataclass
-class WholeBlocks(Tracker):
-    """How far a masked row's keys and values are those of final tokens alone: its closed blocks, once a step has
-    evaluated them."""
-
-    whole: np.ndarray
-    """[B] int64."""
-
-    per_row: ClassVar[dict[str, Any]] = {"whole": None}
-    host_only: ClassVar[str] = "prefixes that requests share are looked up on the host"
-
-    def attach(self, state: Any) -> None:
-        super().attach(state)
-        state.reuses = bool(state.reused.any())
-
-    def committed(self, state: Any, proposal: Any, found: dict[str, np.ndarray]) -> None:
-        rows = proposal.rows
-        self.whole[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
 
 
 class Prefixes:
@@ -64,6 +41,11 @@ class Prefixes:
         self._weights = 0
         self._kept: set[int] = set()  # tickets whose prompts were added
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return self.tree.nbytes
+
     def allow(self, nbytes: int) -> None:
         """The rows of the batch take so many bytes."""
         if self._follows:
@@ -76,8 +58,6 @@ class Prefixes:
         wait among them, and the tree does not have, is evaluated once before."""
         if refusal(self.model, state) is not None:
             return
-        if state.facts.topology == "block_causal":
-            state.trackers += (WholeBlocks(np.zeros(state.batch, np.int64)),)
         if (weights := weights_of(self.model.module)) != self._weights:
             self.tree.clear()
             self._weights = weights
@@ -96,8 +76,6 @@ class Prefixes:
         if counts.any():
             self.hits, self.saved = self.hits + int((counts > 0).sum()), self.saved + int(counts.sum())
             self._fill(state, [ticket.prompts.rows[0] for ticket in tickets], counts, found)
-        if state.facts.topology == "block_causal":
-            state.attach_trackers()
 
     def _usable(self, state: Any, row: int, ticket: Ticket) -> list[int]:
         """The tokens of a prompt that need not be evaluated if they are known: those before the position that has the
@@ -118,7 +96,7 @@ class Prefixes:
         tokens = [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
         kept = KeptPrefix(self.model.module, tokens, layers, True)
         state.store.load(kept, np.arange(len(rows)), counts)
-        state.reused = counts
+        state.reused, state.reuses = counts, True
 
     def _evaluate(self, state: Any, row: int, tokens: list[int], scope: Hashable) -> None:
         """Add tokens that several prompts begin with to the tree: one call, which is counted with `row`."""
@@ -145,9 +123,8 @@ class Prefixes:
         ]
         if not wanted or refusal(self.model, state) is not None:
             return
-        whole = state.store.intact(state.canvas)
-        if state.facts.topology == "block_causal":
-            whole = np.minimum(whole, np.minimum(state.whole, state.end))
+        # keys that saw a mask or a rejected draft lie right of a slot that was written as one
+        whole = np.minimum(state.store.intact(state.canvas), state.end)
         for slot, ticket in wanted:
             self._kept.add(ticket.number)
             count = int(whole[slot]) if ticket.prompts.images is None else 0

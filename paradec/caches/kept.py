@@ -293,7 +293,7 @@ def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
 
 
 def weights_of(module: torch.nn.Module) -> int:
-    """A number that changes when a parameter is exchanged, moves, or is written to in place (but through its `data`)."""
+    """A number that changes when a parameter is exchanged, moves, or is written in place (but through its `data`)."""
     return hash(tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters()))
 
 

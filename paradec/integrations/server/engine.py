@@ -82,6 +82,10 @@ class Engine:
         """Prompts that wait for a row."""
         return self.batch.waiting
 
+    def prefixes(self, name: str) -> int:
+        """A count of `paradec.batching.prefixes.Prefixes`; 0 where nothing is kept."""
+        return int(getattr(self.batch.prefixes, name, 0))
+
     def submit(
         self, prompt: Any, *, on_done: Callable[[Ticket], None], streamer: Any = None, id: Any = None, **changes: Any
     ) -> Ticket:
