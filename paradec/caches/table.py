@@ -19,6 +19,7 @@ MODELS = (
     ("bidirectional", "shifted"),
     ("block_causal", "same"),
     ("block_causal", "shifted"),
+    ("causal_context", "same"),
 )
 """(topology, prediction) of the models that the masked family takes."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from paradec.core.checks import LARGEST_INT64, check_choice, check_int
 
 PREDICTIONS = ("same", "shifted")
-TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
+TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
 HOLE = -1
 """The id of a position to fill, for models without a mask token, which decode canvases of noise."""
@@ -29,7 +29,9 @@ class ModelFacts:
         max_length: positions the model can take, prompt and answer together; None if unlimited.
         trained_length: positions that the model was trained for, where it can take more: longer rows are warned of.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
-        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
+        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "causal_context" is an
+            open block that sees itself and what causal calls made of all before it, whose first token is the causal
+            prediction of the one before (Nemotron-Labs-Diffusion); "canvas" is a causal
             encoder of what is final, and a bidirectional block of noise after it (DiffusionGemma).
         block_length: the block of a block-causal model, and the canvas of one with canvases.
         block_align: where the blocks of a block-causal model are counted from: "absolute" is position 0 (SDAR, LLaDA2),
@@ -65,10 +67,10 @@ class ModelFacts:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an end-of-text id {self.eos_token_ids}")
         if self.mask_token_id is not None and self.mask_token_id == self.pad_token_id:
             raise ValueError(f"pad_token_id={self.pad_token_id} is also the mask id; give another id to pad with")
-        if self.topology in ("block_causal", "canvas"):
+        if self.topology in ("block_causal", "causal_context", "canvas"):
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:
-            raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
+            raise ValueError(f"block_length={self.block_length} is only for models with blocks or canvases")
         if self.block_align != "absolute" and self.topology != "block_causal":
             raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
         for name in ("max_length", "trained_length"):

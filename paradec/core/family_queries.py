@@ -26,6 +26,12 @@ class CausalQuery(Query):
     `keep_layers` [R, Q, layers * D]: theirs, side by side."""
 
 
+@dataclass
+class BlockDraftQuery(CausalQuery):
+    """A block of masks after the last final token, which a causal model drafts over its own store: its columns see
+    each other, as `visible` says, and all that is stored."""
+
+
 @dataclass(kw_only=True)
 class AnyOrderQuery(Query):
     """A call of a model of any order (`Model.any_order`) by the causal family; shapes as in `Query`."""

@@ -135,7 +135,7 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if name in config:
             config[name] = str(model.dtype).removeprefix("torch.")
     name = published.family.block_name
-    if name is not None and config.get(name) != facts.block_length:
+    if name is not None and facts.block_length is not None and config.get(name) != facts.block_length:
         config[name] = facts.block_length
     if facts.prompt_aligned:
         config[d2f.STATED] = facts.block_length
@@ -147,7 +147,7 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, places in found.items():
         values = [p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in places]
         first = next((value for value in values if value is not None), None)
-        if first != getattr(facts, name):
+        if first != getattr(facts, name) and (name != "mask_token_id" or facts.mask_token_id is not None):
             config[name] = getattr(facts, name)
     given = set(stated_ends(config, generation, tokenizer, published.family))
     if given != set(facts.eos_token_ids):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import BlockDraftQuery
 from paradec.core.query import Query, WindowQuery
 from paradec.models.rotary import BY_CALL
 
@@ -33,7 +34,7 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
         origin = _origin(facts, query)
         own = facts.block_numbers(query.positions, origin)
         structure = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
-    elif structure is None and facts.topology == "causal":
+    elif structure is None and facts.topology.startswith("causal") and not (store is not None and lifts(query)):
         if mask is not None or store is not None or not masks_itself:
             structure = query.positions[:, :, None] >= keys[:, None, :]
     if structure is None or mask is None:
@@ -42,6 +43,12 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
     if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
+
+
+def lifts(query: Query) -> bool:
+    """Whether the columns of a call over a store see what `visible` says and all that is stored, on causal models too:
+    open blocks of masks."""
+    return isinstance(query, (WindowQuery, BlockDraftQuery)) and query.visible is not None
 
 
 def _origin(facts: ModelFacts, query: Query) -> Tensor | None:

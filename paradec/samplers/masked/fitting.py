@@ -78,6 +78,8 @@ def block_policy(
         return policy.for_model(model) if hasattr(policy, "for_model") else policy
     if model.facts.topology == "block_causal":
         return FixedBlocks(model.facts.block_length, align=model.facts.block_align)
+    if model.facts.topology == "causal_context":
+        return FixedBlocks(model.facts.block_length)
     if model.default_block_length is not None and not holes:
         return FixedBlocks(model.default_block_length)
     return WholeCanvas()

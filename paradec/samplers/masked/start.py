@@ -20,6 +20,7 @@ from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
 from paradec.request import Request, randomness
 from paradec.samplers.masked.adaptive import BlockEnds
+from paradec.samplers.masked.causal_context import CausalContext, check_context
 from paradec.samplers.masked.decision_order import DecisionOrder
 from paradec.samplers.masked.early import EarlyStops
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
@@ -101,6 +102,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
+    if facts.topology == "causal_context":
+        check_context(sampler, policy, early_rules, facts, request)
     _track(state, model, request, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
@@ -147,6 +150,8 @@ def _track(
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
         found.append(Holes())
+    if facts.topology == "causal_context":
+        found.append(CausalContext(np.zeros(state.batch, bool)))
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
     state.begin(found)
