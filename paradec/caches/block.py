@@ -17,12 +17,12 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class BlockCache(RangeCache):
-    """A row's first step evaluates the prompt and the open block, the others the block alone; nothing right of it is
-    ever evaluated. Exact: under block-causal attention no block sees a later one.
+    """A row's first step evaluates the prompt and the open block, the others only the block. Nothing right of the block
+    is evaluated. Exact: under block-causal attention no block sees a later one.
 
     When a block is full, its final tokens are evaluated in the next block's first step, beside that block, which sees
-    them; the public codes spend a forward of its own on that. Blocks here are the model's; a request's may be smaller.
-    Over causal context the call that stores them is one of its own: it says how the next block begins.
+    them; the public codes take a separate forward for this. Blocks here are the model's; a request's may be smaller.
+    Over causal context a call of its own stores them, because it also gives the first token of the next block.
     """
 
     name = "block"
