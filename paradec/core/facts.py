@@ -34,7 +34,7 @@ class ModelFacts:
             prediction of the one before (Nemotron-Labs-Diffusion); "canvas" is a causal
             encoder of what is final, and a bidirectional block of noise after it (DiffusionGemma).
         block_length: the block of a block-causal model, and the canvas of one with canvases.
-        block_align: where the blocks of a block-causal model are counted from: "absolute" is position 0 (SDAR, LLaDA2),
+        block_align: where the blocks of a model with blocks are counted from: "absolute" is position 0 (SDAR, LLaDA2),
             "prompt" the end of the prompt, which is one block whatever its length (D2F).
         name: what messages call it.
 
@@ -71,8 +71,8 @@ class ModelFacts:
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:
             raise ValueError(f"block_length={self.block_length} is only for models with blocks or canvases")
-        if self.block_align != "absolute" and self.topology != "block_causal":
-            raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
+        if self.block_align != "absolute" and self.topology not in ("block_causal", "causal_context"):
+            raise ValueError(f"block_align={self.block_align!r} is only for models with blocks")
         for name in ("max_length", "trained_length"):
             check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paradec.core.checks import shown
-from paradec.models import cpu_dtypes, lora
+from paradec.models import cpu_dtypes, lora, own_drafts
 from paradec.models.checkpoint import (
     CheckpointError,
     check_weights,
@@ -28,11 +28,20 @@ from paradec.models.checkpoint import (
 from paradec.models.decoder import Decoder
 from paradec.models.family import Family
 from paradec.models.lora import LoRA
-from paradec.models.own_drafts import DraftAdapter, OwnDrafts
 from paradec.models.pretrained import read_module, reason
 from paradec.models.rotary import with_base
 from paradec.models.saving import Published
-from paradec.models.text import d2f, dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron_diffusion, sdar, stable_diffcoder
+from paradec.models.text import (
+    d2f,
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2,
+    llada_moe,
+    nemotron_diffusion,
+    sdar,
+    stable_diffcoder,
+)
 from paradec.models.text.qwen import stated_block
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation
@@ -96,28 +105,25 @@ def load_masked(
             f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
             "merged into the weights there"
         )
-    family, block_length = _mode(source, config, family, block_length, topology) or _blocks(source, config, family, block_length, topology, adapter)
+    family, block_length = _blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
     stored = stored_weights(source, revision)
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
         names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
     else:
         names = check_weights(source, stored, hf_config, family.key_mapping or {})
-    drafts = _draft_adapter(source, family, stored, revision, adapter)
-    if adapter is not None and drafts is None:
+    if adapter is not None and not family.modes:
         scales = adapter.scales(source, stored)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
     block = None if family.topology == "causal" else block_length
     ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
     facts, own = facts_of(*ids, raised=rope_theta is not None), None
-    if family.draft_adapter is not None and block_length is not None:
-        own = OwnDrafts(facts.mask_id, block_length, drafts)
-    if family.topology == "causal":
-        facts = replace(facts, mask_token_id=None)
+    if family.modes:
+        facts, own = own_drafts.of(source, facts, family, block_length, stored, revision, adapter)
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
-    if adapter is not None and drafts is None:
+    if adapter is not None and own is None:
         adapter.merge(module, family.key_mapping or {}, scales)
     if device is not None:
         module = module.to(device)
@@ -231,43 +237,6 @@ def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, 
     return lora.read_lora(adapter) if isinstance(adapter, str) else adapter
 
 
-def _mode(
-    source: str, config: dict[str, Any], family: Family, given: int | None, topology: str | None
-) -> tuple[Family, int | None] | None:
-    """The family in the mode that was asked for, and the block; None for families of one mode.
-
-    Raises:
-        CheckpointError: a mode that it has not, or no block.
-    """
-    if not family.modes:
-        if topology in ("causal", "causal_context"):
-            raise CheckpointError(f"topology={topology!r} is not for {source!r}, which was not trained with it")
-        return None
-    mode = family.topology if topology is None else topology
-    if mode not in family.modes:
-        raise CheckpointError(f"topology={mode!r} does not fit {source!r}; it has {', '.join(map(repr, family.modes))}")
-    family = replace(
-        family,
-        modes=(mode,),
-        prediction="shifted" if mode == "causal" else family.prediction,
-        block_align="prompt" if mode == "block_causal" else family.block_align,
-    )
-    return family, _block_length(source, config, family, given)
-
-
-def _draft_adapter(
-    source: str, family: Family, stored: Mapping[str, Any], revision: str | None, adapter: LoRA | None
-) -> DraftAdapter | None:
-    """What a model that drafts for itself drafts with: the adapter that was given, else the checkpoint's own."""
-    if family.draft_adapter is None:
-        return None
-    if adapter is None:
-        if fetch(source, f"{family.draft_adapter}/{lora.CONFIG}", revision) is None:
-            return None
-        adapter = lora.read_lora(source, revision, family.draft_adapter)
-    return DraftAdapter.of(adapter, source, stored, family.key_mapping or {})
-
-
 def _blocks(
     source: str,
     config: dict[str, Any],
@@ -282,6 +251,10 @@ def _blocks(
     Raises:
         CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
     """
+    if family.modes:
+        return own_drafts.in_mode(source, family, topology), _block_length(source, config, family, given)
+    if topology is not None and topology.startswith("causal"):
+        raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which was not trained with it")
     if family.block_length is not None:
         if topology == "bidirectional":
             raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")

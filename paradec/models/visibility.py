@@ -34,7 +34,10 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
         origin = _origin(facts, query)
         own = facts.block_numbers(query.positions, origin)
         structure = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
-    elif structure is None and facts.topology.startswith("causal") and not (store is not None and lifts(query)):
+    elif facts.topology == "causal_context" and isinstance(query, WindowQuery):
+        if query.visible is None:
+            raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
+    elif structure is None and facts.topology.startswith("causal") and not isinstance(query, BlockDraftQuery):
         if mask is not None or store is not None or not masks_itself:
             structure = query.positions[:, :, None] >= keys[:, None, :]
     if structure is None or mask is None:
@@ -43,12 +46,6 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
     if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
-
-
-def lifts(query: Query) -> bool:
-    """Whether the columns of a call over a store see what `visible` says and all that is stored, on causal models too:
-    open blocks of masks."""
-    return isinstance(query, (WindowQuery, BlockDraftQuery)) and query.visible is not None
 
 
 def _origin(facts: ModelFacts, query: Query) -> Tensor | None:

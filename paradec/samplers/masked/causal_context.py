@@ -8,7 +8,7 @@ all that is stored; they store nothing. (Nemotron-Labs-Diffusion, arXiv 2607.057
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.core.checks import shown
-from paradec.core.facts import ModelFacts
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.query import WindowQuery
 from paradec.request import Request
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Ends, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
+
 
 @dataclass
 class CausalContext(Tracker):
@@ -35,6 +35,28 @@ class CausalContext(Tracker):
 
     per_row = {"seeding": None}
     host_only = "blocks over causal context are seeded on the host"
+
+    @classmethod
+    def of(cls, sampler: Any, state: MaskedState, early: tuple[Any, ...], request: Request) -> Self:
+        """For a request; `early` are its stop rules that read beyond the open block.
+
+        Raises:
+            ValueError: what does not work with blocks that are seeded.
+        """
+        blocks, facts, why = state.blocks, state.facts, None
+        if sampler.needs.multi_step or sampler.needs.mask_probes:
+            why = f"sampler {sampler.name!r} asks for several steps in one call"
+        elif getattr(blocks, "reads_logits", False):
+            why = f"blocks={shown(blocks)} end where the logits of a whole block say, before there are any"
+        elif isinstance(blocks, PipelinedBlocks):
+            why = f"blocks={shown(blocks)} open a block before the one before it is final"
+        elif early:
+            why = f"stop={shown(request.stop)} reads what is after the open block, which no call answers"
+        elif request.suffix is not None:
+            why = f"suffix={shown(request.suffix)} leaves out what is after the block, which is never evaluated"
+        if why is not None:
+            raise ValueError(f"{facts.name} decodes blocks over causal context, each from a seed: {why}")
+        return cls(np.zeros(state.batch, bool))
 
     def attach(self, state: MaskedState) -> None:
         state.seeding = self.seeding
@@ -103,26 +125,3 @@ class CausalContext(Tracker):
     def _seeds(self, state: MaskedState) -> np.ndarray:
         found: np.ndarray = self.seeding[state.window.rows]
         return found
-
-
-def check_context(sampler: Any, blocks: Any, early: tuple[Any, ...], facts: ModelFacts, request: Request) -> None:
-    """Raise ValueError for what does not work with blocks that are seeded.
-
-    Args:
-        blocks: the policy. early: stop rules that read beyond the open block.
-    """
-    why = None
-    if sampler.needs.multi_step or sampler.needs.mask_probes:
-        why = f"sampler {sampler.name!r} asks for several steps in one call"
-    elif getattr(blocks, "reads_logits", False):
-        why = f"blocks={shown(blocks)} end where the logits of a whole block say, before there are any"
-    elif isinstance(blocks, PipelinedBlocks):
-        why = f"blocks={shown(blocks)} open a block before the one before it is final"
-    elif early:
-        why = f"stop={shown(request.stop)} reads what is after the open block, which no call answers"
-    elif request.suffix is not None:
-        why = f"suffix={shown(request.suffix)} leaves out what is after the block, which is never evaluated"
-    elif request.prefix is not None or request.keep_prefix or request.share_prefix:
-        why = "prefixes are not kept of it"
-    if why is not None:
-        raise ValueError(f"{facts.name} decodes blocks over causal context, each from a seed: {why}")

@@ -20,7 +20,6 @@ from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
 from paradec.request import Request, randomness
 from paradec.samplers.masked.adaptive import BlockEnds
-from paradec.samplers.masked.causal_context import CausalContext, check_context
 from paradec.samplers.masked.decision_order import DecisionOrder
 from paradec.samplers.masked.early import EarlyStops
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
@@ -102,9 +101,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
-    if facts.topology == "causal_context":
-        check_context(sampler, policy, early_rules, facts, request)
-    _track(state, model, request, early_rules, generator, reuse)
+    _track(state, sampler, model, request, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -129,7 +126,13 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
 
 
 def _track(
-    state: MaskedState, model: Any, request: Request, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
+    state: MaskedState,
+    sampler: Any,
+    model: Any,
+    request: Request,
+    early: tuple[EarlyRule, ...],
+    generator: Any,
+    reuse: Reuse | None,
 ) -> None:
     """Open the first blocks, with a tracker of each thing that the request needs beside them."""
     shape, facts, found = tuple(state.canvas.shape), state.facts, list[Tracker]()
@@ -151,7 +154,9 @@ def _track(
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
         found.append(Holes())
     if facts.topology == "causal_context":
-        found.append(CausalContext(np.zeros(state.batch, bool)))
+        from paradec.samplers.masked.causal_context import CausalContext
+
+        found.append(CausalContext.of(sampler, state, early, request))
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
     state.begin(found)

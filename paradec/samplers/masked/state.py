@@ -42,8 +42,6 @@ class Tracked:
     suffix: Suffix | None = None
     reuse: Reuse | None = None
     """What was taken over from a prefix."""
-    seeding: np.ndarray | None = None
-    """[B] bool: rows whose block begins with a token of the causal call before it, on models of causal context."""
     attention_state: AttentionState | None = None
     """What the attention method keeps; None where every call attends to everything."""
 
