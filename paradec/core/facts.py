@@ -73,6 +73,8 @@ class ModelFacts:
             raise ValueError(f"block_length={self.block_length} is only for models with blocks or canvases")
         if self.block_align != "absolute" and self.topology not in ("block_causal", "causal_context"):
             raise ValueError(f"block_align={self.block_align!r} is only for models with blocks")
+        if self.topology == "causal_context" and not self.prompt_aligned:
+            raise ValueError("topology='causal_context' has blocks from the prompt's end: give block_align='prompt'")
         for name in ("max_length", "trained_length"):
             check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
 

@@ -62,7 +62,7 @@ def checkpoint(source: Path, target: Path, logits: tuple[str, ...] = ()) -> Reor
             write(target / path.name, order.in_fields(read(path)))
     weights = load_file(source / "model.safetensors")
     for name, tensor in weights.items():
-        if any(part in name for part in ("wte.", "embed", "lm_head", "transformer.ff_out")):
+        if any(part in name for part in ("wte.", "embed", "lm_head", "diffusion_head", "transformer.ff_out")):
             weights[name] = order.tokens(tensor, 0).contiguous()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     for name in logits:

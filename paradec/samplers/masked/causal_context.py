@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Part
+from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import shown
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.query import WindowQuery
@@ -44,8 +45,8 @@ class CausalContext(Tracker):
             ValueError: what does not work with blocks that are seeded.
         """
         blocks, facts, why = state.blocks, state.facts, None
-        if sampler.needs.multi_step or sampler.needs.mask_probes:
-            why = f"sampler {sampler.name!r} asks for several steps in one call"
+        if (found := verdict(sampler, state.cache, facts)).status == REFUSED:
+            why = f"sampler {sampler.name!r} does not work here: {found.why}"
         elif getattr(blocks, "reads_logits", False):
             why = f"blocks={shown(blocks)} end where the logits of a whole block say, before there are any"
         elif isinstance(blocks, PipelinedBlocks):

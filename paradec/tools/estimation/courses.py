@@ -57,6 +57,7 @@ class Course(CanvasState):
             prediction=shape.prediction,
             topology=shape.topology,
             block_length=shape.block_length,
+            block_align="prompt" if shape.topology == "causal_context" else "absolute",
             name=shape.name,
         )
         self.mask_id, self.batch, self.branches = MASK, 1, 1

@@ -7,6 +7,7 @@ here; no trace depends on it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -25,6 +26,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query, StoreCall, WindowLogits, WindowQuery
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
+from paradec.tools.evaluation.likelihood import log_likelihoods
 
 NLD = golden("autumn") / "nld"
 FOLDERS = sorted(path.parent for path in NLD.glob("*/config.json"))
@@ -287,6 +289,29 @@ def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], messag
     (tmp_path / "model.safetensors").write_bytes((FOLDERS[0] / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=message):
         paradec.load(tmp_path)
+
+
+def test_a_module_that_is_wrapped() -> None:
+    """Decodes as the loaded model does; blocks that are counted from elsewhere are refused."""
+    model = some()
+    facts: dict[str, Any] = {"mask_token_id": model.facts.mask_id, "prediction": "same", "topology": "causal_context"}
+    facts["block_length"] = model.facts.block_length
+    wrapped = paradec.wrap(copy.deepcopy(model.module), **facts, block_align="prompt")
+    request = {"sampler": "credit", "cache": "block", "max_new_tokens": NEW, "eos_early_stop": False}
+    made = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
+    assert made[0] == made[1]
+    with pytest.raises(ValueError, match="give block_align='prompt'"):
+        paradec.wrap(copy.deepcopy(model.module), **facts)
+
+
+def test_what_is_no_decoding_says_so() -> None:
+    """A likelihood, and calls that do not say which columns are an open block."""
+    model = some()
+    pair, window = torch.tensor([[5, 6]]), WindowLogits(np.array([0]))
+    with pytest.raises(ValueError, match="the query says in `visible`"):
+        model(WindowQuery(rows=np.array([0]), tokens=pair, positions=torch.arange(2)[None], window=window))
+    with pytest.raises(ValueError, match="topology='causal'"):
+        log_likelihoods(model, [([5], [6])])
 
 
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
