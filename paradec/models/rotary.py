@@ -144,7 +144,7 @@ def lengths(config: Any, raised: bool) -> tuple[int | None, int]:
     if raised:
         return None, trained
     fields = config.rope_parameters
-    if fields.get("original_max_position_embeddings") is None:
+    if not {"factor", "original_max_position_embeddings"} <= fields.keys():
         return trained, trained
     # a file may scale the angles and leave the length as it was
     return max(trained, int(fields["factor"] * fields["original_max_position_embeddings"])), trained
