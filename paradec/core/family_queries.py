@@ -27,9 +27,9 @@ class CausalQuery(Query):
 
 
 @dataclass
-class BlockDraftQuery(CausalQuery):
-    """A block of masks after the last final token, which a causal model drafts over its own store: its columns see
-    each other, as `visible` says, and all that is stored."""
+class VisibleQuery(CausalQuery):
+    """A call over a store whose columns see all that is stored, and of each other what `visible` says, whatever the
+    model's topology allows: a block of masks that a causal model fills, say."""
 
 
 @dataclass(kw_only=True)

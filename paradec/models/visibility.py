@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.facts import ModelFacts
-from paradec.core.family_queries import BlockDraftQuery
+from paradec.core.family_queries import VisibleQuery
 from paradec.core.query import Query, WindowQuery
 from paradec.models.rotary import BY_CALL
 
@@ -30,14 +30,16 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
     else:
         mask, keys = store.visible(query)
         structure = None  # the store's mask has it
-    if structure is None and facts.topology == "block_causal":
+    if isinstance(query, VisibleQuery) and store is not None:
+        pass
+    elif structure is None and facts.topology == "block_causal":
         origin = _origin(facts, query)
         own = facts.block_numbers(query.positions, origin)
         structure = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
     elif facts.topology == "causal_context" and isinstance(query, WindowQuery):
         if query.visible is None:
             raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
-    elif structure is None and facts.topology.startswith("causal") and not isinstance(query, BlockDraftQuery):
+    elif structure is None and facts.topology.startswith("causal"):
         if mask is not None or store is not None or not masks_itself:
             structure = query.positions[:, :, None] >= keys[:, None, :]
     if structure is None or mask is None:
