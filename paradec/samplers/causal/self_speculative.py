@@ -11,7 +11,7 @@ made exact at every temperature; `paradec.samplers.masked.rules.s2d2` follows th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class SelfSpeculative(ChainSampler):
     rule: str = "ratio"
     threshold: float | None = None
     adapter: bool | None = None
+
+    models: ClassVar[tuple[str, ...]] = ("text",)
 
     name = "self_speculative"
     paper = "Nemotron-Labs-Diffusion"
