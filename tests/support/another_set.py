@@ -265,12 +265,23 @@ def autumn(folder: Path) -> None:
                 for case in trace["cases"]:
                     for key in ("prompt_ids", "tokens"):
                         case[key] = order(case[key])
+                    for entry in case.get("rounds", []):
+                        entry["block"] = order(entry["block"])
                     for step in case.get("steps", []):
                         if "seed" in step:
                             step["seed"] = order(step["seed"])
                         if "commit" in step:
                             step["commit"] = [[place, order(token)] for place, token in step["commit"]]
                 write(folder / "nld" / "traces" / f"{number} {at}.json", trace)
+    source = GOLDEN / "autumn" / "s2d2"
+    order = checkpoint(source / "sdar-tiny", folder / "s2d2" / "sdar other")
+    for path in sorted(source.glob("sdar-tiny__*greedy_exact.json")):
+        trace = read(path) | {"model": "sdar other"}
+        trace["stop_ids"] = order(trace["stop_ids"])
+        for case in trace["cases"]:
+            for key in ("prompt_ids", "block1_tokens", "tokens"):
+                case[key] = order(case[key])
+        write(folder / "s2d2" / f"other__{path.stem}.json", trace)
 
 
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {

@@ -38,10 +38,6 @@ class OwnBlock:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        every = state._every(rows)
-        assert state.store is not None  # such models have one
-        # drafts that were rejected are in it
-        state.store.forget(every, (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1))
         masks = torch.full((len(rows), state.width - 1), _mask_of(state), device=state.context.device)
         slot = torch.arange(state.width, device=masks.device).expand(len(rows), -1)
         if self.threshold is None:
@@ -101,7 +97,8 @@ def _mask_of(state: CausalState) -> int:
 
 def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
     """The last final token and the window's tokens [R, W - 1], which see each other and all that is stored. The window
-    is evaluated whole, also where the row ends in it: what it is filled with does not hang on where a row ends."""
+    is evaluated whole, also where the row ends in it: what it is filled with does not hang on where a row ends, and all
+    drafts of before that were rejected, which the store still has, are hidden."""
     device, every = state.context.device, state._every(rows)
     last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
     at, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
