@@ -11,6 +11,8 @@ from paradec.core.checks import LARGEST_INT64, check_choice, check_int
 PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
+ALIGNED = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
+"""The aligns that topologies may have; "absolute" alone where nothing is said."""
 HOLE = -1
 """The id of a position to fill, for models without a mask token, which decode canvases of noise."""
 
@@ -70,11 +72,13 @@ class ModelFacts:
         if self.topology in ("block_causal", "causal_context", "canvas"):
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:
-            raise ValueError(f"block_length={self.block_length} is only for models with blocks or canvases")
-        if self.block_align != "absolute" and self.topology not in ("block_causal", "causal_context"):
-            raise ValueError(f"block_align={self.block_align!r} is only for models with blocks")
-        if self.topology == "causal_context" and not self.prompt_aligned:
-            raise ValueError("topology='causal_context' has blocks from the prompt's end: give block_align='prompt'")
+            raise ValueError(
+                f"block_length={self.block_length} is only for topology='block_causal', 'causal_context' or 'canvas'"
+            )
+        if self.block_align not in (allowed := ALIGNED.get(self.topology, ("absolute",))):
+            raise ValueError(
+                f"block_align={self.block_align!r} is not for topology={self.topology!r}: give block_align={allowed[0]!r}"
+            )
         for name in ("max_length", "trained_length"):
             check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
 
