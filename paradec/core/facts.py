@@ -75,9 +75,9 @@ class ModelFacts:
             raise ValueError(
                 f"block_length={self.block_length} is only for topology='block_causal', 'causal_context' or 'canvas'"
             )
-        if self.block_align not in (allowed := ALIGNED.get(self.topology, ("absolute",))):
+        if self.block_align not in (known := ALIGNED.get(self.topology, ("absolute",))):
             raise ValueError(
-                f"block_align={self.block_align!r} is not for topology={self.topology!r}: give block_align={allowed[0]!r}"
+                f"block_align={self.block_align!r} is not for topology={self.topology!r}: give block_align={known[0]!r}"
             )
         for name in ("max_length", "trained_length"):
             check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
