@@ -70,6 +70,7 @@ REPLAYS = {
     "autumn": {
         "models/text/test_rotary.py": "the_tables",
         "models/text/test_nemotron_diffusion.py": "forwards the_causal_mode blocks",
+        "samplers/masked/rules/test_s2d2.py": "recorded_steps",
         "samplers/causal/test_self_speculative.py": "recorded_rounds sdar_decodes_as_in_blocks_of_one",
     },
 }
