@@ -211,10 +211,9 @@ def plan_reuse(
     if branches > 1:
         raise ValueError(f"{given[0]} does not work with guidance_scale: its second branch has the prompt masked")
     if model.facts.prompt_aligned:
-        raise ValueError(
-            f"{given[0]} does not work with {model.facts.name}: its prompt is one block, in which every key depends on "
-            "all of it"
-        )
+        one = "its prompt is one block, in which every key depends on all of it"
+        why = one if model.facts.topology == "block_causal" else "its blocks begin where its prompt ends"
+        raise ValueError(f"{given[0]} does not work with {model.facts.name}: {why}")
     if share and not model.shares_prefix:
         raise ValueError(
             f"share_prefix=True needs attn_implementation 'sdpa' or 'eager'; {model.facts.name} has another"

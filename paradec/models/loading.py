@@ -91,10 +91,13 @@ def load(
         topology: "block_causal" for LLaDA's and Dream's formats with weights that were trained with blocks which see
             the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None takes
             the format's topology, and for adapters with D2F's published names "block_causal" in blocks of 32.
+            Nemotron-Labs-Diffusion is "causal_context" by default, and may be "causal" (token by token) and
+            "block_causal".
         rope_theta: another base of the rotary angles than the checkpoint's, for masked models: a larger one stretches
             them over longer texts (LongLLaDA). Rows may then be longer than the model was trained for, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format (adapter_config.json and
             adapter_model.safetensors), which is merged into the weights; for LLaDA's, Dream's and similar formats.
+            Models that draft for themselves apply it to the drafts alone, in place of the checkpoint's own.
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
@@ -173,7 +176,7 @@ def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str
     check_number("rope_theta", given["rope_theta"], low=0, open_low=True, none=True)
     topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]
     if topology is not None:
-        check_choice("topology", topology, ("bidirectional", "block_causal"))
+        check_choice("topology", topology, ("bidirectional", "block_causal", "causal", "causal_context"))
     if adapter is not None and (not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter)):
         raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
     if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):

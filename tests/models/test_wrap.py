@@ -408,7 +408,11 @@ def gpt2() -> Any:
         ),
         (decoder, BOTH | {"mask_token_id": None}, "mask_token_id is needed to wrap LlamaForCausalLM"),
         (decoder, {"prediction": "same", "topology": "block_causal"}, "block_length=None must be an integer"),
-        (decoder, BOTH | {"block_length": 4}, "block_length=4 is only for topology='block_causal'"),
+        (
+            decoder,
+            BOTH | {"block_length": 4},
+            "block_length=4 is only for topology='block_causal', 'causal_context' or",
+        ),
         (decoder, BOTH | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
         (decoder, BOTH | {"prediction": "next"}, "unknown prediction: 'next'"),
         (decoder, BOTH | {"mask_token_id": 40}, "mask_token_id=40 must be an integer from 0 to 39"),
