@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from paradec.batching.slots import Ticket
+from paradec.caches.base import Cache
 from paradec.caches.kept import KeptPrefix, common_length, evaluate, weights_of
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.caches.table import EXACT, prefix_verdict
@@ -146,6 +147,8 @@ def refusal(model: Any, state: Any) -> str | None:
         return f"the prompt of {facts.name} is one block, in which every key depends on all of it"
     if state.store is None:
         return "nothing is stored: use cache='block'" if facts.topology == "block_causal" else "nothing is stored"
+    if facts.topology == "block_causal" and not isinstance(state.cache, Cache):
+        return "drafts are verified over a store of their own"
     if facts.topology == "block_causal" and prefix_verdict(state.cache, facts).status != EXACT:
         return f"cache={state.cache.name!r} keeps keys and values that are not exact"
     if getattr(model, "any_order", False):
