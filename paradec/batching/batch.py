@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from paradec.api.generate import own_defaults
 from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
 from paradec.batching.device import DeviceGroup
-from paradec.batching.prefixes import Prefixes
 from paradec.batching.reading import each_read, read
 from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory
 from paradec.batching.slots import (
@@ -50,6 +49,9 @@ from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
 from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
+
+if TYPE_CHECKING:
+    from paradec.batching.prefixes import Prefixes
 
 __all__ = ["Batch", "BatchClosed", "Cancelled", "Ticket"]
 
@@ -125,8 +127,7 @@ class Batch:
         if self._ranks is not None:
             self.request = self._ranks.agreed("a batch", self.request)
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
-        none = prefix_memory == 0 or self._ranks is not None
-        self.prefixes = None if none else Prefixes(model, prefix_memory)
+        self.prefixes = self._prefixes(prefix_memory)
         """What rows leave for each other; None where nothing is kept."""
         self._waits = Queue()
         self._groups: list[Group] = []
@@ -442,6 +443,21 @@ class Batch:
                 begin_anew(group, self._groups, self._waits)  # another error may have come between two of its changes
             raise
         return True
+
+    def _prefixes(self, budget: int | None) -> Prefixes | None:
+        facts = self.model.facts
+        if facts.topology not in ("causal", "block_causal"):
+            if budget:
+                raise ValueError(
+                    f"prefix_memory={budget} has nothing to keep: every key of {facts.name} depends on the whole row; "
+                    "share_prefix=True of generate approximates it"
+                )
+            return None
+        if budget == 0 or self._ranks is not None:
+            return None
+        from paradec.batching.prefixes import Prefixes
+
+        return Prefixes(self.model, budget)
 
     def _drop_prefixes(self) -> None:
         """Give back what ended rows have left."""

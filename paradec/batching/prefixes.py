@@ -141,8 +141,6 @@ class Prefixes:
 def refusal(model: Any, state: Any) -> str | None:
     """Why rows of such a state have nothing to share; None where they have."""
     facts = model.facts
-    if facts.topology not in ("causal", "block_causal"):
-        return f"every key of {facts.name} depends on the whole row; share_prefix=True of generate approximates it"
     if facts.prompt_aligned:
         return f"the prompt of {facts.name} is one block, in which every key depends on all of it"
     if state.store is None:

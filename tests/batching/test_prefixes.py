@@ -157,11 +157,10 @@ def test_a_row_of_nan_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("model", "request_"),
     [
-        (tiny(1), {"cache": "prefix"}),
         (tiny(1, **BLOCKS), {}),
         (tiny(1, **BLOCKS), {"cache": "block", "guidance_scale": 2.0}),
     ],
-    ids=["bidirectional", "no store", "guidance"],
+    ids=["no store", "guidance"],
 )
 def test_what_has_nothing_to_share_keeps_nothing(model: Model, request_: dict[str, Any]) -> None:
     with Batch(model, max_new_tokens=4, **request_) as batch:
@@ -169,3 +168,9 @@ def test_what_has_nothing_to_share_keeps_nothing(model: Model, request_: dict[st
             ticket = batch.add(words(3, 24))
             drained(batch)
         assert ticket.output.reused == [0] and batch.prefixes.nbytes == 0
+
+
+def test_bidirectional_models_say_why_they_keep_nothing() -> None:
+    assert Batch(tiny(1), cache="prefix", max_new_tokens=4).prefixes is None
+    with pytest.raises(ValueError, match="prefix_memory=5 has nothing to keep: every key .* depends on the whole row"):
+        Batch(tiny(1), prefix_memory=5, max_new_tokens=4)
