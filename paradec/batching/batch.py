@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import torch
 from paradec.api.generate import own_defaults
 from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
-from paradec.batching.device import DeviceGroup
+from paradec.batching.device import DeviceGroup, steps_on_device
 from paradec.batching.reading import each_read, read
 from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory
 from paradec.batching.slots import (
@@ -40,8 +39,9 @@ from paradec.batching.slots import (
     check_request,
     key_of,
     method_of,
+    tell,
 )
-from paradec.batching.starting import alike, together
+from paradec.batching.starting import alike, prefixes_of, together
 from paradec.batching.streaming import Seen
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
@@ -49,9 +49,6 @@ from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
 from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
-
-if TYPE_CHECKING:
-    from paradec.batching.prefixes import Prefixes
 
 __all__ = ["Batch", "BatchClosed", "Cancelled", "Ticket"]
 
@@ -127,7 +124,7 @@ class Batch:
         if self._ranks is not None:
             self.request = self._ranks.agreed("a batch", self.request)
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
-        self.prefixes = self._prefixes(prefix_memory)
+        self.prefixes = prefixes_of(model, prefix_memory)
         """What rows leave for each other; None where nothing is kept."""
         self._waits = Queue()
         self._groups: list[Group] = []
@@ -237,7 +234,7 @@ class Batch:
         if self._stepper != threading.get_ident():
             with self._turn():
                 self._end_all()
-            self._tell()
+            tell(self._untold)
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +262,7 @@ class Batch:
                 elif not self.waiting:
                     for group in self._groups:
                         group.compact()
-        self._tell()
+        tell(self._untold)
         return self.ended()
 
     def ended(self) -> list[Ticket]:
@@ -294,22 +291,6 @@ class Batch:
         for group in self._groups:
             group.close()
         self._groups.clear()
-
-    def _tell(self) -> None:
-        """Call `on_done` of what has ended."""
-        raised = []
-        while self._untold:
-            with held_back():
-                try:
-                    ticket = self._untold.popleft()
-                except IndexError:  # another thread has told it
-                    break
-                try:
-                    ticket.on_done(ticket)
-                except Exception as error:
-                    raised.append(error)
-        if raised:
-            raise raised[0] if len(raised) == 1 else ExceptionGroup("on_done of several prompts", raised)
 
     # ---- what is text's own -----------------------------------------------------------------------------------------
 
@@ -403,7 +384,8 @@ class Batch:
     def _enter(self, tickets: Sequence[Ticket], method: Any, state: RowState) -> bool:
         """Give the rows slots in the group of their kind. False: there is no room for all of them now."""
         first, count = tickets[0], len(tickets)
-        key = key_of(method, first, state, self._on_device(method, first.request, state))
+        on_device = steps_on_device(method, self.model, first.request, state, self._uncapturable)
+        key = key_of(method, first, state, on_device)
         self._close_empty()  # a new one is no wider than the row
         group = next((group for group in self._groups if group.key == key), None)
         width = state.extent(np.arange(count))
@@ -444,34 +426,10 @@ class Batch:
             raise
         return True
 
-    def _prefixes(self, budget: int | None) -> Prefixes | None:
-        facts = self.model.facts
-        if facts.topology not in ("causal", "block_causal"):
-            if budget:
-                raise ValueError(
-                    f"prefix_memory={budget} has nothing to keep: every key of {facts.name} depends on the whole row; "
-                    "share_prefix=True of generate approximates it"
-                )
-            return None
-        if budget == 0 or self._ranks is not None:
-            return None
-        from paradec.batching.prefixes import Prefixes
-
-        return Prefixes(self.model, budget)
-
     def _drop_prefixes(self) -> None:
         """Give back what ended rows have left."""
         if self.prefixes is not None:
             self.prefixes.tree.clear()
-
-    def _on_device(self, method: Any, request: Request, state: RowState) -> bool:
-        """Whether a row's steps are taken on the device."""
-        if not request.compile:
-            return False
-        why = self._uncapturable or device_step.refusal(method, self.model, state)  # type: ignore[arg-type] # other families are refused
-        if why:
-            warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
-        return not why
 
     def _group(self, key: tuple[Any, ...], method: Any, state: RowState, row_bytes: int, model: Any) -> Group:
         """A group that begins with a row of this kind."""
