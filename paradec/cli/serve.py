@@ -41,7 +41,8 @@ MaxAnswer = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 MaxBody = Annotated[int, typer.Option(help="The most bytes of a request.")]
 MaxRequests = Annotated[int, typer.Option(help="Requests answered or waiting at once; more get 429.")]
 MaxWork = Annotated[
-    int, typer.Option(help="Tokens of prompts, and of what answers may have, answered or waiting at once; more get 429.")
+    int,
+    typer.Option(help="Tokens of prompts and answers, asked for or being answered at once; more get 429."),
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")]
 LOCAL = ("127.0.0.1", "localhost", "::1")

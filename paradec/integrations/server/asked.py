@@ -53,8 +53,10 @@ LONGEST_STOP = 256
 
 
 class Refused(ValueError):
-    """A body that cannot be served. `status` is the HTTP status, `param` the field, `retry_after` the seconds after which
-    it may be."""
+    """A body that cannot be served.
+
+    `status` is the HTTP status, `param` the field, `retry_after` the seconds after which it may be served.
+    """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, retry_after: int | None = None):
         super().__init__(message)

@@ -114,7 +114,9 @@ class Chat(Handler, ChatCompletionHandler):
 
     def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
         messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
-        return self.model_manager.processor.read_chat(messages, tools.offered(body), body.get("chat_template_kwargs", {}))
+        return self.model_manager.processor.read_chat(
+            messages, tools.offered(body), body.get("chat_template_kwargs", {})
+        )
 
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:  # type: ignore[override]
         """Messages as the chat template takes them."""

@@ -18,6 +18,7 @@ from transformers.cli.serving.utils import (
     GenerationState,
     Modality,
     _StreamError,
+    response_events_to_chunks,
 )
 
 from paradec.api.generate import Output
@@ -28,7 +29,7 @@ from paradec.integrations.server.asked import Asked, Refused
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.metrics import Metrics
 from paradec.integrations.server.scores import Scores
-from paradec.integrations.server.streams import TextStream, cut_off
+from paradec.integrations.server.streams import BROKEN, TextStream, cut_off
 from paradec.integrations.server.tools import template_of
 from paradec.integrations.server.work import Work
 
@@ -92,6 +93,20 @@ class Processor:
         return CALL.get().inputs
 
     apply_chat_template = __call__
+
+    def parse_response(self, ids: Any, *arguments: Any, **named: Any) -> Any:
+        """An answer's text and calls; all of it as text where a call in it cannot be read."""
+        try:
+            found = self._model.tokenizer.parse_response(ids, *arguments, **named)
+            response_events_to_chunks(
+                [
+                    {"type": "region_close", "field": "tool_calls", "value": call}
+                    for call in found.get("tool_calls") or []
+                ]
+            )
+        except BROKEN:
+            return {"content": self._model.tokenizer.decode(ids, skip_special_tokens=True)}
+        return found
 
     def read_text(self, prompt: str, chat: bool) -> BatchEncoding:
         """The ids of a text as it is, or as a user's turn."""

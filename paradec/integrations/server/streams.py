@@ -16,6 +16,9 @@ from paradec.core.logprobs import LogProbs
 from paradec.integrations.server.scores import Scored, Scores
 
 CPU = device("cpu")
+BROKEN = (ValueError, RuntimeError, KeyError, TypeError)
+"""What transformers' parser raises for a tool call that is none."""
+OPENING = "<tool_call>"
 MOST_DRAFTS = 4
 """Drafts that wait for a reader; a slow one is not given more."""
 
@@ -92,6 +95,7 @@ class TextStream:
         self._decoder = DecodeStream([], skip_special_tokens=parser is None)
         self._cut, self._on_first = Cut(stops), on_first
         self._text = ""  # decoded so far, without a cut
+        self._read = ""  # what the parser was given
         self._begun = False
         self._length = 0  # characters that were let through
         self._scores: Scores | None = None
@@ -130,10 +134,10 @@ class TextStream:
         if self._parser is None:
             found = [rest] if rest else []
         else:
-            found += response_events_to_chunks(self._parser.feed(rest)) if rest else []
+            found += self._parsed(rest) if rest else []
             try:
-                found += response_events_to_chunks(self._parser.finalize()[1])
-            except (ValueError, RuntimeError):
+                found += response_events_to_chunks(self._parser.finalize()[1]) if self._parser is not None else []
+            except BROKEN:
                 pass  # the answer ended within a tool call: what is whole has been sent
         self._length += len(rest)
         self._push([*self._with_scores(found, True), error])
@@ -143,8 +147,17 @@ class TextStream:
         text = self._cut.feed(text)
         self._length += len(text)
         if text:
-            found = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
-            self._push(self._with_scores(found))
+            self._push(self._with_scores([text] if self._parser is None else self._parsed(text)))
+
+    def _parsed(self, text: str) -> list[Any]:
+        """What the parser makes of a piece. A call that cannot be read is text, as is all that follows it."""
+        self._read += text
+        try:
+            return response_events_to_chunks(self._parser.feed(text))
+        except BROKEN:
+            self._parser = None
+            at = self._read.rfind(OPENING)
+            return [self._read[at:] if at >= 0 else text]
 
     def _put_logprobs(self, found: LogProbs) -> None:
         """Of the ids that come next."""

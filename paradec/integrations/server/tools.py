@@ -13,6 +13,7 @@ DEEPEST = 64
 """Levels of lists and objects of a tool or of a call's arguments."""
 HERMES: dict[str, Any] = {
     "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
     "fields": {
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
@@ -28,10 +29,11 @@ HERMES: dict[str, Any] = {
 
 
 def template_of(tokenizer: Any) -> Mapping[str, Any] | None:
-    """How the tokenizer's model writes calls: what it says itself, or `HERMES` where its chat template has it."""
+    """How the tokenizer's model writes calls: what it says itself, or `HERMES` where its chat template has that
+    format, in turns of ChatML."""
     own = getattr(tokenizer, "response_template", None)
     text = getattr(tokenizer, "chat_template", None)
-    is_hermes = isinstance(text, str) and "<tool_call>" in text and "<function=" not in text
+    is_hermes = isinstance(text, str) and "<|im_start|>" in text and "<tool_call>" in text and "<function=" not in text
     return own if own is not None or not is_hermes else HERMES
 
 
@@ -94,7 +96,9 @@ def offered(body: Mapping[str, Any]) -> list[Any] | None:
     for tool in tools or []:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise Refused(f"tools: {shown(tool)} must be of type function, with a function that has a name", 422, "tools")
+            raise Refused(
+                f"tools: {shown(tool)} must be of type function, with a function that has a name", 422, "tools"
+            )
         if not isinstance(function.get("parameters") or {}, dict):
             raise Refused(f"tools: parameters={shown(function['parameters'])} must be an object", 422, "tools")
         check_depth("tools", tool, "tools")

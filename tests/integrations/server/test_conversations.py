@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 
 import paradec
+from paradec.integrations.server.hosts import Processor
+from paradec.integrations.server.streams import TextStream
 from paradec.integrations.server.tools import HERMES, template_of
 
 SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
@@ -89,7 +92,7 @@ def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(m
     sizes: dict[str, Any] = {"vocab_size": len(model.tokenizer), "hidden_size": 16, "intermediate_size": 16}
     module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).double()
     causal = paradec.wrap(module, tokenizer=model.tokenizer, topology="causal", prediction="shifted", eos_token_id=0)
-    with running(causal, request={"sampler": "sjd"}) as server:
+    with running(causal, request={"sampler": "sjd", "prefix_memory": 10**6}) as server:
         client, cached = client_of(server), []
         messages = chat("Copy: " + "fig " * 40)["messages"]
         for salt in (None, None, "a", "a", "b"):
@@ -114,13 +117,44 @@ def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(m
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_read_from_an_answer_in_pieces(size: int) -> None:
     class Tokenizer:
-        chat_template = "{% if tools %}<tool_call>{% endif %}"
+        chat_template = "{% if tools %}<tool_call>{% endif %}<|im_start|>"
 
     assert template_of(Tokenizer()) is HERMES
     whole = f"Well.\n{CALL}\n{CALL}<|im_end|>"
-    parser = ResponseParser(HERMES, prefix="")
+    parser = ResponseParser(HERMES, prefix="<|im_start|>assistant\n")
     found = [each for at in range(0, len(whole), size) for each in parser.feed(whole[at : at + size])]
     items = response_events_to_chunks([*found, *parser.finalize()[1]])
     assert "".join(item for item in items if isinstance(item, str)) == "Well."
     calls = [item for item in items if isinstance(item, ToolCall)]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("f", {"x": [1, {"y": "}"}]})] * 2
+
+
+@pytest.mark.parametrize("bad", ["{bad}", '{"name": "f"}', "3", "[" * 5000])
+def test_a_call_that_cannot_be_read_is_text(model: Any, bad: str) -> None:
+    """The model writes what it likes: the answer neither fails nor loses its text."""
+
+    async def run() -> list[Any]:
+        parser = ResponseParser(HERMES, prefix="<|im_start|>assistant\n")
+        stream = TextStream(model.tokenizer, parser=parser)
+        for piece in ("Hi <tool_", f"call>{bad}</tool_call>", " more"):
+            stream._write(piece)
+        stream.finish(None)
+        return [stream.queue.get_nowait() for _ in range(stream.queue.qsize())]
+
+    *texts, end = asyncio.run(run())
+    assert end is None and "".join(texts).replace(" ", "") == f"Hi<tool_call>{bad}</tool_call>more".replace(" ", "")
+
+    class Tokenizer:
+        def decode(self, ids: Any, **_: Any) -> str:
+            return f"Hi <tool_call>{bad}</tool_call> more"
+
+        def parse_response(self, ids: Any, template: Any, prefix: str, tools: Any) -> Any:
+            parser = ResponseParser(template, prefix=prefix)
+            parser.feed(self.decode(ids))
+            return parser.finalize()[0]
+
+    class Model:
+        tokenizer = Tokenizer()
+
+    found = Processor(Model()).parse_response([1], HERMES, prefix="<|im_start|>assistant\n", tools=None)
+    assert found["content"] == f"Hi <tool_call>{bad}</tool_call> more" and not found.get("tool_calls")

@@ -346,7 +346,7 @@ def test_keys_and_numbers_are_limited(model: Any) -> None:
 
 
 def test_the_tokens_asked_for_are_limited(model: Any) -> None:
-    with running(model, batch_size=1, max_work=450) as server:
+    with running(model, batch_size=2, max_work=450) as server:
         status, _, text = server.post(chat(max_tokens=450))
         assert status == 400 and "458 tokens of prompt and answer are more than this server takes, 450" in text
         wire = server.send(json.dumps(chat(**LONG)).encode())
