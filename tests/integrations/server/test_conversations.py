@@ -69,6 +69,7 @@ def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
     for text, own, output in zip(texts, scores, outputs, strict=True):
         assert "".join(entry.token for entry in own) == text == bytes(sum((e.bytes for e in own), [])).decode()
         said = output.logprobs.chosen[0][~output.logprobs.chosen[0].isnan()].tolist()
+        assert all(entry.token for entry in own)  # the end token has no text
         assert [entry.logprob for entry in own] == pytest.approx(said[: len(own)]) and own
         assert all(len(entry.top_logprobs) == 2 for entry in own)
         assert all(a.logprob >= b.logprob for a, b in (entry.top_logprobs for entry in own))
