@@ -175,7 +175,7 @@ def sampler_names(given: list[str] | None) -> list[str] | None:
 
 
 def own_name(option: str, text: str, kind: str) -> str:
-    """A name. FILE.py:NAME, with settings in parentheses or without, is a class, which is registered under its own name.
+    """A name. FILE.py:NAME, with or without settings in parentheses, is a class, which is registered under its name.
 
     Args:
         kind: "sampler" or "cache".
