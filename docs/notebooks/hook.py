@@ -23,28 +23,16 @@ def on_files(files: Any, config: Any) -> Any:
 
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
-            cells = json.loads(
-                Path(file.abs_src_path).read_text(encoding="utf-8")
-            )["cells"]
+            cells = json.loads(Path(file.abs_src_path).read_text(encoding="utf-8"))["cells"]
             text = markdown(cells, file.src_uri.rpartition("/")[2])
-            files.append(
-                File.generated(
-                    config,
-                    file.src_uri.removesuffix(".ipynb") + ".md",
-                    content=text,
-                )
-            )
+            files.append(File.generated(config, file.src_uri.removesuffix(".ipynb") + ".md", content=text))
     return files
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """A warning, which `mkdocs build --strict` makes an error, for what a browser would ask the network for."""
     for match in ELSEWHERE.finditer(output):
-        LOG.warning(
-            "%s asks for something from the network: %s",
-            page.file.src_uri,
-            match.group(),
-        )
+        LOG.warning("%s asks for something from the network: %s", page.file.src_uri, match.group())
     return output
 
 
@@ -53,27 +41,16 @@ def markdown(cells: list[dict[str, Any]], name: str) -> str:
     parts = []
     for index, cell in enumerate(cells):
         source = "".join(cell["source"])
-        parts.append(
-            source
-            if cell["cell_type"] == "markdown"
-            else f"```python\n{source}\n```"
-        )
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         if index == 0:
-            parts.append(
-                f"[The notebook itself]({name}), to run where you like."
-            )
+            parts.append(f"[The notebook itself]({name}), to run where you like.")
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "image/png" in data:
                 png = "".join(data["image/png"]).replace("\n", "")
-                parts.append(
-                    f'<img alt="what the cell shows" src="data:image/png;base64,{png}">'
-                )
+                parts.append(f'<img alt="what the cell shows" src="data:image/png;base64,{png}">')
             else:
                 text = "".join(output.get("text", data.get("text/plain", "")))
-                lines = [
-                    textwrap.fill(line, 80, subsequent_indent="    ")
-                    for line in text.rstrip().split("\n")
-                ]
+                lines = [textwrap.fill(line, 80, subsequent_indent="    ") for line in text.rstrip().split("\n")]
                 parts.append("```text\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(parts) + "\n"

@@ -23,59 +23,29 @@ KEPT = ("image/png", "text/plain")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "names", nargs="*", help="without the ending (default: all)"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare what cells print with what the files hold",
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="without the ending (default: all)")
+    parser.add_argument("--check", action="store_true", help="compare what cells print with what the files hold")
     args = parser.parse_args()
-    paths = [FOLDER / f"{name}.ipynb" for name in args.names] or sorted(
-        FOLDER.glob("*.ipynb")
-    )
+    paths = [FOLDER / f"{name}.ipynb" for name in args.names] or sorted(FOLDER.glob("*.ipynb"))
     differing = []
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         before = texts(notebook)
-        with (
-            tempfile.TemporaryDirectory() as place
-        ):  # what cells write goes with it
-            NotebookClient(
-                notebook, timeout=300, resources={"metadata": {"path": place}}
-            ).execute()
+        with tempfile.TemporaryDirectory() as place:  # what cells write goes with it
+            NotebookClient(notebook, timeout=300, resources={"metadata": {"path": place}}).execute()
         for cell in notebook.cells:
             cell.metadata = {}
             if cell.cell_type == "code":
                 cell.execution_count = None
-                cell.outputs = joined(
-                    [
-                        small(output)
-                        for output in cell.outputs
-                        if output.get("name") != "stderr"
-                    ]
-                )
+                cell.outputs = joined([small(output) for output in cell.outputs if output.get("name") != "stderr"])
         if args.check:
             pairs = list(zip(before, texts(notebook), strict=True))
-            differing += [
-                f"{path.name}, cell {i}: {a!r} became {b!r}"
-                for i, (a, b) in enumerate(pairs)
-                if a != b
-            ]
+            differing += [f"{path.name}, cell {i}: {a!r} became {b!r}" for i, (a, b) in enumerate(pairs) if a != b]
         else:
-            notebook.metadata = {
-                "kernelspec": notebook.metadata.kernelspec,
-                "language_info": {"name": "python"},
-            }
+            notebook.metadata = {"kernelspec": notebook.metadata.kernelspec, "language_info": {"name": "python"}}
             nbformat.write(notebook, path)
-        print(
-            f"{path.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} cells ran"
-        )
+        print(f"{path.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} cells ran")
     if differing:
         sys.exit("\n".join(differing))
 
@@ -105,13 +75,7 @@ def joined(outputs: list[Any]) -> list[Any]:
 def texts(notebook: Any) -> list[str]:
     """What each cell prints and says, in whatever pieces it came; pictures are not compared."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    said = [
-        [
-            output.get("text") or output.get("data", {}).get("text/plain", "")
-            for output in c.outputs
-        ]
-        for c in cells
-    ]
+    said = [[output.get("text") or output.get("data", {}).get("text/plain", "") for output in c.outputs] for c in cells]
     return ["".join(pieces) for pieces in said]
 
 
