@@ -44,6 +44,8 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     """
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
+    if (refused := sampler.needs.refusal(facts)) is not None:
+        return Verdict(REFUSED, refused)
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
@@ -69,6 +71,8 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
+    if sampler.needs.stores_final and not cache.facts.final_alone:
+        return Verdict(REFUSED, "the sampler stores finished blocks alone, and the cache reads others too; use 'block'")
     if sampler.needs.multi_step and not cache.facts.steady and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,

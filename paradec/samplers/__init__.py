@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.rules.persistence import Persistence as Persistence
     from paradec.samplers.masked.rules.random import Random as Random
     from paradec.samplers.masked.rules.recap import Recap as Recap
+    from paradec.samplers.masked.rules.s2d2 import S2D2 as S2D2
     from paradec.samplers.masked.rules.saber import Saber as Saber
     from paradec.samplers.masked.rules.threshold import Threshold as Threshold
     from paradec.samplers.masked.rules.topk_margin import TopKMargin as TopKMargin
@@ -129,6 +130,7 @@ registry = SamplerRegistry(
         "halton": "paradec.samplers.masked.rules.halton:Halton",
         "recap": "paradec.samplers.masked.rules.recap:Recap",
         "lpd": "paradec.samplers.masked.rules.lpd:LPD",
+        "s2d2": "paradec.samplers.masked.rules.s2d2:S2D2",
         "diffusion_gemma": "paradec.samplers.renoising.diffusion_gemma:DiffusionGemma",
         "canvas": "paradec.samplers.renoising.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",

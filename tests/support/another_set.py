@@ -282,6 +282,12 @@ def autumn(folder: Path) -> None:
             for key in ("prompt_ids", "block1_tokens", "tokens"):
                 case[key] = order(case[key])
         write(folder / "s2d2" / f"other__{path.stem}.json", trace)
+    # draws follow the order of the ids, which stays
+    shutil.copytree(source / "sdar-tiny", folder / "s2d2" / "sdar drawn")
+    for path in sorted(source.glob("sdar-tiny__b4__*.json")):
+        trace = read(path) | {"model": "sdar drawn"}
+        if "steps" in trace["cases"][0]:
+            write(folder / "s2d2" / f"drawn__{path.stem}.json", trace | {"cases": trace["cases"][::-2]})
 
 
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
@@ -293,7 +299,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
     "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
-    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ")),
+    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
         for family in ("sjd", "gsd", "scd", "lantern")
