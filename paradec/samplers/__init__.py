@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.rules.hierarchy import Hierarchy as Hierarchy
     from paradec.samplers.masked.rules.klass import KLASS as KLASS
     from paradec.samplers.masked.rules.learn2pd import Learn2PD as Learn2PD
+    from paradec.samplers.masked.rules.levenshtein import Levenshtein as Levenshtein
     from paradec.samplers.masked.rules.localleap import LocalLeap as LocalLeap
     from paradec.samplers.masked.rules.low_confidence import LowConfidence as LowConfidence
     from paradec.samplers.masked.rules.lpd import LPD as LPD
@@ -116,6 +117,7 @@ registry = SamplerRegistry(
         "learn2pd": "paradec.samplers.masked.rules.learn2pd:Learn2PD",
         "wino": "paradec.samplers.masked.rules.wino:Wino",
         "editing": "paradec.samplers.masked.rules.editing:Editing",
+        "levenshtein": "paradec.samplers.masked.rules.levenshtein:Levenshtein",
         "saber": "paradec.samplers.masked.rules.saber:Saber",
         "freedave": "paradec.samplers.masked.ahead.freedave:FreeDave",
         "lopa": "paradec.samplers.masked.ahead.lopa:LoPA",

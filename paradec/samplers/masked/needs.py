@@ -58,6 +58,9 @@ class Needs:
     """Whether it lets keys and values of final blocks be stored, and no others: for caches with `final_alone`."""
     multi_step: bool = False
     """Whether it evaluates drafts of later steps, and promises the result of taking them one by one."""
+    moves: bool = False
+    """Whether a step of a method that `revises` may move what is decided within the open block, and leave more
+    undecided than there was; then its last step must fill the block."""
     ends_with_block: bool = False
     """Whether stop rules of a method that `revises` see a block only when it closes."""
     names_rules: bool = False

@@ -80,6 +80,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if texts:
         rules.append(StopStrings(texts, model.tokenizer, mask, canvas, answers))
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}
+    if sampler.needs.moves:
+        sizes["steps"] = int(sampler.most_steps(np.array([policy.length]))[0])
     state = MaskedState(
         batch=len(rows),
         memory=Memory(sampler.memory(), len(rows), sizes, device),
