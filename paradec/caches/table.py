@@ -71,6 +71,10 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
+    if sampler.needs.moves and not cache.facts.steady:
+        return Verdict(REFUSED, "the sampler moves text, and the cache goes by when each position changed; use 'block'")
+    if facts.whole_blocks and not cache.facts.final_alone:
+        return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
     if sampler.needs.stores_final and not cache.facts.final_alone:
         return Verdict(REFUSED, "the sampler stores finished blocks alone, and the cache reads others too; use 'block'")
     if sampler.needs.multi_step and not cache.facts.steady and not cache.exact_for(facts.topology):
@@ -100,6 +104,7 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
 class _Facts:
     topology: str
     prediction: str
+    whole_blocks = False
 
     @property
     def name(self) -> str:

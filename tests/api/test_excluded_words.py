@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import topology_of
+from fitting import taken, topology_of
 from image_models import tiny_llamagen, tiny_masked_image
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers.guidance import guided
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-OPAQUE = [name for name in MASKED if not samplers.get(name).needs.mask_probes and name != "learn2pd"]
+OPAQUE = [name for name in MASKED if not samplers.get(name).needs.topologies and name not in ("learn2pd", "wino")]
 REFERENCE = [
     name for name in MASKED if not samplers.get(name).needs.multi_step and "rng" not in samplers.get(name).unsupported
 ]
@@ -85,7 +85,7 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
     settings = {"drafter": model} if name == "speculative" else {}
     out = paradec.generate(
         model, PROMPTS, sampler=samplers.create(name, **settings), max_new_tokens=4, seed=2, trace=True,
-        eos_early_stop=False, **request,
+        eos_early_stop=False, **taken(name, request),
     )  # fmt: skip
     scores = [[round(entry[3], 9) for entry in step.commits] for step in out.trace.steps]
     return out.new_tokens.tolist(), out.row_nfe, scores

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from causal_models import close_model, tiny_llama, wrapped
-from fitting import facts_of
+from fitting import facts_of, taken
 from image_families import MODELS, made
 from image_models import tiny_llamagen
 from scheduler_runs import TEXT
@@ -38,6 +38,7 @@ from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+WARM = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 PICTURES = [name for name in DRAFTING if "image" in samplers.get(name).models]
 TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
@@ -166,7 +167,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:delimiters=")
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("name", MASKED + [name for name in PICTURES if name != "zipar"])  # which needs a grid
+@pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
 def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
     """Blocks of one masked position, whatever the rule; windows whose drafts are rejected or not. A row draws what it
     draws alone in a batch."""
@@ -197,7 +198,7 @@ def table_drafter(causal: dict[str, Any]) -> Constant:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> None:
     drawn = [
         answer(name, table(name=name), filter_file, 4, temperature=temperature, **filters)
@@ -212,7 +213,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
     """Greedy tokens, where the order in which they are taken is the same: in blocks of one position, and in others
     where positions are ranked by the model's own distribution."""
@@ -285,7 +286,7 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
     [(50, torch.float32, 3e38), (9001, torch.float32, 3e38), (50, torch.float64, 1.7e308)],
     ids=["float32", "float32, large", "float64"],
 )
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_take_extreme_logits(
     name: str, vocab: int, dtype: torch.dtype, scale: float, filter_file: str
 ) -> None:
@@ -379,7 +380,7 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
         model = broken(vocab, dtype, kind, **facts_of(name, 4))
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-            answer(name, model, filter_file, 2, **request)
+            answer(name, model, filter_file, 2, **taken(name, request))
 
 
 # ---- schedulers -----------------------------------------------------------------------------------------------------

@@ -430,7 +430,7 @@ def test_table_follows_from_declarations() -> None:
     """Samplers that are registered later bring their own declarations."""
 
     class Facts:
-        topology, prediction, name = "bidirectional", "same", "a model"
+        topology, prediction, name, whole_blocks = "bidirectional", "same", "a model", False
 
     @dataclass(frozen=True)
     class Drafting(type(samplers.create("threshold"))):
@@ -456,7 +456,7 @@ def test_table_follows_from_declarations() -> None:
 
 def test_models_without_a_store_and_other_families_are_refused() -> None:
     class Facts:
-        topology, prediction, name = "bidirectional", "same", "an encoder"
+        topology, prediction, name, whole_blocks = "bidirectional", "same", "an encoder", False
 
     found = verdict(samplers.create("threshold"), caches.create("dual"), Facts, stores=False)
     assert found.status == REFUSED and "an encoder does not run over a key/value store" in found.why

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from every_model import EVERY, TEXT, decoded, expected, shared, started
-from fitting import fits, topology_of
+from fitting import fits, taken, topology_of
 from image_models import tiny_llamagen
 from tiny_models import tiny
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -278,6 +278,7 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
     model = model if fits(name, model) else tiny(2, topology_of(name))
     cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}
+    request = taken(name, request)
     state = sampler.start(model, encode(model, ROWS[:2], None, None), **request)
     going_on(model, sampler, state, lambda state: state.canvas)
 

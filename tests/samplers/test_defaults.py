@@ -61,6 +61,13 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "wino": {"threshold": 0.6, "threshold_back": 0.9, "cap_share": 0.7, "cap_low": 5, "cap_high": 20},
     "editing": {"threshold": 0.7, "editing_threshold": 0.5, "max_post_steps": 16, "least": 1, "end": "step"},
     "saber": {"minimum": 2, "remask_share": 0.125},
+    "levenshtein": {
+        "threshold": 0.5,
+        "editing_threshold": 0.0,
+        "max_post_steps": 16,
+        "delete_token_id": None,
+        "split_token_id": None,
+    },
     "s2d2": {
         "route": "score",
         "min_span": 1,

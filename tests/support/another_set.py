@@ -282,6 +282,30 @@ def autumn(folder: Path) -> None:
             for key in ("prompt_ids", "block1_tokens", "tokens"):
                 case[key] = order(case[key])
         write(folder / "s2d2" / f"other__{path.stem}.json", trace)
+    source = GOLDEN / "autumn" / "indel"
+    cases, tensors = read(source / "cases.json"), load_file(source / "logits.safetensors")
+    cases["cases"] = [case | {"name": f"block {case['name']}"} for case in cases["cases"][::3]]
+    write(folder / "indel" / "cases.json", cases)
+    save_file(
+        {case["name"]: tensors[case["name"][6:]] for case in cases["cases"]}, folder / "indel" / "logits.safetensors"
+    )
+    source, target = GOLDEN / "autumn" / "llada22" / "llada22-tiny", folder / "llada22" / "llada22-tiny"
+    order = checkpoint(source, target, ("forwards.safetensors",))
+    found, answers = read(source / "forwards.json"), read(source / "answers.json")
+    for key, value in found["facts"].items():
+        found["facts"][key] = value if key == "block" else order(value)
+    for case in found["cases"]:
+        for each in (case, *case.get("calls", [])):
+            if "input_ids" in each:
+                each["input_ids"] = order(each["input_ids"])
+    for case in answers["cases"]:
+        for key in ("prompt_ids", "canvas", "answer"):
+            case[key] = order(case[key])
+        for step in (step for block in case["blocks"] for step in block["steps"]):
+            step["ids"] = order(step["ids"])
+    write(target / "forwards.json", found)
+    write(target / "answers.json", answers)
+    source = GOLDEN / "autumn" / "s2d2"
     # draws follow the order of the ids, which stays
     shutil.copytree(source / "sdar-tiny", folder / "s2d2" / "sdar drawn")
     for path in sorted(source.glob("sdar-tiny__b4__*.json")):

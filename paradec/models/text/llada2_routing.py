@@ -60,7 +60,7 @@ class BlockRouted(Decoder):
         for part in module.modules():
             if isinstance(part, Glm4MoeTopkRouter):
                 part.__class__ = BlockRouter
-                part.capacity, part.block = module.config.expert_capacity, module.config.block_size
+                part.capacity, part.block = module.config.expert_capacity, self.facts.block_unit
 
     def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if query.visible is not None:

@@ -92,6 +92,9 @@ class Needs:
 
     def refusal(self, facts: Any) -> str | None:
         """Why the method is not for models of these facts; None where it is."""
+        if facts.whole_blocks and (self.mask_probes or self.multi_step):
+            what = "masks beside the row" if self.mask_probes else "several drafts"
+            return f"it evaluates {what} in one call; {facts.name} chooses experts for whole blocks of a call"
         if not self.topologies or facts.topology in self.topologies:
             return None
         needed = " or ".join(topology.replace("_", "-") for topology in self.topologies)

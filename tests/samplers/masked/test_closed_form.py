@@ -142,6 +142,7 @@ FROM_THIS_STEP = {"ccd": {"history": 1}, "lopa": {"branches": 0}}
 """Settings with which tokens are drawn from this step's logits alone, where the defaults average over earlier steps or
 add a token of the last one: these did not know what has been decided since."""
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+MASKED = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,10 @@ from paradec.samplers.statistics import Unread, top_by_rank
 class Levenshtein(MaskedSampler):
     """Every step fills masks with confidence > threshold, one more than there are new masks at least, and exchanges
     each decided token (not those that the user gave) for the best one with confidence > editing_threshold. The model
-    may also predict that a position is deleted, or that a mask comes in before it (split): then the block moves between the positions that the user gave. A block keeps its length: new masks fill it up at its end, and what is
-    pushed over its end is lost. It closes when a step would write nothing, or after `max_post_steps` steps without
-    masks that it opened with.
+    may also predict that a position is deleted, or that a mask comes in before it (split): then text moves, between
+    the positions that the user gave. A block keeps its length: new masks fill it up at its end, and what is pushed over
+    its end is lost. It closes when a step would write nothing, or after `max_post_steps` steps without the masks that
+    it opened with.
 
     Text that comes back to what it was: the least sure change then takes a token that its position has not had.
     A block of B positions takes at most B + max_post_steps + 1 steps.
@@ -75,10 +76,9 @@ class Levenshtein(MaskedSampler):
             check_int(name, value, low=0, high=facts.vocab_size - 1)
 
     def control_ids(self, facts: Any) -> tuple[Any, Any]:
-        """The ids that delete and split."""
-        own = (self.delete_token_id, self.split_token_id)
-        stated = (facts.delete_token_id, facts.split_token_id)
-        return tuple(there if given is None else given for given, there in zip(own, stated, strict=True))  # type: ignore[return-value]
+        """The ids that delete and split; None where nothing says them."""
+        delete = facts.delete_token_id if self.delete_token_id is None else self.delete_token_id
+        return delete, facts.split_token_id if self.split_token_id is None else self.split_token_id
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
@@ -86,7 +86,7 @@ class Levenshtein(MaskedSampler):
             "step": MemorySpec(dtype=torch.int64),
             "post_steps": MemorySpec(dtype=torch.int64),
             "written": MemorySpec(("window", "vocab"), torch.bool),
-            "seen": MemorySpec(("steps", "window"), torch.int64),
+            "seen": MemorySpec(("steps", "window"), torch.int64, fill=-1),
         }
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
@@ -167,9 +167,9 @@ class Levenshtein(MaskedSampler):
         at = at[row]
         barred = written[row, at].clone()
         barred[:, mask_id] |= masked[row, at]
-        left = logits[row, at].masked_fill(barred, -torch.inf)
+        left, best = logits[row, at].softmax(-1).masked_fill(barred, 0).max(-1)
         x = x.clone()
-        x[row, at] = torch.where(left.amax(-1).isfinite(), left.argmax(-1), x[row, at])
+        x[row, at] = torch.where(left > 0, best, x[row, at])
         return x
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
