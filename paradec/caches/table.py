@@ -95,6 +95,8 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
         return Verdict(REFUSED, "the cache keeps no keys and values")
     if facts.topology not in cache.facts.topologies:
         return Verdict(REFUSED, f"it does not work with {facts.topology.replace('_', '-')} models")
+    if facts.topology == "causal_context":
+        return Verdict(REFUSED, "blocks over causal context begin where a row's prompt ends")
     if facts.topology == "block_causal":
         return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "as the cache is")
     return Verdict(APPROXIMATE, "the prefix was evaluated without what follows it; exact when the model has one layer")

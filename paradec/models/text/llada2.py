@@ -159,7 +159,7 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Glm4Moe's fields of how experts are chosen."""
     experts, chosen = experts_per_token(config)
     if config.get(CAPACITY) is not None:
-        return {**_block_routing(config, experts, chosen), "norm_topk_prob": chosen > 1}
+        return _block_routing(config, experts, chosen)
     groups, best = (positive(config, name) for name in ("n_group", "topk_group"))
     if experts % groups or experts < 2 * groups:
         raise CheckpointError(
@@ -190,6 +190,7 @@ def _block_routing(config: Mapping[str, Any], experts: int, chosen: int) -> dict
             f"num_experts={experts}"
         )
     own = {"n_routed_experts": experts, "num_experts_per_tok": chosen, "n_group": 1, "topk_group": 1}
+    own["norm_topk_prob"] = chosen > 1
     return {**own, CAPACITY: capacity, BLOCK_SIZE: block}
 
 

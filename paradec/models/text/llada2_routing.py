@@ -46,8 +46,10 @@ class BlockRouter(Glm4MoeTopkRouter):
         own = torch.arange(rows, device=device).unsqueeze(1) * length
         if call is None or call.blocks is None:  # a call of the owner's: whole rows from position 0
             return own + torch.arange(length, device=device) // self.block, None
-        blocks, valid = (None if part is None else part.to(device) for part in call.blocks)
-        known = blocks if valid is None else blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
+        blocks, valid = call.blocks[0].to(device), call.blocks[1]
+        known, valid = blocks, None if valid is None else valid.to(device)
+        if valid is not None:
+            known = blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
         # the columns of a call are neighbours or whole rows, so that there are fewer blocks than columns
         return own + (blocks - known.amin(1, keepdim=True)).clamp(0, length - 1), valid
 

@@ -49,10 +49,18 @@ def _moved(state: MaskedState, view: View, revision: Revision) -> Decision:
     return Decision(text, written, filled.masked_fill(~written, 0), revision.hold_block)
 
 
+def block_width(blocks: Any) -> int:
+    """The positions of a block where text moves, which takes blocks of one length."""
+    width: int = blocks.length
+    return width
+
+
 def most_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
     """[R] int64: the bound on the steps of the rows' open blocks. Where text moves, it is that of a block of masks."""
     opened = state.masks_at_open[rows]
-    bound: np.ndarray = sampler.most_steps(np.full_like(opened, state.blocks.length) if sampler.needs.moves else opened)
+    bound: np.ndarray = sampler.most_steps(
+        np.full_like(opened, block_width(state.blocks)) if sampler.needs.moves else opened
+    )
     return bound
 
 
