@@ -4,9 +4,9 @@
 
 The packaged model (`examples/train_tiny_llada.py`) sees both directions. From its weights this trains one that sees its
 own block and those before it: blocks of 8 counted from position 0, as SDAR and LLaDA2 have them, and in half of the
-steps blocks of 1, which token by token decoding and the verification of drafts need. A row is read twice in one call, as it is
-and with masks (block diffusion, arXiv 2503.09573): a block with masks sees itself and the blocks before it as they are.
-`benchmarks/self_verified.py` compares samplers on the model; `load_blocks` there and here reads it.
+steps blocks of 1, which token by token decoding and the verification of drafts need. A row is read twice in one call,
+as it is and with masks (block diffusion, arXiv 2503.09573): a block with masks sees itself and the blocks before it as
+they are. `benchmarks/self_verified.py` compares samplers on the model.
 """
 
 from __future__ import annotations
