@@ -30,6 +30,7 @@ class Facts:
     topology: str
     prediction: str
     name: str = "this model"
+    whole_blocks: bool = False
 
     @property
     def label(self) -> str:
@@ -74,7 +75,7 @@ def facts_of(source: str) -> Facts:
             f"{source!r} has model_type={model_type!r}; caches are for {', '.join(map(repr, FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    return Facts(family.topology, family.prediction, source)
+    return Facts(family.topology, family.prediction, source, config.get("expert_capacity") is not None)
 
 
 def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:

@@ -220,7 +220,7 @@ def test_blocks(trace: dict[str, Any], cache: str) -> None:
                 [{one for one in step if one[0] < state.end[0]} for step in steps] for steps in (made, theirs)
             )
             assert not any(theirs[len(made) :])
-            theirs = theirs[: len(made)]
+            theirs, width = theirs[: len(made)], width[: len(made)]
         assert made == theirs
         assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
         if cache == "block" and model.facts.topology == "causal_context":
