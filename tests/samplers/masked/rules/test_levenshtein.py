@@ -62,7 +62,13 @@ def logits() -> dict[str, Tensor]:
     return load_file(INDEL / "logits.safetensors")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case["name"]) for case in CASES])
+def thinned(cases: list[Any]) -> list[Any]:
+    """Parameters, of which every third runs by default."""
+    marks = [() if at % 3 == 0 else (pytest.mark.full,) for at in range(len(cases))]
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+
+
+@pytest.mark.parametrize("case", thinned(CASES), ids=lambda case: case["name"])
 def test_recorded_steps(case: dict[str, Any], logits: dict[str, Tensor]) -> None:
     model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
     for row, (entry, given) in enumerate(zip(case["ids"], case["given"], strict=True)):
@@ -101,7 +107,7 @@ def tiny22() -> Model:
 
 
 @pytest.mark.parametrize("cache", ["none", "block"])
-@pytest.mark.parametrize("number", range(len(ANSWERS)))
+@pytest.mark.parametrize("number", thinned([*range(len(ANSWERS))]))
 def test_recorded_answers(tiny22: Model, number: int, cache: str) -> None:
     case, block = ANSWERS[number], FACTS["block"]
     sampler = create(case["settings"])
@@ -123,7 +129,7 @@ def test_recorded_answers(tiny22: Model, number: int, cache: str) -> None:
     assert out.new_tokens[0, : out.tokens[0]].tolist() == case["answer"]
 
 
-@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.parametrize("cache", [pytest.param("none", marks=pytest.mark.full), "block"])
 def test_rows_do_not_depend_on_their_neighbours(tiny22: Model, cache: str) -> None:
     rows = [case["prompt_ids"] for case in ANSWERS[:5]] + [[7, 7, 9]]
     request: dict[str, Any] = {"sampler": "levenshtein", "max_new_tokens": 20, "cache": cache}
