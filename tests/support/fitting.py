@@ -38,6 +38,7 @@ def facts_of(name: str, block_length: int) -> dict[str, object]:
     return {"topology": topology, "block_length": block_length, "delete_token_id": 5, "split_token_id": 7}
 
 
-def taken(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What of a request the sampler takes: some are for temperature 0."""
-    return {key: value for key, value in request.items() if key not in paradec.samplers.get(name).unsupported}
+def taken(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """What of a request the sampler, or the one of that name, takes: some are for temperature 0."""
+    method = paradec.samplers.create(sampler) if isinstance(sampler, str) else sampler
+    return {key: value for key, value in request.items() if key not in method.unsupported}

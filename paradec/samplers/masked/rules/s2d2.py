@@ -53,11 +53,14 @@ class S2D2(MaskedSampler):
     are the best tokens and are judged by probabilities: answers are random and have the distribution of no model.
 
     Args:
-        route: "span" verifies runs of `min_span` masks and more; "score" where the score is not below `tau`;
-            "hysteresis" from a score above `on` until one below `off`. The score is the number of drafts that are
-            expected to stand, less `cost`.
-        cost: of a call that verifies, in tokens; with `dynamic` times the masks above `threshold`.
-        estimator: how likely a draft is expected to stand: "entropy", exp(-H / ln V) of its distribution, or "margin",
+        route: "span", "score" or "hysteresis" decides when a call verifies. The score is the number of drafts that are
+            expected to be accepted, less `cost`.
+        min_span: "span" verifies runs of this many masks and more.
+        tau: "score" verifies where the score is not below it.
+        on, off: "hysteresis" verifies from a score above `on` until one below `off`.
+        cost: of a call that verifies, in tokens.
+        dynamic: whether the cost is multiplied by the number of masks above `threshold`.
+        estimator: how likely a draft is to be accepted: "entropy", exp(-H / ln V) of its distribution, or "margin",
             1 where the best token is likelier than the second by more than 0.05.
         threshold: confidence of masks that are filled without being verified.
         block_steps: steps of a block; None is one for each position.

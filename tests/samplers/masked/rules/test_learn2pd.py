@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import MASKED, topology_of
 from places import GOLDEN
 from rule_views import view_of
 from tiny_models import tiny
@@ -235,9 +236,8 @@ def test_compare_leaves_it_out_where_no_filter_fits() -> None:
     questions = evaluation.packaged_questions(["copy"], limit=1)
     with pytest.warns(UserWarning, match="learn2pd is left out: filter=.* trained for block_length 32, here 2"):
         found = evaluation.compare(paradec.load(), questions=questions, max_new_tokens=2, block_length=2)
-    assert found.complete and {"learn2pd"} == {
-        name for name in samplers.names() if samplers.get(name).family == "masked"
-    } - {result.configuration.sampler for result in found.results}
+    fitting = {"learn2pd", *(name for name in MASKED if topology_of(name) == "bidirectional")}
+    assert found.complete and fitting - {result.configuration.sampler for result in found.results} == {"learn2pd"}
 
 
 def test_files_that_are_no_filters(tmp_path: Path, block_filter: str) -> None:
