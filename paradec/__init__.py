@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from paradec.models.wrapping import wrap
     from paradec.request import Request
     from paradec.samplers.forecast.dicache import DiCache
+    from paradec.samplers.forecast.easycache import EasyCache
     from paradec.samplers.forecast.first_block import DBCache, FirstBlock
     from paradec.samplers.forecast.magcache import MagCache
     from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+    from paradec.samplers.forecast.seacache import SeaCache
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
     from paradec.tools.estimation.estimate import estimate
@@ -58,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "DBCache",
     "DiCache",
+    "EasyCache",
     "FirstBlock",
     "FixedBlocks",
     "Interrupted",
@@ -67,6 +70,7 @@ __all__ = [
     "PixelDiTPipeline",
     "Prophet",
     "Request",
+    "SeaCache",
     "SparseD",
     "Suffix",
     "TaylorSeer",
@@ -96,6 +100,7 @@ LATER = {
     "CheckpointError": "paradec.models.checkpoint",
     "DBCache": "paradec.samplers.forecast.first_block",
     "DiCache": "paradec.samplers.forecast.dicache",
+    "EasyCache": "paradec.samplers.forecast.easycache",
     "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
@@ -105,6 +110,7 @@ LATER = {
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
+    "SeaCache": "paradec.samplers.forecast.seacache",
     "SparseD": "paradec.attention.sparsed",
     "Suffix": "paradec.caches.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",

@@ -314,6 +314,18 @@ def autumn(folder: Path) -> None:
             write(folder / "s2d2" / f"drawn__{path.stem}.json", trace | {"cases": trace["cases"][::-2]})
 
 
+def images_autumn(folder: Path) -> None:
+    """SeaCache's recorded runs from the last to the first, every second one."""
+    source, target = GOLDEN / "images-autumn", folder / "seacache"
+    cases, arrays = read(source / "seacache" / "cases.json"), np.load(source / "seacache" / "arrays.npz")
+    shutil.copytree(source / "seacache" / "transformer", target / "transformer")
+    chosen = range(len(cases))[::-2]
+    write(target / "cases.json", [cases[number] for number in chosen])
+    parts = ("noise", "prompt", "negative", "plain", "latents")
+    kept = {f"{at}/{part}": arrays[f"{number}/{part}"] for at, number in enumerate(chosen) for part in parts}
+    np.savez(target / "arrays.npz", **kept)
+
+
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "traces": (text, ("llada/of first 1", "lopa/of second 1", "test_logits[full-second]")),
     "moe": (mixtures, ("llada20_generate/number 1", "sdar_generate/number 0", "test_logits[three-full]")),
@@ -323,6 +335,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
     "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
+    "images-autumn": (images_autumn, ("test_seacache_replays_diffusers[0]",)),
     "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))

@@ -23,7 +23,7 @@ from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification, relative_change
+from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.rules import Rule, refresh_from
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
@@ -52,8 +52,9 @@ class TaylorSeer(ForecastSampler):
         full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule; or the name of one of
             cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`).
         refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
-            `AccumulatedChange`, or one that decides inside a call, over `target="stack"`: `FirstBlock`, `DBCache`,
-            `MagCache`, `DiCache`. `first_enhance` applies to all of them.
+            `AccumulatedChange`, `EasyCache` (over `target="output"`), or one that decides in every call, over
+            `target="stack"`: `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache`. `first_enhance` applies to all
+            of them.
         schedule: separate steps for every module, as `paradec.integrations.diffusers.hooks.bac.calibrate` finds them: a
             `BlockSchedule` or its file.
         basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
@@ -137,18 +138,27 @@ class TaylorSeer(ForecastSampler):
         chosen = [key for key in ("full_steps", "refresh", "schedule") if getattr(self, key) is not None]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[0]} and {chosen[1]} both say when to evaluate; give one of them")
-        if isinstance(self.refresh, Probe):
-            for setting, fits in (("target", (None, "stack")), ("modules", (None,)), ("skip", (None,))):
-                if getattr(self, setting) not in fits:
-                    raise ValueError(
-                        f"refresh={self.refresh.name!r} forecasts what all blocks add; leave {setting}="
-                        f"{shown(getattr(self, setting))} out"
-                    )
+        self._check_rule()
         for setting in ("modules", "schedule"):
             if getattr(self, setting) is not None and self.target not in (None, "module"):
                 raise ValueError(
                     f"{setting} names modules, which target={self.target!r} does not forecast; leave one out"
                 )
+
+    def _check_rule(self) -> None:
+        rule = self.refresh
+        if isinstance(rule, Probe) or (rule is not None and rule.from_input):
+            what = "what all blocks add" if isinstance(rule, Probe) else "how the output differs from the input"
+            for setting, fits in (("target", (None, rule.target)), ("modules", (None,)), ("skip", (None,))):
+                if getattr(self, setting) not in fits:
+                    raise ValueError(
+                        f"refresh={rule.name!r} forecasts {what}; leave {setting}={shown(getattr(self, setting))} out"
+                    )
+        watch = rule.watch if isinstance(rule, AccumulatedChange) else None
+        if watch in ("modulated", "hidden") and self.target == "output":
+            raise ValueError(f"watch={watch!r} is inside the transformer, which target='output' skips; use 'latent'")
+        if watch is not None and self.modules is not None:
+            raise ValueError(f"watch={watch!r} goes with target=..., and modules=... is given; leave one out")
 
     # ---- when -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +166,7 @@ class TaylorSeer(ForecastSampler):
         """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells)."""
         if isinstance(self.full_steps, str):
             self._named(total)
-        if isinstance(self.refresh, Probe):
+        if self.refresh is not None:
             self.refresh.check_run(total)
 
     def _named(self, total: int | None) -> tuple[int, ...]:
@@ -189,15 +199,14 @@ class TaylorSeer(ForecastSampler):
         if course.last_full < 0:
             return True
         if self.refresh is not None:
-            assert not isinstance(
-                self.refresh, Probe
-            )  # asked inside the call (`paradec.integrations.diffusers.hooks.stack`)
+            # others are asked inside the call (`paradec.integrations.diffusers.hooks.stack`)
+            assert isinstance(self.refresh, StepRule)
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index, course.total)
 
     def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        if isinstance(self.refresh, AccumulatedChange):
-            course.change += self.refresh.rescale(relative_change(now, before))
+        if isinstance(self.refresh, StepRule):
+            self.refresh.changed(course, before, now)
 
     # ---- how ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +218,7 @@ class TaylorSeer(ForecastSampler):
             settings["dtype"] = getattr(torch, self.derivative_dtype)
         if self.style == "reference":
             settings["guard"] = self.first_enhance - 2
-        basis = self.basis or (self.refresh.basis if isinstance(self.refresh, Probe) else "taylor")
+        basis = self.basis or (self.refresh.basis if self.refresh is not None else "taylor")
         fields = BASES[basis].__dataclass_fields__
         settings |= {name: getattr(self, name) for name in ("sigma", "window") if name in fields}
         return BASES[basis](**settings)
@@ -221,13 +230,16 @@ class TaylorSeer(ForecastSampler):
         inside: dict[str, Any] = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
         if self.target not in (None, "output"):
             inside["target"] = self.target
-        if isinstance(self.refresh, (Verification, Probe)):
-            inside["refresh"] = self.refresh
+        rule = self.refresh
+        if isinstance(rule, (Verification, Probe)) or (rule is not None and rule.from_input):
+            inside["refresh"] = rule
+        if isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"):
+            inside["watch"] = rule.watch
         for setting, value in inside.items():
             if value is not None:
                 raise ValueError(
-                    f"{setting}={shown(value)} needs the inside of the transformer: attach the sampler with "
-                    "paradec.accelerate; this loop forecasts the whole output"
+                    f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
+                    "with paradec.accelerate; this loop forecasts the whole output"
                 )
         state = super().start(model, latent, **request)
         self.check_run(state.total)

@@ -32,9 +32,11 @@ class Session:
         if not isinstance(sampler, TaylorSeer):
             raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
         if sampler.target is None:
-            sampler = replace(sampler, target="stack" if isinstance(sampler.refresh, Probe) else "module")
+            sampler = replace(sampler, target="module" if sampler.refresh is None else sampler.refresh.target)
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
+        if isinstance(sampler.refresh, Probe):
+            sampler.refresh.noise_levels(getattr(watched, "scheduler", None))
         self.clock = Clock(None, self._finished)
         self.guard: Guard | None = None
         self.transformers: list[Transformer] = []
