@@ -58,7 +58,7 @@ class Modulated:
         raise RuntimeError(f"watch='modulated': {type(self.block).__name__} did not call its attention")
 
     def remove(self) -> None:
-        """Nothing stays behind."""
+        """Nothing was left on the block."""
 
 
 def _leave(*args: Any, **kwargs: Any) -> Any:
