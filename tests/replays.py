@@ -68,6 +68,9 @@ REPLAYS = {
     },
     "images-autumn": {
         "integrations/diffusers/test_skipping.py": "seacache_replays_diffusers",
+        "models/images/test_glm_image.py": "glm_image_replays_positions_and_forwards glm_image_replays_greedy "
+        "glm_image_replays_draws",
+        "integrations/diffusers/test_prior.py": "prior_replays_the_pipeline",
     },
     "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
     "autumn": {

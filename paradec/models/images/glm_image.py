@@ -195,6 +195,46 @@ class GlmImageModel(TextToImageModel):
             "out.prior_token_ids to GlmImagePipeline; or attach to it with paradec.accelerate(pipe, prior=...)"
         )
 
+    # ---- what the pipeline's processor makes of prompts -------------------------------------------------------------
+
+    def codes_in(self, ids: Tensor, grids: Tensor, counts: Tensor | None, pixels: Tensor | None) -> Tensor:
+        """Ids [B, L] with the codes of source pictures in the places that the processor left for them.
+
+        Args:
+            grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
+            counts: [B] int64: how many of them each row has; None for one row.
+            pixels: of the sources, as the processor gives them, or None.
+        """
+        if pixels is None:
+            return ids
+        own = self.module.model
+        sizes = own.get_image_grids_for_generation(counts, grids)
+        with torch.no_grad():
+            features = own.get_image_features(pixels, sizes, return_dict=True).pooler_output
+            codes = own.get_image_tokens(features)
+        return ids.masked_scatter(ids == self.module.config.image_token_id, codes.flatten().to(ids))
+
+    def grids(
+        self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
+    ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
+        """The grid that all rows make, and the sizes of each row's source pictures. Arguments as in `codes_in`.
+
+        Raises:
+            ValueError: rows of unlike targets.
+        """
+        sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
+        per_row = [len(sizes)] if counts is None else counts.tolist()
+        found, sources, at = set(), [], 0
+        for row, count in zip(rows, per_row, strict=True):
+            given = row.count(self.end)
+            sources.append(sizes[at : at + given])
+            found.add(tuple(sizes[at + given : at + count]))
+            at += count
+        targets = next(iter(found))
+        if len(found) != 1 or not 1 <= len(targets) <= 2:
+            raise ValueError(f"image_grid_thw={grids.tolist()} asks for unlike pictures; give them one by one")
+        return self.grid_of(targets[0], targets[1] if len(targets) == 2 else None), sources
+
     # ---- rows that come and go ------------------------------------------------------------------------------------
 
     @property
@@ -220,8 +260,9 @@ class GlmImageModel(TextToImageModel):
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         message = {"role": "user", "content": [{"type": "text", "text": text}]}
-        size = {"target_h": grid.height * SCALE, "target_w": grid.width * SCALE}
-        return self.tokenizer.apply_chat_template([message], tokenize=True, return_dict=True, **size)["input_ids"][0]
+        laid = self.tokenizer.apply_chat_template([message], tokenize=False)
+        found = self.tokenizer(text=laid, target_h=grid.height * SCALE, target_w=grid.width * SCALE)["input_ids"]
+        return list(found[0])
 
     @property
     def _language_model(self) -> Any:
