@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paradec.core.pipelined_blocks import PipelinedBlocks
     from paradec.core.protocol import Interrupted, decode
     from paradec.integrations.diffusers.hooks.session import accelerate
+    from paradec.integrations.diffusers.step_tuning import tune_steps
     from paradec.integrations.transformers import hf_generate
     from paradec.models.checkpoint import CheckpointError
     from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from paradec.samplers.masked.rules.prophet import Prophet
     from paradec.tools.estimation.estimate import estimate
     from paradec.tools.tuning.run import tune
+
 
 # what the logger "paradec" says is for those who ask for it
 logging.getLogger("paradec").addHandler(logging.NullHandler())
@@ -90,6 +92,7 @@ __all__ = [
     "load_protein_mpnn",
     "samplers",
     "tune",
+    "tune_steps",
     "wrap",
 ]
 
@@ -127,6 +130,7 @@ LATER = {
     "load_drafter": "paradec.models.load_drafter",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
     "tune": "paradec.tools.tuning.run",
+    "tune_steps": "paradec.integrations.diffusers.step_tuning",
     "wrap": "paradec.models.wrapping",
 }
 """Imported when they are first asked for: all of them import torch, some of them transformers or diffusers."""

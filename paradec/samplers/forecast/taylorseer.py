@@ -26,6 +26,7 @@ from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.rules import Rule, refresh_from
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
+from paradec.samplers.forecast.step_schedule import StepSchedule
 
 STYLES = ("reference", "diffusers")
 TARGETS = ("module", "block", "stack", "output")
@@ -50,7 +51,8 @@ class TaylorSeer(ForecastSampler):
             step after the first ones is evaluated too, and differences are taken from the first steps on.
         full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
         full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule; or the name of one of
-            cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`).
+            cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`); or a `StepSchedule`
+            of `paradec.tune_steps`, or its file, which other runs are refused with.
         refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
             `AccumulatedChange`, `EasyCache` (over `target="output"`), or one that decides in every call, over
             `target="stack"`: `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache`. `first_enhance` applies to all
@@ -79,7 +81,7 @@ class TaylorSeer(ForecastSampler):
     first_enhance: int = 1
     style: str = "reference"
     full_after: int | None = None
-    full_steps: tuple[int, ...] | str | None = None
+    full_steps: tuple[int, ...] | str | StepSchedule | None = None
     refresh: Rule | None = None
     schedule: BlockSchedule | None = None
     basis: str | None = None
@@ -131,6 +133,10 @@ class TaylorSeer(ForecastSampler):
         elif self.schedule is not None and not isinstance(self.schedule, BlockSchedule):
             object.__setattr__(self, "schedule", BlockSchedule.from_dict(self.schedule))
         object.__setattr__(self, "full_steps", _steps(self.full_steps))
+        if isinstance(self.full_steps, StepSchedule) and (target := self.full_steps.target) is not None:
+            if self.target not in (None, target):
+                raise ValueError(f"full_steps were found with target={target!r}; leave target={self.target!r} out")
+            object.__setattr__(self, "target", target)
         for setting in ("modules", "skip"):
             object.__setattr__(self, setting, _patterns(setting, getattr(self, setting)))
         if self.skip is not None and self.modules is None:
@@ -162,8 +168,11 @@ class TaylorSeer(ForecastSampler):
 
     # ---- when -----------------------------------------------------------------------------------------------------
 
-    def check_run(self, total: int | None) -> None:
-        """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells)."""
+    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> None:
+        """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells), with this
+        scheduler and guidance, where they are known."""
+        if isinstance(self.full_steps, StepSchedule):
+            self.full_steps.check(total, scheduler, guidance)
         if isinstance(self.full_steps, str):
             self._named(total)
         if self.refresh is not None:
@@ -188,6 +197,8 @@ class TaylorSeer(ForecastSampler):
         Style "reference": the first `first_enhance` steps, and every `interval`-th after the last of them. Style
         "diffusers": the first ones, the second step after them, and every `interval`-th from there.
         """
+        if isinstance(self.full_steps, StepSchedule):
+            return index in self.full_steps.steps
         if self.full_steps is not None:
             return index in (self._named(total) if isinstance(self.full_steps, str) else self.full_steps)
         if index < self.first_enhance or (self.full_after is not None and index >= self.full_after):
@@ -242,7 +253,7 @@ class TaylorSeer(ForecastSampler):
                     "with paradec.accelerate; this loop forecasts the whole output"
                 )
         state = super().start(model, latent, **request)
-        self.check_run(state.total)
+        self.check_run(state.total, scheduler=state.scheduler, guidance=state.guidance_scale)
         return state
 
     def memory(self) -> Mapping[str, MemorySpec]:
@@ -292,10 +303,14 @@ def _bytes(value: Any) -> int | None:
     return value
 
 
-def _steps(value: Any) -> tuple[int, ...] | str | None:
-    """A checked list of steps that has step 0, or the name of a mask."""
-    if value is None:
-        return None
+def _steps(value: Any) -> tuple[int, ...] | str | StepSchedule | None:
+    """A checked list of steps that has step 0, the name of a mask, or a schedule."""
+    if value is None or isinstance(value, StepSchedule):
+        return value
+    if isinstance(value, Mapping):
+        return StepSchedule.from_dict(value)
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
+        return StepSchedule.load(Path(value))
     if isinstance(value, str):
         check_choice("full_steps", value, MASKS)
         return value

@@ -315,7 +315,7 @@ class Transformer:
         schedule, total = self.asked.schedule, self.clock.total
         if schedule is not None and total not in (None, schedule.steps):
             raise ValueError(f"schedule was made for runs of {schedule.steps} steps; this one has {total}")
-        self.asked.check_run(total)
+        self.asked.check_run(total, self.clock.scheduler, getattr(self.clock.owner, "_guidance_scale", None))
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
