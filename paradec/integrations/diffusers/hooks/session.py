@@ -150,7 +150,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
             session.detach()
             raise
         return session
-    given, sampler = sampler, _named(sampler) if isinstance(sampler, str) else sampler
+    given, sampler = sampler, named(sampler) if isinstance(sampler, str) else sampler
     if isinstance(sampler, Rule):
         sampler = TaylorSeer(refresh=sampler)
     if getattr(sampler, "name", None) == "recap":
@@ -167,7 +167,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     return Session(pipe, TaylorSeer() if sampler is None else sampler)
 
 
-def _named(text: str) -> Any:
+def named(text: str) -> Any:
     """The sampler or rule of a name, which may have settings in parentheses.
 
     Raises:
