@@ -118,6 +118,36 @@ def test_seacache_is_refused(wan: Any) -> None:
         TaylorSeer(refresh="seacache", target="output")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("begin", [0, 3])
+def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
+    """As image to image does: the last step is the run's, and noise levels are those of its own steps."""
+    pipe, inputs = loop_pipeline("SD3")
+    levels = []
+
+    @dataclass(frozen=True)
+    class Noted(SeaCache):
+        def is_full(self, state: Any, *rest: Any) -> bool:
+            levels.append(state.level)
+            return super().is_full(state, *rest)
+
+    for rule in (
+        Noted(1e9, max_consecutive_cached=0),
+        AccumulatedChange(1e9, last_steps=1),
+        EasyCache(1e9, ret_steps=2),
+    ):
+        with accelerate(pipe, rule) as session:
+            pipe.scheduler.set_timesteps(9)
+            pipe.scheduler.set_begin_index(begin)
+            latent = inputs["hidden_states"]
+            for t in pipe.scheduler.timesteps[begin:]:
+                given = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
+                latent = pipe.scheduler.step(pipe.transformer(**given).sample, t, latent).prev_sample
+            first = [0, 1] if rule.name == "easycache" else [0]
+            assert full_steps(session) == [[*first, 8 - begin]], rule
+    assert levels == pipe.scheduler.sigmas[begin:-1].tolist()
+
+
 # ---- EasyCache ------------------------------------------------------------------------------------------------------
 
 
