@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paradec.core.pipelined_blocks import PipelinedBlocks
     from paradec.core.protocol import Interrupted, decode
     from paradec.integrations.diffusers.hooks.session import accelerate
+    from paradec.integrations.diffusers.step_tuning import tune_steps
     from paradec.integrations.transformers import hf_generate
     from paradec.models.checkpoint import CheckpointError
     from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -41,13 +42,16 @@ if TYPE_CHECKING:
     from paradec.models.wrapping import wrap
     from paradec.request import Request
     from paradec.samplers.forecast.dicache import DiCache
+    from paradec.samplers.forecast.easycache import EasyCache
     from paradec.samplers.forecast.first_block import DBCache, FirstBlock
     from paradec.samplers.forecast.magcache import MagCache
     from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+    from paradec.samplers.forecast.seacache import SeaCache
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
     from paradec.tools.estimation.estimate import estimate
     from paradec.tools.tuning.run import tune
+
 
 # what the logger "paradec" says is for those who ask for it
 logging.getLogger("paradec").addHandler(logging.NullHandler())
@@ -58,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "DBCache",
     "DiCache",
+    "EasyCache",
     "FirstBlock",
     "FixedBlocks",
     "Interrupted",
@@ -67,6 +72,7 @@ __all__ = [
     "PixelDiTPipeline",
     "Prophet",
     "Request",
+    "SeaCache",
     "SparseD",
     "Suffix",
     "TaylorSeer",
@@ -86,6 +92,7 @@ __all__ = [
     "load_protein_mpnn",
     "samplers",
     "tune",
+    "tune_steps",
     "wrap",
 ]
 
@@ -96,6 +103,7 @@ LATER = {
     "CheckpointError": "paradec.models.checkpoint",
     "DBCache": "paradec.samplers.forecast.first_block",
     "DiCache": "paradec.samplers.forecast.dicache",
+    "EasyCache": "paradec.samplers.forecast.easycache",
     "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
@@ -105,6 +113,7 @@ LATER = {
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
+    "SeaCache": "paradec.samplers.forecast.seacache",
     "SparseD": "paradec.attention.sparsed",
     "Suffix": "paradec.caches.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
@@ -121,6 +130,7 @@ LATER = {
     "load_drafter": "paradec.models.load_drafter",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
     "tune": "paradec.tools.tuning.run",
+    "tune_steps": "paradec.integrations.diffusers.step_tuning",
     "wrap": "paradec.models.wrapping",
 }
 """Imported when they are first asked for: all of them import torch, some of them transformers or diffusers."""

@@ -66,6 +66,12 @@ REPLAYS = {
         "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
         "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
     },
+    "images-autumn": {
+        "integrations/diffusers/test_skipping.py": "seacache_replays_diffusers",
+        "models/images/test_glm_image.py": "glm_image_replays_positions_and_forwards glm_image_replays_greedy "
+        "glm_image_replays_draws",
+        "integrations/diffusers/test_prior.py": "prior_replays_the_pipeline",
+    },
     "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
     "autumn": {
         "models/text/test_rotary.py": "the_tables",

@@ -65,6 +65,17 @@ class ImageOutput:
         )
 
     @property
+    def prior_token_ids(self) -> Tensor:
+        """[B, 4 h w] int64: what GlmImagePipeline takes, from GLM-Image's prior.
+
+        Raises:
+            ValueError: another model's pictures, or one that is not whole.
+        """
+        if not hasattr(self.grid, "prior_token_ids") or self.codes is None:
+            raise ValueError("prior_token_ids: only whole pictures of GLM-Image's prior have them")
+        return self.grid.prior_token_ids(self.tokens)
+
+    @property
     def nfe(self) -> int:
         """Number of function evaluations: the forwards that the pictures took, of several rows those of the row with
         most."""

@@ -25,6 +25,7 @@ from paradec.cli.compare import compare
 from paradec.cli.design import design
 from paradec.cli.estimate import estimate
 from paradec.cli.eval import evaluate
+from paradec.cli.export_folder import export_folder
 from paradec.cli.generate import generate
 from paradec.cli.image import image
 from paradec.cli.infill import infill
@@ -144,6 +145,7 @@ app.command("eval", short_help="Score a model with lm-evaluation-harness.")(eval
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs as pages, animations or plots.")(trace)
 app.command(short_help="Compare a decoder with recorded traces.")(verify)
+app.command("export-folder", short_help="Write code that transformers or diffusers load.")(export_folder)
 app.command(short_help="List the samplers, or describe one.")(samplers)
 app.command(short_help="List the caches and what each works with.")(caches)
 app.command(short_help="Show what the packaged text model can do.")(tasks)

@@ -31,6 +31,33 @@ AMUSED = ("maskgit", "halton", "lpd", "recap")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def pipeline_class(index: dict[str, Any]) -> Any:
+    """The class that a model_index.json names.
+
+    Raises:
+        CheckpointError: diffusers does not have it.
+    """
+    name = index.get("_class_name")
+    found = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
+    if not isinstance(found, type) or not issubclass(found, diffusers.DiffusionPipeline):
+        raise CheckpointError(f"model_index.json names {name!r}, which is no pipeline of diffusers")
+    return found
+
+
+def load_pipeline(cls: Any, folder: str, dtype: str | None) -> Any:
+    """A pipeline with its weights; `dtype` is one of `DTYPES`, or None for the files' own.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+    options = {} if dtype is None else {"torch_dtype": getattr(torch, dtype)}
+    try:
+        return cls.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"{folder!r} cannot be loaded as {cls.__name__}: {reason}") from error
+
+
 @dataclass
 class PipelineJob:
     """One command, checked when made, before weights are read.
@@ -65,9 +92,7 @@ class PipelineJob:
 
     def __post_init__(self, sampler: str | None, settings: dict[str, Any]) -> None:
         name = self.index.get("_class_name")
-        self.cls = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
-        if not isinstance(self.cls, type) or not issubclass(self.cls, diffusers.DiffusionPipeline):
-            raise CheckpointError(f"model_index.json names {name!r}, which is no pipeline of diffusers")
+        self.cls = pipeline_class(self.index)
         takes = inspect.signature(self.cls.__call__).parameters
         if "num_frames" in takes or not {"transformer", "unet"} & set(self.index) or "output_type" not in takes:
             raise ValueError(f"{name} makes no pictures; give it to paradec.accelerate in Python")
@@ -111,17 +136,10 @@ class PipelineJob:
         Raises:
             CheckpointError: the pipeline cannot be loaded.
         """
-        options = {} if self.dtype is None else {"torch_dtype": getattr(torch, self.dtype)}
         diffusers.utils.logging.set_verbosity_error()
         if not bars:
             diffusers.utils.logging.disable_progress_bar()
-        try:
-            pipe: Any = self.cls.from_pretrained(self.index["folder"], **options)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = str(error).strip().split("\n", 1)[0]
-            raise CheckpointError(
-                f"{self.index['folder']!r} cannot be loaded as {self.cls.__name__}: {reason}"
-            ) from error
+        pipe = load_pipeline(self.cls, self.index["folder"], self.dtype)
         pipe = pipe if self.device is None else pipe.to(self.device)
         pipe.set_progress_bar_config(disable=not bars, leave=False)
         call = self._call(pipe)

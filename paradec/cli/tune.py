@@ -70,6 +70,21 @@ Tolerance = Annotated[
     typer.Option(help="Points of score that the preset may be below the best hand-set one."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Search the solver steps of this diffusers pipeline instead (a folder, or digits-dit): --budget of its "
+        "steps, in runs with the next class or the next of --prompts.",
+    ),
+]
+Budget = Annotated[int | None, typer.Option(help="With --pipeline: solver steps to evaluate; by default 7.")]
+Steps = Annotated[
+    int | None, typer.Option(help="With --pipeline: solver steps of a run; by default the pipeline's own.")
+]
+Target = Annotated[
+    str | None, typer.Option(help="With --pipeline: what is forecast: output (the default), stack, block or module.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]
 
 
@@ -92,18 +107,29 @@ def tune(
     point: PointNumber = None,
     tolerance: Tolerance = 1.0,
     seed: Seed = 0,
+    pipeline: Pipeline = None,
+    budget: Budget = None,
+    steps: Steps = None,
+    target: Target = None,
     as_json: AsJson = False,
     **shared: Any,
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
     chooses, the other half is reported."""
+    for_text: dict[str, Any] = {"limit": limit, "score": score, "checker": checker, "mask": mask, "samplers": samplers}
+    for_text |= {"caches": caches, "blocks": blocks, "minutes": minutes, "point": point, "model": shared.get("model")}
+    for_text["max_new_tokens"] = shared.get("max_new_tokens")
+    files = {"study": study, "out": out, "report": report}
+    of_steps = {"budget": budget, "steps": steps, "target": target}
+    if pipeline is not None or any(value is not None for value in of_steps.values()):
+        _search_steps(pipeline, of_steps, for_text, files, prompts, trials, seed, as_json, shared)
     from paradec.tools.tuning.study import check_installed
 
     # Everything is checked before the model is loaded, which may take minutes.
     check_installed()
     options.check_readable("--prompts", prompts)
-    for option, file in (("--out", out), ("--report", report), ("--study", study)):
-        options.check_writable(option, file)
+    for name, file in files.items():
+        options.check_writable(f"--{name}", file)
     check_int("point", point, low=1, none=True)
     check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
     check_temperature("temperature", shared["temperature"])
@@ -133,6 +159,34 @@ def tune(
     if code:
         print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
     raise typer.Exit(code)
+
+
+def _search_steps(
+    pipeline: str | None,
+    of_steps: dict[str, Any],
+    for_text: dict[str, Any],
+    files: dict[str, Path | None],
+    prompts: Path | None,
+    trials: int,
+    seed: int,
+    as_json: bool,
+    shared: dict[str, Any],
+) -> None:
+    """`paradec tune --pipeline`; ends the command."""
+    for name, value in (of_steps if pipeline is None else for_text).items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
+    from paradec.cli.tune_steps import search_steps
+
+    assert pipeline is not None
+    options.check_readable("--prompts", prompts)
+    for name, file in files.items():
+        options.check_writable(f"--{name}", file)
+    chosen: dict[str, Any] = {"prompts": prompts, "runs": trials, "seed": seed, "as_json": as_json, **files}
+    chosen |= {name: shared.get(name) for name in ("dtype", "device")}
+    chosen |= {name: value for name, value in of_steps.items() if value is not None}
+    raise typer.Exit(search_steps(pipeline, **chosen))
 
 
 def space_of(samplers: list[str] | None, caches: list[str] | None, blocks: list[str] | None) -> dict[str, Any]:

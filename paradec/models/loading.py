@@ -70,9 +70,9 @@ def load(
     the logger "paradec" reports it). Every end token that one of them names is used, the tokenizer's turn ends too.
 
     Image models (for `paradec.generate_images`) load from the published files and folders of LlamaGen, MAR, VAR, LPD
-    and others (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon and Janus. Five small
-    ones are inside the package: "digits-ar", "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked),
-    "digits-var" and "digits-var-small" (by scales).
+    and others (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon, Janus and GLM-Image's
+    prior (also from the folder of its pipeline). Five small ones are inside the package: "digits-ar",
+    "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked), "digits-var" and "digits-var-small" (by scales).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
@@ -205,6 +205,9 @@ def _found(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
+    prior = os.path.join(source, "vision_language_encoder")
+    if pipeline and os.path.isfile(os.path.join(prior, "config.json")):  # GLM-Image's
+        source, pipeline = prior, False
     if pipeline or (source in PACKAGED_PIPELINES and not os.path.exists(source)):
         raise CheckpointError(
             f"{source!r} is a diffusers pipeline: load it with diffusers and give it to paradec.accelerate, or give "

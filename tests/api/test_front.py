@@ -212,6 +212,7 @@ def test_accelerate_by_name() -> None:
         "dicache(threshold=0.1)": paradec.DiCache(0.1),
         "magcache(mag_ratios=[1.0, 0.9])": paradec.MagCache([1.0, 0.9]),
         "verification": paradec.Verification(),
+        "easycache(ret_steps=3)": paradec.EasyCache(ret_steps=3),
         "accumulated_change": paradec.AccumulatedChange(),
     }.items():
         with paradec.accelerate(pipe, text) as session:

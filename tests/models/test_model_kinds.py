@@ -66,6 +66,7 @@ OURS = {
     "emu3": "image",
     "chameleon": "image",
     "janus": "image",
+    "glm_image": "image",
     "uvit": "codes",
     "masked image": "masked image",
     "mar": "continuous image",

@@ -314,6 +314,29 @@ def autumn(folder: Path) -> None:
             write(folder / "s2d2" / f"drawn__{path.stem}.json", trace | {"cases": trace["cases"][::-2]})
 
 
+def images_autumn(folder: Path) -> None:
+    """SeaCache's recorded runs from the last to the first, every second one; GLM-Image's under other names."""
+    source, target = GOLDEN / "images-autumn", folder / "seacache"
+    cases, arrays = read(source / "seacache" / "cases.json"), np.load(source / "seacache" / "arrays.npz")
+    shutil.copytree(source / "seacache" / "transformer", target / "transformer")
+    chosen = range(len(cases))[::-2]
+    write(target / "cases.json", [cases[number] for number in chosen])
+    parts = ("noise", "prompt", "negative", "plain", "latents")
+    kept = {f"{at}/{part}": arrays[f"{number}/{part}"] for at, number in enumerate(chosen) for part in parts}
+    np.savez(target / "arrays.npz", **kept)
+    source, target = source / "glm_image", folder / "glm_image"
+    for part in ("model", "dit"):
+        shutil.copytree(source / part, target / part)
+    cases, recorded, pipeline = read(source / "cases.json")[::-1], np.load(source / "pipeline.npz"), {}
+    for number, case in enumerate(cases):
+        old, case["case"] = case["case"], f"number {number}"
+        shutil.copy(source / f"{old}.npz", target / f"number {number}.npz")
+        found = [key for key in recorded if key.startswith(f"{old}/")]
+        pipeline |= {f"number {number}/{key.partition('/')[2]}": recorded[key] for key in found}
+    write(target / "cases.json", cases)
+    np.savez(target / "pipeline.npz", **pipeline)
+
+
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "traces": (text, ("llada/of first 1", "lopa/of second 1", "test_logits[full-second]")),
     "moe": (mixtures, ("llada20_generate/number 1", "sdar_generate/number 0", "test_logits[three-full]")),
@@ -323,6 +346,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
     "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
+    "images-autumn": (images_autumn, ("test_seacache_replays_diffusers[0]", "[number 3-scd]", "pipeline[number 0]")),
     "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from places import golden_file
 from torch import Tensor
 from transformers import (
     ChameleonConfig,
     ChameleonForConditionalGeneration,
     Emu3Config,
     Emu3ForConditionalGeneration,
+    GlmImageForConditionalGeneration,
     JanusConfig,
     JanusForConditionalGeneration,
 )
@@ -25,6 +27,7 @@ from paradec.models.images.distilled_llamagen import (
 )
 from paradec.models.images.distilled_var import DistilledVAR, DistilledVARModel
 from paradec.models.images.emu3 import Emu3Model
+from paradec.models.images.glm_image import GlmImageModel
 from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
 from paradec.models.images.kl import KLDecoder
@@ -225,6 +228,13 @@ def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> Distille
     return DistilledVARModel(module, teacher.vq, "tiny-var-student", **stages)
 
 
+def tiny_glm_image() -> GlmImageModel:
+    source = golden_file("images-autumn", "glm_image/model")
+    module = GlmImageForConditionalGeneration.from_pretrained(source, dtype=torch.float64)
+    module.config.text_config.max_position_embeddings = 2048  # for the size of a request that names none
+    return GlmImageModel(module)
+
+
 def tiny_diffusion() -> DiffusionModel:
     from diffusers import DiTTransformer2DModel
 
@@ -244,6 +254,7 @@ FAMILIES = {
     "emu3": tiny_emu3,
     "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)),
     "janus": tiny_janus,
+    "glm_image": tiny_glm_image,
     "uvit": tiny_uvit,
     "masked image": tiny_masked_image,
     "mar": tiny_mar,

@@ -241,6 +241,67 @@ def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
     return pipe(**texts | call | options).frames
 
 
+def glm_image_pipeline(folder: Path) -> Any:
+    """A GlmImagePipeline on the recorded prior and DiT of this folder, with a processor of a few words."""
+    from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        ByT5Tokenizer,
+        GlmImageForConditionalGeneration,
+        GlmImageProcessor,
+        PreTrainedTokenizerFast,
+        T5Config,
+        T5EncoderModel,
+    )
+    from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+
+    prior = GlmImageForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float64).eval()
+    ids = prior.config
+    free = [i for i in range(ids.text_config.vision_vocab_size, ids.text_config.vocab_size) if i != ids.image_token_id]
+    plain = ["[UNK]", "[PAD]", "<sop>", "<eop>", "a", "fox", "cat", *map(str, range(30))]
+    words = dict(zip(plain, free, strict=False)) | {"<|image|>": ids.image_token_id}
+    words |= {"<start>": ids.image_start_token_id, "<end>": ids.image_end_token_id}
+    split = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    split.pre_tokenizer = pre_tokenizers.Whitespace()
+    named = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    known = {"unk_token": "[UNK]", "pad_token": "[PAD]", "bos_token": "<start>", "eos_token": "<end>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=split, padding_side="left", extra_special_tokens=named, **known
+    )
+    template = (
+        "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<start><|image|><end>"
+        "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    pictures = GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
+    processor = GlmImageProcessor(pictures, tokenizer, chat_template=template)
+
+    def sizes(height: int, width: int) -> tuple[int, int, int, int]:  # the preview of some 16 cells instead of 256
+        rows, columns = height // 32, width // 32
+        return rows, columns, int((rows / columns) ** 0.5 * 4), int((columns / rows) ** 0.5 * 4)
+
+    processor._get_target_shape = sizes
+    transformer = GlmImageTransformer2DModel.from_pretrained(folder / "dit").eval()
+    torch.manual_seed(0)
+    small = {"d_model": transformer.config.text_embed_dim, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    pipe = GlmImagePipeline(
+        tokenizer=ByT5Tokenizer(),
+        processor=processor,
+        text_encoder=T5EncoderModel(T5Config(**small, vocab_size=384)).eval(),
+        vision_language_encoder=prior,
+        vae=AutoencoderKL(
+            block_out_channels=(4, 4, 4, 4), down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=1,
+            up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=4, latents_mean=(0.0,) * 4,
+            latents_std=(1.0,) * 4,
+        ),
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=256, time_shift_type="linear"
+        ),
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 class LoopPipeline(DiffusionPipeline):
     """Any of the transformers with a flow-matching scheduler: Euler steps, callbacks, guidance in two calls."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,15 @@ class Grid:
     def stride(self) -> int:
         """Tokens from one image token to the one below it."""
         return self.width + (self.row_end is not None)
+
+    @property
+    def rasters(self) -> tuple[tuple[int, int, int], ...]:
+        """Each raster as the offset of its first image token, its rows and its columns, in the order of writing."""
+        return ((len(self.head), self.height, self.width),)
+
+    def line(self, offsets: Tensor) -> tuple[Any, Any]:
+        """The `stride` at offsets (int64 of any shape), and the offset at which their raster begins."""
+        return self.stride, len(self.head)
 
     @property
     def length(self) -> int:

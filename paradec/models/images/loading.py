@@ -21,6 +21,7 @@ FAMILIES = {
     "emu3": ("paradec.models.images.emu3", "load_emu3", "Emu3Model"),
     "chameleon": ("paradec.models.images.chameleon", "load_chameleon", "ChameleonModel"),
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
+    "glm_image": ("paradec.models.images.glm_image", "load_glm_image", "GlmImageModel"),
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
     "nar": ("paradec.models.images.nar", "load_nar", "NARModel"),
     "distilled_llamagen": (

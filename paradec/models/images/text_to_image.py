@@ -130,10 +130,14 @@ class TextToImageModel(ImageModel):
         return self._language_model(
             inputs_embeds=embeddings,
             attention_mask=mask,
-            position_ids=query.positions,
+            position_ids=self._positions(query),
             past_key_values=cache,
             use_cache=cache is not None,
         ).last_hidden_state
+
+    def _positions(self, query: Query) -> Tensor:
+        """What the backbone takes for the positions [R, Q] of a call's columns."""
+        return query.positions
 
     def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
         """[vocab_size, d]: row `cells[c]` holds code c of the table [codes, d], the rest NaN."""

@@ -200,15 +200,16 @@ class JacobiSampler(ChainSampler):
             at = last.expand_as(positions)
         else:
             assert state.grid is not None  # `_new_tokens` has seen to it
-            stride = state.grid.stride
+            stride, _ = state.grid.line(positions - start)
             at = positions - stride * torch.div(positions - last + stride - 1, stride, rounding_mode="floor")
         found = tokens.gather(1, at.clamp(min=0, max=tokens.shape[1] - 1))
         if state.grid is None:
             return found
-        # image tokens alone are copied, and none into the first column from its left
-        usable = (at >= start) & (state.forced(rows, at.clamp(min=0).maximum(start)) < 0)
+        # image tokens alone are copied, none into the first column from its left, and none from another raster
+        stride, first = state.grid.line(positions - start)
+        usable = (at >= start + first) & (state.forced(rows, at.clamp(min=0).maximum(start)) < 0)
         if self._copies.endswith("horizontal"):
-            usable &= (positions - start - len(state.grid.head)) % state.grid.stride > 0
+            usable &= (positions - start - first) % stride > 0
         return torch.where(usable, found, -1)
 
     def _put_noise(self, state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:

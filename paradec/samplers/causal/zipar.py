@@ -40,29 +40,32 @@ class Step:
 
 
 def schedule(grid: Grid, window: int) -> list[Step]:
-    """The steps of a grid; the first one evaluates the prompt too."""
-    first = [len(grid.head) + row * grid.stride for row in range(grid.height)]
+    """The steps of a grid; the first one evaluates the prompt too. Rasters come one after the other."""
     forced = grid.layout.tolist()
     unfed: list[int] = []  # what a row that is full leaves to evaluate
     steps: list[Step] = []
-    for (cells,) in orders.ZipAR(window).groups(grid.height, grid.width):
-        fed: dict[int, int] = {at: at for at in unfed}
-        chosen: dict[int, int] = {}
-        before = dict(divmod(cell, grid.width) for cell in cells.tolist())  # cells that each open row has
-        unfed = []
-        for row, done in before.items():
-            at = first[row] + done  # the token to choose
-            chosen[at - 1] = at
-            above = before.get(row - 1, grid.width)
-            known = done > 0 or row == 0 or forced[at - 1] >= 0 or above == grid.width
-            # the end of the row above is not known: its last token so far takes the place
-            fed.setdefault(at - 1, at - 1 if known else first[row - 1] + above - 1)
-            if done == grid.width - 1:
-                unfed += range(at, first[row] + grid.stride)
-        if not steps:  # all that comes before the first image token
-            fed = {at: at for at in range(-1, first[0])} | fed
-        order = sorted(fed)
-        steps.append(Step(order, [fed[at] for at in order], [order.index(at) for at in chosen], list(chosen.values())))
+    for begin, height, width in grid.rasters:
+        stride = width + grid.stride - grid.width
+        first = [begin + row * stride for row in range(height)]
+        for (cells,) in orders.ZipAR(window).groups(height, width):
+            fed: dict[int, int] = {at: at for at in unfed}
+            chosen: dict[int, int] = {}
+            before = dict(divmod(cell, width) for cell in cells.tolist())  # cells that each open row has
+            unfed = []
+            for row, done in before.items():
+                at = first[row] + done  # the token to choose
+                chosen[at - 1] = at
+                above = before.get(row - 1, width)
+                known = done > 0 or row == 0 or forced[at - 1] >= 0 or above == width
+                # the end of the row above is not known: its last token so far takes the place
+                fed.setdefault(at - 1, at - 1 if known else first[row - 1] + above - 1)
+                if done == width - 1:
+                    unfed += range(at, first[row] + stride)
+            if not steps:  # all that comes before the first image token
+                fed = {at: at for at in range(-1, begin)} | fed
+            order = sorted(fed)
+            read = [order.index(at) for at in chosen]
+            steps.append(Step(order, [fed[at] for at in order], read, list(chosen.values())))
     return steps
 
 

@@ -52,7 +52,6 @@ class DiCache(Probe):
     num_inference_steps: int | None = None
 
     name = "dicache"
-    basis = "taylor"
     whole = True
 
     def __post_init__(self) -> None:
@@ -61,6 +60,10 @@ class DiCache(Probe):
         check_int("probe_depth", self.probe_depth, low=1)
         check_number("retention_ratio", self.retention_ratio, low=0, high=1)
         check_int("num_inference_steps", self.num_inference_steps, low=1, none=True)
+
+    @property
+    def basis(self) -> str:
+        return "taylor"
 
     @property
     def head(self) -> int:

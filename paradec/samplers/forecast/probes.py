@@ -7,10 +7,11 @@ probe and the last ones are evaluated or forecast together, as one residual (`ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(eq=False)
@@ -29,6 +30,10 @@ class ProbeState:
     """What a rule has summed since the latest evaluation."""
     product: float = 1.0
     """What a rule has multiplied since then."""
+    latent: Tensor | None = None
+    """What the transformer was given in this call [B, ...]."""
+    level: float = 0.0
+    """The noise level of this step, where the rule reads `noise_levels`."""
     nodes: tuple[int, ...] = ()
     """The latest two steps that were evaluated, newest first."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -52,10 +57,15 @@ class Probe:
     """Base of the rules. A subclass implements `is_full`."""
 
     name: ClassVar[str] = ""
-    basis: ClassVar[str] = "reuse"
-    """How the residual is forecast unless the sampler says: as published."""
+    target: ClassVar[str] = "stack"
+    measures: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
+
+    @property
+    def basis(self) -> str:
+        """How the residual is forecast unless the sampler says: as published."""
+        return "reuse"
 
     @property
     def head(self) -> int:
@@ -79,6 +89,19 @@ class Probe:
 
     def check_run(self, total: int | None) -> None:
         """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells)."""
+
+    def check_model(self, module: nn.Module) -> None:
+        """Raise ValueError if the rule cannot serve this transformer."""
+
+    def noise_levels(self, scheduler: Any) -> Sequence[float]:
+        """The noise level of each step of a run, where the rule reads them; else nothing.
+
+        scheduler: the pipeline's, before or in a run; None for a transformer by itself.
+
+        Raises:
+            ValueError: the rule cannot serve such a scheduler.
+        """
+        return ()
 
     def forecast_at(self, state: ProbeState) -> float:
         """The step for which the residual is forecast in this call: as a rule, the one that is called."""

@@ -1,4 +1,4 @@
-"""How far a run is, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
+"""How far a run is, and rules that measure once a step when to evaluate instead of forecast: SpeCa's and TeaCache's.
 
 Fixed schedules are `TaylorSeer`'s own; `rules` has all rules by name. Independent of how features are forecast
 (`bases`): every rule goes with every basis.
@@ -6,12 +6,14 @@ Fixed schedules are `TaylorSeer`'s own; `rules` has all rules by name. Independe
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, check_order, shown
+from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
+
+WATCHED = ("modulated", "hidden", "latent")
 
 
 @dataclass
@@ -28,6 +30,8 @@ class RunProgress:
     """Accumulated change of the watched input since then, this step's included (`AccumulatedChange`)."""
     error: float | None = None
     """Relative error of the latest forecast that was verified since then (`Verification`)."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a rule keeps from step to step (`EasyCache`)."""
 
     @property
     def forecasts(self) -> int:
@@ -42,7 +46,39 @@ class RunProgress:
 
 
 @dataclass(frozen=True)
-class Verification:
+class StepRule:
+    """Base of the rules that are asked once a step, by its first call. A subclass implements `is_full`."""
+
+    name: ClassVar[str] = ""
+    basis: ClassVar[str] = "taylor"
+    """How features are forecast unless the sampler says."""
+    target: ClassVar[str] = "module"
+    """What is forecast unless the sampler says."""
+    measures: ClassVar[bool] = False
+    """Whether `changed` reads how the input changes."""
+    from_input: ClassVar[bool] = False
+    """Whether what is forecast is how the transformer's output differs from its input, with no other `target`."""
+
+    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
+        """Whether the next step is evaluated; what `changed` says of it is in `course` already."""
+        raise NotImplementedError
+
+    def check_run(self, total: int | None) -> None:
+        """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells)."""
+
+    def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
+        """Note in the course how the watched input [B, ...] changed from one step to the next."""
+
+    def evaluated(self, course: RunProgress, given: Tensor, output: Tensor) -> None:
+        """Take note of the transformer's input and output, both [B, ...], in the call that decided for its step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `rules.refresh_from`."""
+        return {"refresh": self.name} | asdict(self)
+
+
+@dataclass(frozen=True)
+class Verification(StepRule):
     """Refresh when a verified forecast was off: SpeCa (Liu et al., "SpeCa", ACM MM 2025, arXiv 2509.11628).
 
     The last transformer block is also evaluated at forecast steps, on the forecast features, and compared with its own
@@ -82,32 +118,35 @@ class Verification:
         done = (course.index - 1) / course.total if course.total else 0.0
         return course.error > max(self.base_threshold * self.decay_rate**done, 0.1)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.refresh_from`."""
-        return {"refresh": self.name} | asdict(self)
-
 
 @dataclass(frozen=True)
-class AccumulatedChange:
+class AccumulatedChange(StepRule):
     """Refresh when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
 
     The relative L1 change of the watched input from step to step, rescaled by a polynomial, is summed since the last
-    evaluation; at `threshold` the step is evaluated. Watched is the first thing that a forecast would replace: with
-    `target="module"` the modulated input of the first attention, as in the paper, else the hidden states before the
-    first block, or the latent.
+    evaluation; at `threshold` the step is evaluated. The public code for FLUX is `watch="modulated", last_steps=1`,
+    with the sampler's `target="stack", basis="reuse"`, and coefficients 498.651651, -283.781631, 55.8554382,
+    -3.82021401, 0.264230861.
 
     Args:
         threshold: accumulated change that asks for an evaluation.
         coefficients: of the polynomial, highest power first. The paper fits them per model; (1, 0) is the change as
             it is.
         max_forecasts: forecasts in a row after which the next step is evaluated anyhow; None sets no bound.
+        watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
+            the first block; or "latent". None is the first thing that a forecast would replace: "modulated" with
+            `target="module"`, "hidden" with "block" and "stack", "latent" with "output", where nothing else is known.
+        last_steps: steps at the end of a run that are all evaluated (1 in the public code).
     """
 
     threshold: float = 0.2
     coefficients: tuple[float, ...] = (1.0, 0.0)
     max_forecasts: int | None = None
+    watch: str | None = None
+    last_steps: int = 0
 
     name: ClassVar[str] = "accumulated_change"
+    measures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, open_low=True)
@@ -117,6 +156,19 @@ class AccumulatedChange:
             check_number("coefficients", value)
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
         check_int("max_forecasts", self.max_forecasts, low=1, none=True)
+        if self.watch is not None:
+            check_choice("watch", self.watch, WATCHED)
+        check_int("last_steps", self.last_steps, low=0)
+
+    def check_run(self, total: int | None) -> None:
+        if self.last_steps and total is None:
+            raise ValueError(
+                f"last_steps={self.last_steps} needs the number of steps, which a transformer by itself does not tell; "
+                "attach to the pipeline, or leave last_steps out"
+            )
+
+    def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
+        course.change += self.rescale(relative_change(now, before))
 
     def rescale(self, change: float) -> float:
         """The polynomial of one step's change."""
@@ -127,7 +179,7 @@ class AccumulatedChange:
 
     def is_full(self, course: RunProgress, first_enhance: int) -> bool:
         """Whether the next step is evaluated; `course.change` holds its change already."""
-        if course.index < first_enhance:
+        if course.index < first_enhance or (self.last_steps and course.index >= (course.total or 0) - self.last_steps):
             return True
         if self.max_forecasts is not None and course.forecasts >= self.max_forecasts:
             return True
@@ -135,7 +187,7 @@ class AccumulatedChange:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `rules.refresh_from`."""
-        return {"refresh": self.name} | asdict(self) | {"coefficients": list(self.coefficients)}
+        return super().to_dict() | {"coefficients": list(self.coefficients)}
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:

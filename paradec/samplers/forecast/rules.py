@@ -9,14 +9,17 @@ from paradec.core.called import called
 from paradec.core.checks import shown
 from paradec.core.registry import unknown
 from paradec.samplers.forecast.dicache import DiCache
+from paradec.samplers.forecast.easycache import EasyCache
 from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.magcache import MagCache
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, StepRule, Verification
+from paradec.samplers.forecast.seacache import SeaCache
 
-Rule = Verification | AccumulatedChange | Probe
+Rule = StepRule | Probe
 RULES: Mapping[str, Any] = {
-    rule.name: rule for rule in (Verification, AccumulatedChange, FirstBlock, DBCache, MagCache, DiCache)
+    rule.name: rule
+    for rule in (Verification, AccumulatedChange, FirstBlock, DBCache, MagCache, DiCache, SeaCache, EasyCache)
 }
 
 
@@ -26,7 +29,7 @@ def refresh_from(value: Any) -> Rule | None:
     Raises:
         ValueError: something else, or a setting that the rule has not.
     """
-    if value is None or isinstance(value, (Verification, AccumulatedChange, Probe)):
+    if value is None or isinstance(value, Rule):
         return value
     given = value
     if isinstance(value, str):

@@ -23,9 +23,10 @@ from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification, relative_change
+from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.rules import Rule, refresh_from
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
+from paradec.samplers.forecast.step_schedule import StepSchedule
 
 STYLES = ("reference", "diffusers")
 TARGETS = ("module", "block", "stack", "output")
@@ -50,10 +51,12 @@ class TaylorSeer(ForecastSampler):
             step after the first ones is evaluated too, and differences are taken from the first steps on.
         full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
         full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule; or the name of one of
-            cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`).
+            cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`); or a `StepSchedule`
+            of `paradec.tune_steps`, or its file, which other runs are refused with.
         refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
-            `AccumulatedChange`, or one that decides inside a call, over `target="stack"`: `FirstBlock`, `DBCache`,
-            `MagCache`, `DiCache`. `first_enhance` applies to all of them.
+            `AccumulatedChange`, `EasyCache` (over `target="output"`), or one that decides in every call, over
+            `target="stack"`: `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache`. `first_enhance` applies to all
+            of them.
         schedule: separate steps for every module, as `paradec.integrations.diffusers.hooks.bac.calibrate` finds them: a
             `BlockSchedule` or its file.
         basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
@@ -78,7 +81,7 @@ class TaylorSeer(ForecastSampler):
     first_enhance: int = 1
     style: str = "reference"
     full_after: int | None = None
-    full_steps: tuple[int, ...] | str | None = None
+    full_steps: tuple[int, ...] | str | StepSchedule | None = None
     refresh: Rule | None = None
     schedule: BlockSchedule | None = None
     basis: str | None = None
@@ -130,6 +133,10 @@ class TaylorSeer(ForecastSampler):
         elif self.schedule is not None and not isinstance(self.schedule, BlockSchedule):
             object.__setattr__(self, "schedule", BlockSchedule.from_dict(self.schedule))
         object.__setattr__(self, "full_steps", _steps(self.full_steps))
+        if isinstance(self.full_steps, StepSchedule) and (target := self.full_steps.target) is not None:
+            if self.target not in (None, target):
+                raise ValueError(f"full_steps were found with target={target!r}; leave target={self.target!r} out")
+            object.__setattr__(self, "target", target)
         for setting in ("modules", "skip"):
             object.__setattr__(self, setting, _patterns(setting, getattr(self, setting)))
         if self.skip is not None and self.modules is None:
@@ -137,26 +144,38 @@ class TaylorSeer(ForecastSampler):
         chosen = [key for key in ("full_steps", "refresh", "schedule") if getattr(self, key) is not None]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[0]} and {chosen[1]} both say when to evaluate; give one of them")
-        if isinstance(self.refresh, Probe):
-            for setting, fits in (("target", (None, "stack")), ("modules", (None,)), ("skip", (None,))):
-                if getattr(self, setting) not in fits:
-                    raise ValueError(
-                        f"refresh={self.refresh.name!r} forecasts what all blocks add; leave {setting}="
-                        f"{shown(getattr(self, setting))} out"
-                    )
+        self._check_rule()
         for setting in ("modules", "schedule"):
             if getattr(self, setting) is not None and self.target not in (None, "module"):
                 raise ValueError(
                     f"{setting} names modules, which target={self.target!r} does not forecast; leave one out"
                 )
 
+    def _check_rule(self) -> None:
+        rule = self.refresh
+        if isinstance(rule, Probe) or (rule is not None and rule.from_input):
+            what = "what all blocks add" if isinstance(rule, Probe) else "how the output differs from the input"
+            for setting, fits in (("target", (None, rule.target)), ("modules", (None,)), ("skip", (None,))):
+                if getattr(self, setting) not in fits:
+                    raise ValueError(
+                        f"refresh={rule.name!r} forecasts {what}; leave {setting}={shown(getattr(self, setting))} out"
+                    )
+        watch = rule.watch if isinstance(rule, AccumulatedChange) else None
+        if watch in ("modulated", "hidden") and self.target == "output":
+            raise ValueError(f"watch={watch!r} is inside the transformer, which target='output' skips; use 'latent'")
+        if watch is not None and self.modules is not None:
+            raise ValueError(f"watch={watch!r} goes with target=..., and modules=... is given; leave one out")
+
     # ---- when -----------------------------------------------------------------------------------------------------
 
-    def check_run(self, total: int | None) -> None:
-        """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells)."""
+    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> None:
+        """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells), with this
+        scheduler and guidance, where they are known."""
+        if isinstance(self.full_steps, StepSchedule):
+            self.full_steps.check(total, scheduler, guidance)
         if isinstance(self.full_steps, str):
             self._named(total)
-        if isinstance(self.refresh, Probe):
+        if self.refresh is not None:
             self.refresh.check_run(total)
 
     def _named(self, total: int | None) -> tuple[int, ...]:
@@ -178,6 +197,8 @@ class TaylorSeer(ForecastSampler):
         Style "reference": the first `first_enhance` steps, and every `interval`-th after the last of them. Style
         "diffusers": the first ones, the second step after them, and every `interval`-th from there.
         """
+        if isinstance(self.full_steps, StepSchedule):
+            return index in self.full_steps.steps
         if self.full_steps is not None:
             return index in (self._named(total) if isinstance(self.full_steps, str) else self.full_steps)
         if index < self.first_enhance or (self.full_after is not None and index >= self.full_after):
@@ -189,15 +210,14 @@ class TaylorSeer(ForecastSampler):
         if course.last_full < 0:
             return True
         if self.refresh is not None:
-            assert not isinstance(
-                self.refresh, Probe
-            )  # asked inside the call (`paradec.integrations.diffusers.hooks.stack`)
+            # others are asked inside the call (`paradec.integrations.diffusers.hooks.stack`)
+            assert isinstance(self.refresh, StepRule)
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index, course.total)
 
     def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        if isinstance(self.refresh, AccumulatedChange):
-            course.change += self.refresh.rescale(relative_change(now, before))
+        if isinstance(self.refresh, StepRule):
+            self.refresh.changed(course, before, now)
 
     # ---- how ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +229,7 @@ class TaylorSeer(ForecastSampler):
             settings["dtype"] = getattr(torch, self.derivative_dtype)
         if self.style == "reference":
             settings["guard"] = self.first_enhance - 2
-        basis = self.basis or (self.refresh.basis if isinstance(self.refresh, Probe) else "taylor")
+        basis = self.basis or (self.refresh.basis if self.refresh is not None else "taylor")
         fields = BASES[basis].__dataclass_fields__
         settings |= {name: getattr(self, name) for name in ("sigma", "window") if name in fields}
         return BASES[basis](**settings)
@@ -221,16 +241,19 @@ class TaylorSeer(ForecastSampler):
         inside: dict[str, Any] = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
         if self.target not in (None, "output"):
             inside["target"] = self.target
-        if isinstance(self.refresh, (Verification, Probe)):
-            inside["refresh"] = self.refresh
+        rule = self.refresh
+        if isinstance(rule, (Verification, Probe)) or (rule is not None and rule.from_input):
+            inside["refresh"] = rule
+        if isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"):
+            inside["watch"] = rule.watch
         for setting, value in inside.items():
             if value is not None:
                 raise ValueError(
-                    f"{setting}={shown(value)} needs the inside of the transformer: attach the sampler with "
-                    "paradec.accelerate; this loop forecasts the whole output"
+                    f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
+                    "with paradec.accelerate; this loop forecasts the whole output"
                 )
         state = super().start(model, latent, **request)
-        self.check_run(state.total)
+        self.check_run(state.total, scheduler=state.scheduler, guidance=state.guidance_scale)
         return state
 
     def memory(self) -> Mapping[str, MemorySpec]:
@@ -280,10 +303,14 @@ def _bytes(value: Any) -> int | None:
     return value
 
 
-def _steps(value: Any) -> tuple[int, ...] | str | None:
-    """A checked list of steps that has step 0, or the name of a mask."""
-    if value is None:
-        return None
+def _steps(value: Any) -> tuple[int, ...] | str | StepSchedule | None:
+    """A checked list of steps that has step 0, the name of a mask, or a schedule."""
+    if value is None or isinstance(value, StepSchedule):
+        return value
+    if isinstance(value, Mapping):
+        return StepSchedule.from_dict(value)
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
+        return StepSchedule.load(Path(value))
     if isinstance(value, str):
         check_choice("full_steps", value, MASKS)
         return value

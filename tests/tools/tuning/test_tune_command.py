@@ -110,3 +110,38 @@ def test_a_command_that_is_stopped_goes_on(tmp_path: Path, end: signal.Signals) 
     assert paradec.Request.load(preset).changes()
     after = {trial.number: trial.user_attrs for trial in finished(study)}
     assert all(after[number] == attributes for number, attributes in before.items())
+
+
+# ---- the steps of a pipeline ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "3"), "--budget needs --pipeline"),
+        (("--target", "output"), "--target needs --pipeline"),
+        (("--pipeline", "digits-dit", "--mask", "x"), "--mask is not for --pipeline"),
+        (("--pipeline", "digits-dit", "--model", "x"), "--model is not for --pipeline"),
+        (("--pipeline", "digits-ar"), "is no diffusers pipeline"),
+        (("--pipeline", "digits-dit", "--budget", "0"), "budget=0"),
+        (("--pipeline", "digits-dit", "--trials", "-1"), "trials=-1"),
+        (("--pipeline", "digits-dit", "--target", "modul"), "did you mean 'module'"),
+        (("--pipeline", "digits-dit", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+    ],
+)
+def test_wrong_calls_for_a_pipeline(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2 and message in done.stderr, done.stderr
+
+
+@pytest.mark.full
+def test_steps_of_a_pipeline(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("out", "report", "study")}
+    named = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *named]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0 and "chosen: " in done.stdout, done.stderr
+    schedule = paradec.TaylorSeer(full_steps=str(files["out"])).full_steps
+    assert schedule.total == 6 and len(schedule.steps) == 2
+    again = CliRunner().invoke(app, [*call, "--json"])
+    assert json.loads(again.stdout) == json.loads(files["report"].read_text())

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import nn
 
+from paradec.samplers.forecast.refresh import StepRule
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 Kind = Literal["forecast", "residual", "stack", "skip", "output"]
@@ -111,6 +112,8 @@ def hooked(transformer: nn.Module, settings: TaylorSeer) -> list[Place]:
     """
     if settings.modules is not None:
         return matched(transformer, settings.modules, settings.skip or ())
+    if isinstance(settings.refresh, StepRule) and settings.refresh.from_input:
+        return [Place("", "residual", "")]
     return places(transformer, settings.target or "module")
 
 

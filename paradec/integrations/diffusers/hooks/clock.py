@@ -65,9 +65,9 @@ class Clock:
 
     @property
     def total(self) -> int | None:
-        """Solver steps of this run, as far as the scheduler knows."""
+        """Solver steps of this run, as far as the scheduler knows; image to image leaves the first ones out."""
         timesteps = getattr(self.scheduler, "timesteps", None)
-        return len(timesteps) if timesteps is not None else None
+        return None if timesteps is None else len(timesteps) - (getattr(self.scheduler, "begin_index", None) or 0)
 
     def end(self, run: Run | None) -> None:
         """What was remembered of a run is dropped. The next `set_timesteps`, or the next call of a bare transformer,

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paradec.integrations.diffusers.hooks.blocks import Place, hooked
 from paradec.integrations.diffusers.hooks.stack import Kept, Stack
+from paradec.integrations.diffusers.hooks.watched import latent_of
 from paradec.samplers.forecast.bases import Basis
-from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import RunProgress, Verification
 from paradec.samplers.forecast.taylorseer import TARGETS, TaylorSeer
 
@@ -57,8 +57,8 @@ def fitting(
     assert asked.max_memory is not None
     tried: list[str] = []
     targets = TARGETS[TARGETS.index(asked.target or "module") :]
-    if isinstance(asked.refresh, Probe):
-        targets = ("stack",)
+    if asked.refresh is not None and asked.refresh.target != "module":
+        targets = (asked.refresh.target,)
     for target in targets if asked.modules is None and asked.schedule is None else (None,):
         if target in ("stack", "output") and isinstance(asked.refresh, Verification):
             continue
@@ -105,6 +105,8 @@ class _Skeleton:
     histories: dict[str, Kept] = field(default_factory=dict)
     evaluated: list[str] = field(default_factory=list)
     forecast: list[str] = field(default_factory=list)
+    given: Tensor | None = None
+    level: float = 0.5
 
     def decide(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
         return True
@@ -144,6 +146,7 @@ def sizes(
         stack = Stack(owner, places, modules) if places[0].kind == "stack" else None
         handles = [module.register_forward_hook(count) for name, module in modules.items() if name in kept]
         given, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        owner.given = latent_of(given, named)
         with torch.no_grad():
             skeleton(*given, **named)
         if stack is not None:

@@ -32,9 +32,11 @@ class Session:
         if not isinstance(sampler, TaylorSeer):
             raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
         if sampler.target is None:
-            sampler = replace(sampler, target="stack" if isinstance(sampler.refresh, Probe) else "module")
+            sampler = replace(sampler, target="module" if sampler.refresh is None else sampler.refresh.target)
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
+        if isinstance(sampler.refresh, Probe):
+            sampler.refresh.noise_levels(getattr(watched, "scheduler", None))
         self.clock = Clock(None, self._finished)
         self.guard: Guard | None = None
         self.transformers: list[Transformer] = []
@@ -99,8 +101,8 @@ class Session:
         self.detach()
 
 
-def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> Any:
-    """Attach a sampler of the forecast family, ReCAP, or a cache to a diffusers pipeline, in place.
+def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prior: Any = None) -> Any:
+    """Attach a sampler of the forecast family, ReCAP, a cache, or a sampler of codes to a diffusers pipeline, in place.
 
     >>> session = paradec.accelerate(pipe, paradec.TaylorSeer(interval=5, order=1))    # doctest: +SKIP
     >>> pipe("a tiger"); print(session.report()); session.detach()                     # doctest: +SKIP
@@ -115,6 +117,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
             settings in parentheses: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
         cache: "block", for LLaDA2Pipeline (`paradec.integrations.diffusers.hooks.block_cache.BlockCache`), without a
             sampler.
+        prior: for GlmImagePipeline: the sampler of its prior, as "scd", or a mapping with more settings
+            (`paradec.integrations.diffusers.hooks.prior.PriorSession`); alone, or beside a sampler for its DiT.
 
     Returns:
         The session. The pipeline is used as before. Each call of a step (guidance may take two) has its own history,
@@ -133,8 +137,20 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
             raise ValueError(f"cache={cache!r} and sampler={shown(sampler)} attach to different pipelines; give one")
         from paradec.integrations.diffusers.hooks.block_cache import BlockCache
 
+        if prior is not None:
+            raise ValueError(f"cache={cache!r} and prior={shown(prior)} attach to different pipelines; give one")
         return BlockCache(pipe)
-    given, sampler = sampler, _named(sampler) if isinstance(sampler, str) else sampler
+    if prior is not None:
+        from paradec.integrations.diffusers.hooks.prior import PriorSession
+
+        session = PriorSession(pipe, prior)
+        try:
+            session.forecast = None if sampler is None else accelerate(pipe, sampler)
+        except BaseException:
+            session.detach()
+            raise
+        return session
+    given, sampler = sampler, named(sampler) if isinstance(sampler, str) else sampler
     if isinstance(sampler, Rule):
         sampler = TaylorSeer(refresh=sampler)
     if getattr(sampler, "name", None) == "recap":
@@ -151,7 +167,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
     return Session(pipe, TaylorSeer() if sampler is None else sampler)
 
 
-def _named(text: str) -> Any:
+def named(text: str) -> Any:
     """The sampler or rule of a name, which may have settings in parentheses.
 
     Raises:

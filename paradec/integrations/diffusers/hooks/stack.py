@@ -33,6 +33,10 @@ class Owner(Protocol):
     settings: TaylorSeer
     basis: Basis
     course: RunProgress
+    given: Tensor | None
+    """The latent that the transformer was given."""
+    level: float
+    """The step's noise level, for a rule that reads it."""
     inside: int | None
     histories: dict[str, Any]
     evaluated: list[str]
@@ -196,10 +200,11 @@ class Stack:
             full = owner.decide(place, args, kwargs) or fresh
         else:
             state, course = kept.probed, owner.course
-            state.index, state.total = course.index, course.total
+            state.index, state.total, state.latent, state.level = course.index, course.total, owner.given, owner.level
             forced = fresh or course.index < owner.settings.first_enhance
             full = self.rule.is_full(state, walk.entry[_main(walk.entry)], walk.probe, forced)
             state.finished(full)
+            state.latent = None
             owner.decided(full)
         if full:
             kept.forms, kept.ends = {}, {}

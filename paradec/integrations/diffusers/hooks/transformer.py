@@ -31,7 +31,9 @@ from paradec.integrations.diffusers.hooks.stack import Kept as KeptStack
 from paradec.integrations.diffusers.hooks.stack import Stack, StackTap
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Kept, Patch, Tap, parameters_of
-from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification
+from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, is_feature, latent_of
+from paradec.samplers.forecast.probes import Probe
+from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 logger = logging.getLogger("paradec")
@@ -53,6 +55,10 @@ class RunState:
     counts: dict[str | None, int] = field(default_factory=dict)
     """Calls in this step, by the pipeline's name for them."""
     records: list[CallRecord] = field(default_factory=list)
+    levels: Sequence[float] = ()
+    """Noise levels of the steps, where a rule reads them."""
+    deciding: bool = False
+    """Whether the present call decided for its step."""
 
     def come_to(self, index: int) -> None:
         """A call at this solver step begins; if it is the step's first, the step before it is over."""
@@ -65,7 +71,7 @@ class RunState:
 
     def forget(self) -> None:
         """Drop everything but the records."""
-        self.branches, self.signatures, self.watched = {}, {}, None
+        self.branches, self.signatures, self.watched, self.course.kept = {}, {}, None, {}
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +99,10 @@ class Transformer:
         self.course = RunProgress()
         self.state = RunState(settings, self.course)
         """Of the run that was served last."""
+        self.given: Tensor | None = None
+        """The latent of the present call."""
+        self.level = 0.0
+        """The noise level of its step."""
         self.histories: dict[str, Any] = {}
         """Of the branch that is being called."""
         self.evaluated: list[str] = []
@@ -102,6 +112,8 @@ class Transformer:
         self.taps: list[Tap | StackTap] = []
         self.stack: Stack | None = None
         """Of target "stack"."""
+        self.watcher: Hidden | Modulated | None = None
+        """Of a rule that watches something else than what the module that decides is given."""
         self.spared: list[Idle | Once] = []
         self.set_aside: list[tuple[nn.Module, Any]] = []
         """Compiled blocks that run eagerly while modules inside them are hooked."""
@@ -133,6 +145,8 @@ class Transformer:
                     f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
                     "target='output', or compile its blocks: transformer.compile_repeated_blocks()"
                 )
+        if isinstance(self.asked.refresh, Probe):
+            self.asked.refresh.check_model(self.base)
 
     def _tap(self, settings: TaylorSeer) -> None:
         """Hook what these settings name."""
@@ -165,7 +179,12 @@ class Transformer:
         else:
             for place in found:
                 self.taps.append(Tap(self, place, modules[place.name], verifies and place.block == last))
-        self.measures = isinstance(settings.refresh, AccumulatedChange)
+        self.measures = settings.refresh is not None and settings.refresh.measures
+        watch = settings.refresh.watch if isinstance(settings.refresh, AccumulatedChange) else None
+        if watch == "hidden" and settings.target == "module":
+            self.watcher = Hidden(self.base, modules)
+        elif watch == "modulated" and settings.target in ("block", "stack"):
+            self.watcher = Modulated(self.base, modules)
         self._spare(found, modules, last if verifies else None)
         self.names = [place.name for place in found]
         self.unprobed = any(place.kind == "skip" and not place.narrow for place in found)
@@ -205,7 +224,9 @@ class Transformer:
             tap.remove()
         for spared in self.spared:
             spared.patch.remove()
-        self.taps, self.spared, self.stack = [], [], None
+        if self.watcher is not None:
+            self.watcher.remove()
+        self.taps, self.spared, self.stack, self.watcher = [], [], None, None
         for module, compiled in self.set_aside:
             module._compiled_call_impl = compiled
         self.set_aside = []
@@ -255,6 +276,9 @@ class Transformer:
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
+        self.given = latent_of(args, kwargs)
+        self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
+        state.deciding = False
         self.evaluated, self.forecast, self.called = [], [], {}
         if self.stack is not None:
             self.stack.begin()
@@ -264,6 +288,9 @@ class Transformer:
                 whole = self.taps[0]
                 assert isinstance(whole, Tap)
                 output = whole.answer(self.patch.inner, args, kwargs)
+                rule = self.settings.refresh
+                if state.deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
+                    rule.evaluated(state.course, state.watched, latent_of((output,), {}))
             else:
                 output = self.patch.inner(*args, **kwargs)
             if self.stack is not None:
@@ -272,7 +299,7 @@ class Transformer:
             self.clock.end(run)  # what was remembered belongs to a run that did not end
             raise
         finally:
-            self.inside, self.computed = None, {}
+            self.inside, self.computed, self.given = None, {}, None
         evaluated, forecast = len(self.evaluated), len(self.forecast)
         if not evaluated and not forecast:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
@@ -288,7 +315,7 @@ class Transformer:
         schedule, total = self.asked.schedule, self.clock.total
         if schedule is not None and total not in (None, schedule.steps):
             raise ValueError(f"schedule was made for runs of {schedule.steps} steps; this one has {total}")
-        self.asked.check_run(total)
+        self.asked.check_run(total, self.clock.scheduler, getattr(self.clock.owner, "_guidance_scale", None))
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
@@ -297,6 +324,8 @@ class Transformer:
         ):  # blocks were compiled after we attached
             self._tap(self.settings)
         state = run.states[self.name] = RunState(self.settings, RunProgress(total=total, index=run.index))
+        if isinstance(self.asked.refresh, Probe):
+            state.levels = self.asked.refresh.noise_levels(self.clock.scheduler)
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
@@ -338,16 +367,25 @@ class Transformer:
             state.decision = True
             return self.course.index in self.schedule[place.sink or place.name]
         if state.decision is None:
-            if isinstance(self.settings.refresh, AccumulatedChange):
-                seen: Any = kwargs.get("hidden_states")
-                if not _is_feature(seen):
-                    seen = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_feature(leaf))
-                seen = seen.detach()
+            if self.measures:
+                seen = self._watched(place, args, kwargs)
                 if state.watched is not None and state.watched.shape == seen.shape:
                     self.settings.watch(self.course, state.watched, seen)
-                state.watched = seen.clone() if place.kind == "output" else seen
-            state.decision = self.settings.evaluates(self.course)
+                else:
+                    self.course.kept = {}
+                state.watched = seen if place.name else seen.clone()
+            state.decision, state.deciding = self.settings.evaluates(self.course), True
         return state.decision
+
+    def _watched(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """What the rule watches: unless it says, what the module that decides is given."""
+        if self.watcher is not None:
+            return self.watcher(args, kwargs)
+        rule = self.settings.refresh
+        if isinstance(rule, AccumulatedChange) and rule.watch == "latent" and place.name:
+            assert self.given is not None
+            return self.given.detach().clone()
+        return latent_of(args, kwargs).detach()
 
     def decided(self, full: bool) -> None:
         """What a rule has said inside a call; the step is evaluated if any of its calls is."""
@@ -360,7 +398,7 @@ class Transformer:
         ):
             return
         self.unprobed = False
-        if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if _is_feature(leaf)):
+        if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if is_feature(leaf)):
             skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
             self.clock.end(run)
             self.unprobed = True
@@ -404,10 +442,6 @@ class Transformer:
             self.said.add(text)
             logger.warning(text)
         self.notes[topic] = text
-
-
-def _is_feature(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
 
 
 def _signature(leaf: Any) -> Any:

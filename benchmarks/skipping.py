@@ -1,0 +1,151 @@
+"""SeaCache, EasyCache and TeaCache beside even and searched steps, on pipelines with equally many evaluations.
+
+    python benchmarks/skipping.py [--models digits Wan SD3] [--budgets 5 7] [--seeds 8] [--runs 60]
+
+The packaged pipeline of digits (guidance 2, DDIM) and the random transformers of benchmarks/probes.py under
+FlowMatchEuler make 20 steps. Thresholds are bisected on the choosing seeds, so that no more steps than the budget are
+evaluated on average; steps are searched there by `paradec.tune_steps`. Reported are the others: |x - full| /
+|full - noise|, its mean and 95 % interval (Student's t), and the ratio to the best even steps of the whole output, on
+the same noise. SeaCache needs flow sigmas, so that the digits have none. Writes benchmarks/results/skipping.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from probes import build, given, interval, ratio
+from provenance import write_result
+from torch import Tensor
+
+import paradec
+from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer
+
+RESULTS = Path(__file__).resolve().parent / "results" / "skipping.json"
+STEPS = 20
+HALVINGS = 8
+EVEN = "even, output, taylor 1"
+
+
+class Flow(diffusers.DiffusionPipeline):
+    """Euler steps of a transformer under FlowMatchEuler."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self.register_modules(transformer=build(name), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
+
+    @torch.no_grad()
+    def __call__(self, seed: int) -> Tensor:
+        inputs = given(self.name, seed)
+        latent = inputs["hidden_states"]
+        self.scheduler.set_timesteps(STEPS)
+        for t in self.scheduler.timesteps:
+            call = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
+            latent = self.scheduler.step(self.transformer(**call).sample, t, latent).prev_sample
+        return latent
+
+
+def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
+    """A pipeline, and what makes a run of it: noise and latent."""
+    if name != "digits":
+        flow = Flow(name)
+        return flow, lambda seed: (given(name, seed)["hidden_states"], flow(seed))
+    pipe = paradec.PixelDiTPipeline.digits()
+    pipe.set_progress_bar_config(disable=True)
+
+    def run(seed: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(1, 1, 28, 28, generator=torch.Generator().manual_seed(seed))
+        made = pipe(seed % 10, num_inference_steps=STEPS, latents=noise, output_type="pt").images
+        return noise, made * 2 - 1
+
+    return pipe, run
+
+
+def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
+    """Samplers by a threshold."""
+    found: dict[str, Callable[[float], TaylorSeer]] = {
+        "EasyCache, 2 first steps": lambda level: TaylorSeer(refresh=EasyCache(level, ret_steps=2)),
+        "TeaCache (modulated, no polynomial), stack, reuse": lambda level: TaylorSeer(
+            refresh=AccumulatedChange(level, watch="modulated", last_steps=1), target="stack", basis="reuse"
+        ),
+    }
+    if name != "digits":
+        found["SeaCache, no bound"] = lambda level: TaylorSeer(refresh=SeaCache(level, max_consecutive_cached=0))
+    return found
+
+
+def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: dict[int, Tensor]) -> dict[str, Any]:
+    """Errors and evaluated steps, seed by seed."""
+    errors, evaluated = [], []
+    for seed in seeds:
+        with paradec.accelerate(pipe, sampler) as session:
+            noise, latent = run(seed)
+        evaluated.append(len(session.report().full_steps))
+        errors.append(float((latent - full[seed]).norm() / (full[seed] - noise).norm()))
+    return {"errors": errors, "evaluated": statistics.fmean(evaluated)}
+
+
+def rank(name: str, budgets: list[int], seeds: int, runs: int) -> dict[str, Any]:
+    """Every way at every budget."""
+    pipe, run = pipeline(name)
+    choosing, reporting = list(range(seeds)), list(range(seeds, 2 * seeds))
+    full = {seed: run(seed)[1] for seed in choosing + reporting}
+    found: dict[str, Any] = {}
+    for budget in budgets:
+        ways: dict[str, TaylorSeer] = {}
+        for target in ("output", "stack", "module"):
+            own = TaylorSeer(target=target)
+            tuned = paradec.tune_steps(pipe, run, budget=budget, seeds=seeds, report=seeds, sampler=own, runs=runs)
+            for kind, schedule in (("even", tuned.even), ("searched", tuned.found)):
+                ways[f"{kind}, {target}, taylor 1"] = TaylorSeer(full_steps=schedule)
+        for way, sampler_of in rules(name).items():
+            low, high, best = 1e-3, 30.0, None
+            for _ in range(HALVINGS):
+                level = math.sqrt(low * high)
+                if measure(pipe, run, sampler_of(level), choosing, full)["evaluated"] <= budget:
+                    high, best = level, sampler_of(level)
+                else:
+                    low = level
+            if best is not None:
+                ways[way] = best
+        measured = {way: measure(pipe, run, sampler, reporting, full) for way, sampler in ways.items()}
+        for way, row in measured.items():
+            row |= {"error": interval(row["errors"]), "over_even": ratio(row["errors"], measured[EVEN]["errors"])}
+            row["settings"] = ways[way].to_dict()
+            over = row["over_even"]
+            print(
+                f"{name:<7} {budget} {way:<52} {row['error']['mean']:.4f} +- {row['error']['half']:.4f}  "
+                f"{row['evaluated']:4.1f} evaluated  {over['mean']:.2f} ({over['low']:.2f}-{over['high']:.2f})",
+                flush=True,
+            )
+        found[str(budget)] = measured
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["digits", "Wan", "SD3"], choices=("digits", "Wan", "SD3"))
+    parser.add_argument("--budgets", nargs="+", type=int, default=[5, 7])
+    parser.add_argument(
+        "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="that choose; as many report"
+    )
+    parser.add_argument("--runs", type=int, default=60, help="sets that a search looks at; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = {"steps": STEPS, "seeds": args.seeds, "runs": args.runs, "diffusers": diffusers.__version__}
+    results = {}
+    for name in args.models:
+        results[name] = rank(name, args.budgets, args.seeds, args.runs)
+        write_result(args.out, {"facts": facts, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""GLM-Image's prior inside its pipeline: the codes that `GlmImagePipeline` asks its encoder for, by a sampler of ours.
+
+The pipeline calls `vision_language_encoder.generate` once a run, with what its processor made of the prompts, and reads
+the large raster from what comes back. That method is replaced; the rest of the pipeline goes on as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.api.images import output_of, picture_request
+from paradec.api.pictures import ImageOutput
+from paradec.core.checks import shown
+from paradec.core.protocol import decode
+from paradec.integrations.diffusers.hooks.stand_in import StandIn
+from paradec.integrations.transformers import UNSUPPORTED
+from paradec.models.images.glm_image import GlmImageModel
+
+ENCODER = "vision_language_encoder"
+READ = ("temperature", "top_k", "top_p")
+"""What the encoder's generation config says of draws; what it leaves out is as the model's authors have it."""
+WITHOUT: dict[str, Any] = UNSUPPORTED | {"repetition_penalty": 1.0, "typical_p": 1.0} | dict.fromkeys(("min_p",))
+
+
+@dataclass(frozen=True)
+class PriorReport:
+    """What a `PriorSession` did in the latest run."""
+
+    runs: int
+    prior: ImageOutput | None
+    """The prior's codes, forwards and seconds; None before the first run."""
+    forecast: Any = None
+    """The report of the sampler that is attached to the DiT, if one is."""
+
+    @property
+    def short(self) -> str:
+        """One line."""
+        if self.prior is None:
+            return "no run yet"
+        found = self.prior
+        rows, tokens = found.tokens.shape
+        own = f"run {self.runs}: prior of {rows} x {tokens} tokens in {found.nfe} forwards, {found.seconds:.2f} s"
+        return own if self.forecast is None else f"{own}; {self.forecast.short}"
+
+    def __str__(self) -> str:
+        return self.short if self.forecast is None else f"{self.short}\n{self.forecast}"
+
+
+class PriorSession:
+    """A sampler on the prior of a GlmImagePipeline; made by `paradec.accelerate(pipe, prior="scd")`. A context manager.
+
+    Args:
+        pipe: the pipeline.
+        prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler",
+            "temperature", "seed", ...). What it leaves out is what the encoder's generation config says.
+
+    Raises:
+        TypeError: a pipeline without such an encoder. ValueError: settings as `generate_images` refuses them, a
+            generation config that asks for another method, or an encoder that has a session already.
+    """
+
+    def __init__(self, pipe: Any, prior: Any):
+        encoder = getattr(pipe, ENCODER, None)
+        if type(encoder).__name__ != "GlmImageForConditionalGeneration":
+            raise TypeError(
+                f"prior={shown(prior)} is for GLM-Image: {type(pipe).__name__} has no {ENCODER} that is a "
+                "GlmImageForConditionalGeneration"
+            )
+        if isinstance(getattr(vars(encoder).get("generate"), "__self__", None), PriorSession):
+            raise ValueError(f"{ENCODER} has a session already; detach that one first")
+        self.model, self.runs, self.forecast = GlmImageModel(encoder), 0, None
+        self.given = dict(prior) if isinstance(prior, Mapping) else {"sampler": prior}
+        self.latest: ImageOutput | None = None
+        self._request(True)
+        self.stand_in = StandIn(encoder, "generate", self.generate)
+
+    def _request(self, sampled: bool) -> Any:
+        """The request of a run, with what the generation config says now."""
+        config = self.model.module.generation_config
+        for name, value in WITHOUT.items():
+            if getattr(config, name, None) not in (None, value):
+                raise ValueError(f"{name}={shown(getattr(config, name))} of {ENCODER}'s generation config is not read")
+        if any(token in self.model.cells for token in getattr(config, "suppress_tokens", None) or ()):
+            raise ValueError(f"suppress_tokens of {ENCODER}'s generation config names codes, which all may be drawn")
+        greedy = self.given.get("temperature", 1.0 if sampled else 0.0) == 0
+        said = {"temperature": 0.0} if greedy else {name: getattr(config, name, None) for name in READ}
+        return picture_request(self.model, {**said, **self.given})
+
+    @torch.no_grad()
+    def generate(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        images_per_sample: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        do_sample: bool = True,
+        max_new_tokens: int | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Replace the encoder's method: [B, L + N] int64, the prompts as they were and N tokens of rasters.
+
+        Without a seed in the session's settings, one is drawn from torch's generator, which the pipeline seeds.
+
+        Raises:
+            ValueError: an argument that the pipeline does not give, or grids of unlike sizes.
+        """
+        if image_grid_thw is None or any(value is not None for value in others.values()):
+            odd = next((name for name, value in others.items() if value is not None), "image_grid_thw=None")
+            raise ValueError(
+                f"{odd}: {ENCODER}.generate is paradec's, for the pipeline alone; detach the session first"
+            )
+        model = self.model
+        whole = model.codes_in(input_ids, image_grid_thw, images_per_sample, pixel_values)
+        kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = [ids[keep.bool()].tolist() for ids, keep in zip(whole, kept, strict=True)]
+        grid, sources = model.grids(rows, image_grid_thw, images_per_sample)
+        if max_new_tokens is not None and max_new_tokens < grid.length:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: the rasters have {grid.length} tokens")
+        request = self._request(do_sample)
+        if request.seed is None:
+            request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
+        laid = model.laid(rows, sources, grid)
+        method, begin = request.sampler, time.perf_counter()
+        state = model.begin(method, laid, grid, request)
+        with state.freed_store():
+            decode(method, laid.model, state)
+        self.latest, _ = output_of(model, state, grid, time.perf_counter() - begin)
+        self.runs += 1
+        return torch.cat((input_ids, self.latest.tokens.to(input_ids)), 1)
+
+    def report(self) -> PriorReport:
+        """What the latest run did; `.short` is one line."""
+        return PriorReport(self.runs, self.latest, None if self.forecast is None else self.forecast.report())
+
+    def detach(self) -> None:
+        """Restore the pipeline as it was; detaching twice does nothing."""
+        self.stand_in.remove()
+        if self.forecast is not None:
+            self.forecast.detach()
+
+    def __repr__(self) -> str:
+        return f"PriorSession({self.given}, {self.report().short})"
+
+    def __enter__(self) -> PriorSession:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.detach()

@@ -1,0 +1,326 @@
+"""`tune_steps`: which solver steps of a diffusers pipeline are evaluated, searched over several seeds."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from paradec.core.checks import check_int, shown
+from paradec.core.text_files import read_json, write_json
+from paradec.integrations.diffusers.hooks.session import Session, transformers_of
+from paradec.integrations.diffusers.hooks.stand_in import StandIn
+from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.tools.tuning.run import weights_of
+from paradec.tools.tuning.step_search import Steps, even_starts, search
+from paradec.tools.tuning.study import differs
+
+SCHEMA = "paradec-tune-steps/1"
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+"""Student's 97.5 % quantiles for 1 to 16 degrees of freedom; for more the last is taken, which is on the safe side."""
+
+Progress = Callable[[str, float], None]
+"""Called after every set: what is measured, and the share of the work that is done."""
+
+
+@dataclass(frozen=True)
+class StepTuning:
+    """What `tune_steps` found. Errors are |x - full| / |full - noise| of the final latents, a number for each seed."""
+
+    even: StepSchedule
+    """The best even steps on the choosing seeds."""
+    found: StepSchedule
+    """The best steps of all that were looked at, on these seeds."""
+    seeds: tuple[int, ...]
+    report: tuple[int, ...]
+    errors: dict[str, dict[str, list[float]]]
+    """By "even" and "found", then "choose" and "report"."""
+    looked_at: int
+    """Sets that were evaluated on a choosing seed at least."""
+    sampler: TaylorSeer
+    """What to attach: `accelerate(pipe, tuned.sampler)`. Its steps are those that were found if these are separated
+    from the even ones on the reporting seeds, else the even ones."""
+
+    @property
+    def difference(self) -> tuple[float, float, float]:
+        """Mean of found minus even on the reporting seeds, and the ends of its paired 95 % interval (Student's t)."""
+        return paired(self.errors["found"]["report"], self.errors["even"]["report"])
+
+    @property
+    def chosen(self) -> str:
+        """ "found" where the whole interval is below 0, else "even"."""
+        return "found" if self.difference[2] < 0 else "even"
+
+    @property
+    def schedule(self) -> StepSchedule:
+        """The chosen steps."""
+        return self.found if self.chosen == "found" else self.even
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the chosen steps, for `TaylorSeer(full_steps=path)`."""
+        self.schedule.save(Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        mean, low, high = self.difference
+        return {
+            "even": self.even.to_dict(),
+            "found": self.found.to_dict(),
+            "seeds": list(self.seeds),
+            "report": list(self.report),
+            "errors": self.errors,
+            "looked_at": self.looked_at,
+            "difference": {"mean": mean, "low": low, "high": high},
+            "chosen": self.chosen,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.even.steps)} of {self.even.total} steps, {self.looked_at} sets looked at"]
+        for name, schedule in (("even", self.even), ("found", self.found)):
+            choose, report = (statistics.fmean(self.errors[name][half]) for half in ("choose", "report"))
+            steps = ", ".join(map(str, schedule.steps))
+            lines.append(f"{name:5}  choosing {choose:.4f}  reporting {report:.4f}  steps {steps}")
+        mean, low, high = self.difference
+        lines.append(f"found - even on other seeds: {mean:+.4f} ({low:+.4f} to {high:+.4f}); chosen: {self.chosen}")
+        return "\n".join(lines)
+
+
+def tune_steps(
+    pipe: Any,
+    run: Callable[[int], Any],
+    *,
+    budget: int = 7,
+    seeds: int | Sequence[int] = 8,
+    report: int | Sequence[int] = 8,
+    sampler: TaylorSeer | None = None,
+    runs: int = 150,
+    study: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> StepTuning:
+    """Search the solver steps that a pipeline's transformer is evaluated at, instead of even ones.
+
+    >>> tuned = paradec.tune_steps(pipe, lambda seed: pipe("a fox", generator=...), budget=7)    # doctest: +SKIP
+    >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
+
+    Every set of steps is judged by the final latents (the last `scheduler.step`) of several seeds, beside those of full
+    runs. Several even sets are the starts (even ones differ by a factor of 2 among themselves); from the best one it
+    anneals, then climbs. The best even set and the best found one are then run with other seeds, and the even one is
+    kept unless the other is better beyond the paired interval. A set that is beaten on the first seeds is not run on
+    the others.
+
+    Args:
+        pipe: a diffusers pipeline; left as it was.
+        run: `run(seed)` makes one run of it with this seed, as it will be used: steps, guidance, size; other prompts
+            for other seeds make the steps more general.
+        budget: n: steps to evaluate.
+        seeds: that choose: a number (0 to seeds - 1), or the seeds. report: as many that report, after these, or the
+            seeds; none may be among those that choose.
+        sampler: what forecasts, without a schedule or rule of its own; by default `TaylorSeer(target="output")`.
+        runs: new sets to look at, each up to as many runs as seeds; full runs, even starts and the report come on top.
+        study: a JSON file that keeps what was measured, after every set; the same call goes on with it.
+        seed: of the search.
+        progress: called with what is measured and the share that is done.
+
+    Returns:
+        A `StepTuning`.
+
+    Raises:
+        TypeError: `pipe` is no pipeline with a scheduler. ValueError: an argument out of its range, before any run; a
+            budget above the run's steps, runs of unequal lengths, or a study of something else.
+    """
+    sampler = TaylorSeer(target="output") if sampler is None else sampler
+    choosing, reporting = _check(pipe, budget, seeds, report, sampler, runs, seed)
+    sampler = replace(sampler, target=sampler.target or "module")
+    with Session(pipe, replace(sampler, full_steps=(0,))):  # whatever is wrong with the pipeline is an error now
+        pass
+    work = _Work(pipe, run, sampler, choosing, reporting, None if study is None else Path(study), progress)
+    work.begin(budget, runs, seed)
+    even, found = search(work.loss, even_starts(work.total, budget), work.total, runs, seed)
+    bound = {name: work.schedule(steps) for name, steps in (("even", even), ("found", found))}
+    errors = {
+        name: {"choose": work.errors(schedule.steps, choosing), "report": work.errors(schedule.steps, reporting)}
+        for name, schedule in bound.items()
+    }
+    looked_at = sum(any(seed in row for seed in choosing) for row in work.known.values())
+    found_it = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
+    return replace(found_it, sampler=replace(sampler, full_steps=found_it.schedule))
+
+
+def _check(
+    pipe: Any, budget: Any, seeds: Any, report: Any, sampler: Any, runs: Any, seed: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The seeds of both halves. Raises: as `tune_steps`."""
+    if not hasattr(pipe, "scheduler"):
+        raise TypeError(f"pipe={shown(pipe)} must be a diffusers pipeline: its scheduler tells the steps")
+    transformers_of(pipe)
+    check_int("budget", budget, low=1)
+    check_int("runs", runs, low=0)
+    check_int("seed", seed, low=0)
+    if not isinstance(sampler, TaylorSeer):
+        raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
+    for name in ("full_steps", "refresh", "schedule"):
+        if getattr(sampler, name) is not None:
+            raise ValueError(f"sampler has {name}={shown(getattr(sampler, name))}, which says when to evaluate already")
+    found: list[tuple[int, ...]] = []
+    for name, given in (("seeds", seeds), ("report", report)):
+        begin = max(found[0]) + 1 if found else 0
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            for entry in given:
+                check_int(name, entry, low=0)
+        else:
+            check_int(name, given, low=1)
+            given = range(begin, begin + given)
+        found.append(tuple(given))
+    choosing, reporting = found
+    if not choosing or len(reporting) < 2 or len(set(choosing + reporting)) < len(choosing + reporting):
+        raise ValueError(
+            f"seeds={shown(seeds)}, report={shown(report)}: give one seed that chooses and two that report, each once"
+        )
+    return choosing, reporting
+
+
+@dataclass
+class _Work:
+    """Runs of the pipeline, and what is known of them."""
+
+    pipe: Any
+    run: Callable[[int], Any]
+    sampler: TaylorSeer
+    choosing: tuple[int, ...]
+    reporting: tuple[int, ...]
+    study: Path | None
+    progress: Progress | None
+    total: int = 0
+    known: dict[Steps, dict[int, float]] = field(default_factory=dict)
+    """Errors by set and seed."""
+    full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
+    """Of every seed: the full run's final latent, and how far that is from its noise."""
+
+    def begin(self, budget: int, runs: int, seed: int) -> None:
+        """The full runs, and what a study knows already."""
+        there = read_json(self.study) if self.study is not None and self.study.exists() else None
+        if there is not None and there.get("schema") != SCHEMA:
+            raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
+        for each in (*self.choosing, *self.reporting):
+            noise, latent, steps = self._final(each, None)
+            if self.total not in (0, steps):
+                raise ValueError(f"run: one run has {self.total} steps, another {steps}")
+            self.total = steps
+            self.full[each] = latent, float((latent - noise).norm())
+        if budget > self.total:
+            raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
+        transformer = next(iter(transformers_of(self.pipe).values()))
+        self.guidance = getattr(self.pipe, "_guidance_scale", None)
+        self.setup: dict[str, Any] = {
+            "total": self.total,
+            "scheduler": type(self.pipe.scheduler).__name__,
+            "guidance": self.guidance,
+            "weights": weights_of(SimpleNamespace(module=transformer)),
+            "sampler": self.sampler.to_dict(),
+            "noise": [round(self.full[each][1], 3) for each in self.choosing],
+        }
+        if there is not None:
+            if (difference := differs(there["setup"], self.setup)) is not None:
+                raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
+            for steps, row in there["errors"]:
+                self.known[tuple(steps)] = {each: error for each, error in row}
+        self.share = 0.0
+        self.most = (runs + 3) * len(self.choosing)
+
+    def schedule(self, steps: Steps) -> StepSchedule:
+        """A set, bound to these runs."""
+        return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.target)
+
+    def loss(self, steps: Steps, bound: float) -> float:
+        """The mean error over the choosing seeds; infinity as soon as it cannot be below the bound."""
+        total, count = 0.0, len(self.choosing)
+        for each in self.choosing:
+            total += self.error(steps, each)
+            if total >= bound * count:
+                break
+        else:
+            self._keep(steps)
+            return total / count
+        self._keep(steps)
+        return math.inf
+
+    def errors(self, steps: Steps, seeds: Sequence[int]) -> list[float]:
+        """The errors of a set, seed by seed."""
+        found = [self.error(steps, each) for each in seeds]
+        self._keep(steps)
+        return found
+
+    def error(self, steps: Steps, seed: int) -> float:
+        """|x - full| / |full - noise| of one run."""
+        row = self.known.setdefault(steps, {})
+        if seed not in row:
+            _, latent, count = self._final(seed, steps)
+            if count != self.total:
+                raise ValueError(f"run: one run has {self.total} steps, another {count}")
+            full, away = self.full[seed]
+            row[seed] = float((latent - full).norm()) / max(away, 1e-12)
+        return row[seed]
+
+    def _final(self, seed: int, steps: Steps | None) -> tuple[Tensor, Tensor, int]:
+        """The first noise, the final latent and the number of steps of one run; steps of None: the full run."""
+        with _Latents(self.pipe.scheduler) as seen:
+            if steps is None:
+                self.run(seed)
+            else:
+                with Session(self.pipe, replace(self.sampler, full_steps=steps)):
+                    self.run(seed)
+        if seen.noise is None or seen.latent is None:
+            raise ValueError("run: no step of the pipeline's scheduler was made")
+        return seen.noise, seen.latent, seen.count
+
+    def _keep(self, steps: Steps) -> None:
+        """Write what is known, and say how far we are."""
+        if self.study is not None:
+            errors = [[list(steps), sorted(row.items())] for steps, row in self.known.items()]
+            write_json(self.study, {"schema": SCHEMA, "setup": self.setup, "errors": errors}, indent=None)
+        if self.progress is not None:
+            done = sum(len(row) for row in self.known.values())
+            self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, done / self.most))
+
+
+class _Latents:
+    """Takes down what a scheduler is given first and returns last. A context manager."""
+
+    def __init__(self, scheduler: Any):
+        self.inner = scheduler.step
+        self.noise: Tensor | None = None
+        self.latent: Tensor | None = None
+        self.count = 0
+        self.stand_in = StandIn(scheduler, "step", self._step)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        sample = kwargs["sample"] if "sample" in kwargs else args[2]
+        found = self.inner(*args, **kwargs)
+        if self.noise is None:
+            self.noise = sample.detach().double().cpu()
+        self.latent = (found[0] if isinstance(found, tuple) else found.prev_sample).detach().double().cpu()
+        self.count += 1
+        return found
+
+    def __enter__(self) -> _Latents:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stand_in.remove()
+
+
+def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of new - old, pair by pair, and the ends of its 95 % interval by Student's t."""
+    each = [a - b for a, b in zip(new, old, strict=True)]
+    mean, count = statistics.fmean(each), len(each)
+    half = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(each) / math.sqrt(count)
+    return mean, mean - half, mean + half

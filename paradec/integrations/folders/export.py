@@ -1,0 +1,180 @@
+"""Writes the folders."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from paradec.core.checks import check_choice, shown
+from paradec.core.text_files import read_json, write_bytes, write_json
+from paradec.core.version import __version__
+
+KINDS = ("generate", "modular", "pipeline")
+HERE = Path(__file__).parent
+PACKAGE = "parallel-decoding"
+OWN_PIPELINES = ("PixelDiTPipeline",)
+"""Pipelines of this package."""
+
+README = {
+    "generate": """---
+library_name: transformers
+tags:
+- custom_generate
+---
+
+# Decoding with paradec
+
+```python
+model.generate(ids, custom_generate="{folder}", trust_remote_code=True, max_new_tokens=64, sampler="sjd")
+```
+
+`sampler`, `seed`, `cache` and the other arguments of `paradec.hf_generate` may be given beside transformers' own.
+Without one, a model without masks decodes by "sjd", which is lossless. A masked model needs `prediction="same"` or
+`"shifted"`, and `mask_token_id` where its config has none. Do not give `revision` or `token`: transformers reads the
+folder with them. In a model's own repository, `custom_generate/` becomes its `generate`.
+""",
+    "modular": """---
+library_name: diffusers
+tags:
+- modular-diffusers
+---
+
+# A block that attaches paradec
+
+```python
+from diffusers import ModularPipelineBlocks
+
+block = ModularPipelineBlocks.from_pretrained("{folder}", trust_remote_code=True)
+blocks.sub_blocks.insert("paradec", block, 0)  # of a pipeline's blocks, before the denoising
+pipe = blocks.init_pipeline(repository)
+state = pipe(..., paradec="taylorseer(interval=4)")
+print(state.get("session").report())
+```
+
+`paradec` is a sampler or rule of `paradec.accelerate`, by itself or by name; "none" leaves the pipeline plain. The
+session stays until the next call, or `state.get("session").detach()`.
+""",
+    "pipeline": """---
+library_name: diffusers
+---
+
+# {base} with paradec attached
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("path/to/weights", custom_pipeline="{folder}", trust_remote_code=True)
+print(pipe.paradec.report())  # after a run; pipe.paradec.detach() leaves the plain pipeline
+```
+
+The sampler is `{sampler}`. With the folders of the weights copied beside `model_index.json`,
+`DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True)` loads both.
+""",
+}
+REQUIREMENTS = """
+Written with {versions}. Install `{requirement}` first; PyPI's `paradec` is another project.
+"""
+
+
+def export_folder(
+    kind: str, folder: str | os.PathLike[str], *, model: str | None = None, sampler: str | None = None
+) -> list[Path]:
+    """Write a folder that transformers or diffusers loads, with paradec in it.
+
+    Args:
+        kind: "generate" (transformers' `custom_generate`), "modular" (a block for diffusers' modular pipelines) or
+            "pipeline" (a pipeline's class).
+        folder: an empty one, or one that is not there.
+        model: for "pipeline", the folder of a pipeline, whose model_index.json says which class it is.
+        sampler: for "pipeline", what `paradec.accelerate` takes by name; by default "taylorseer".
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: an argument out of its range, a folder with something in it, or a pipeline that diffusers does not
+            have. OSError: it cannot be written.
+    """
+    check_choice("kind", kind, KINDS)
+    for name, value in (("model", model), ("sampler", sampler)):
+        if kind != "pipeline" and value is not None:
+            raise ValueError(f"{name}={shown(value)} is for the kind 'pipeline'; leave it out")
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"folder={os.fspath(folder)!r} has something in it; give an empty one, or a new name")
+    files = {"generate": _generate, "modular": _modular, "pipeline": _pipeline}[kind](model, sampler)
+    facts = {"folder": target.name or os.fspath(folder), "versions": _versions(kind), "requirement": _requirement()}
+    base, own_sampler = files.pop("base", ""), sampler or "taylorseer"
+    told = README[kind] + REQUIREMENTS
+    for name, value in {**facts, "base": base, "sampler": own_sampler}.items():
+        told = told.replace(f"{{{name}}}", str(value))
+    files["README.md"] = told
+    for name, content in files.items():
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            write_bytes(path, content.encode())
+        else:
+            write_json(path, content)
+    return [target / name for name in sorted(files)]
+
+
+def _generate(model: str | None, sampler: str | None) -> dict[str, Any]:
+    return {
+        "custom_generate/generate.py": _source("generate"),
+        "custom_generate/requirements.txt": _requirement() + "\n",
+    }
+
+
+def _modular(model: str | None, sampler: str | None) -> dict[str, Any]:
+    config = {
+        "_class_name": "ParadecBlock",
+        "_diffusers_version": importlib.metadata.version("diffusers"),
+        "auto_map": {"ModularPipelineBlocks": "paradec_blocks.ParadecBlock"},
+    }
+    return {"modular_config.json": config, "paradec_blocks.py": _source("modular")}
+
+
+def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
+    if model is None:
+        raise ValueError("model=None: a pipeline's folder must say which class it is; give a pipeline's folder")
+    try:
+        index = read_json(Path(model) / "model_index.json")
+    except OSError:
+        raise ValueError(f"model={model!r} has no model_index.json: it is no folder of a pipeline") from None
+    base = index.get("_class_name")
+    import diffusers
+
+    if not isinstance(base, str) or not (base in OWN_PIPELINES or hasattr(diffusers, base)):
+        raise ValueError(f"model={model!r}: model_index.json names {shown(base)}, which is no pipeline of diffusers")
+    from paradec.integrations.diffusers.hooks.session import named
+
+    named(sampler or "taylorseer")  # whatever is wrong with it is an error now
+    owner = "paradec" if base in OWN_PIPELINES else "diffusers"
+    text = _source("pipeline").replace("diffusers.DiTPipeline", f"{owner}.{base}")
+    text = text.replace('"taylorseer"', json.dumps(sampler or "taylorseer"))
+    if owner == "paradec":
+        text = text.replace("import diffusers\n\n", "")
+    return {
+        "pipeline.py": text,
+        "model_index.json": index | {"_class_name": ["pipeline", "AcceleratedPipeline"]},
+        "base": base,
+    }
+
+
+def _source(name: str) -> str:
+    """The text of a file beside this one."""
+    return (HERE / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _requirement() -> str:
+    return f"{PACKAGE}>={__version__}"
+
+
+def _versions(kind: str) -> str:
+    libraries = ("torch", "transformers") if kind == "generate" else ("torch", "diffusers")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
+    return ", ".join([f"paradec {__version__}", *versions])

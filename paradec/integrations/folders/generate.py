@@ -1,0 +1,33 @@
+"""`model.generate(ids, custom_generate=<this folder or repository>, trust_remote_code=True)`: decode with paradec.
+
+Takes what `paradec.hf_generate` takes beside transformers' own arguments: sampler, seed, preset, cache, ...
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import GenerationMixin
+
+try:
+    import paradec
+except ImportError as error:
+    raise ImportError(
+        "this folder decodes with the package parallel-decoding (its module is called paradec); install it first. "
+        "The package paradec on PyPI is another project"
+    ) from error
+
+OF_MASKS = ("sampler", "preset", "prediction", "mask_token_id")
+"""Arguments that say how to decode; without any of them, a model without masks is decoded by "sjd", losslessly."""
+
+
+def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
+    """As `model.generate`. `model` comes by name, so that ids by position work in a model's own repository too."""
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    masked = getattr(model.config, "mask_token_id", None) is not None
+    if not masked and not any(name in kwargs for name in OF_MASKS):
+        kwargs["sampler"] = "sjd"
+    bound = {name: kwargs.pop(name) for name in ("tokenizer", "streamer") if name in kwargs}
+    method: Any = functools.partial(paradec.hf_generate, **bound) if bound else paradec.hf_generate
+    return GenerationMixin.generate(model, *args, custom_generate=method, **kwargs)

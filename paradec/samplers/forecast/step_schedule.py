@@ -1,0 +1,91 @@
+"""Evaluated steps that were found for one kind of run (`paradec.tune_steps`), and the file that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paradec.core.checks import check_int, shown
+from paradec.core.text_files import parse_json, read_text, write_json
+
+SCHEMA = "paradec-steps/1"
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """Steps to evaluate, bound to the runs that they were found for.
+
+    Args:
+        steps: ascending, step 0 among them.
+        total: solver steps of these runs.
+        scheduler: the class of their scheduler, or None for any.
+        guidance: their guidance scale, or None where the pipeline does not tell it.
+        target: what was forecast (`TaylorSeer.target`), or None for any.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    steps: tuple[int, ...]
+    total: int
+    scheduler: str | None = None
+    guidance: float | None = None
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("total", self.total, low=1)
+        steps = tuple(self.steps)
+        for step in steps:
+            check_int("full_steps", step, low=0, high=self.total - 1)
+        if 0 not in steps or sorted(set(steps)) != list(steps):
+            raise ValueError(f"full_steps={shown(self.steps)} must be ascending steps that begin with 0, each once")
+        object.__setattr__(self, "steps", steps)
+
+    def check(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> None:
+        """Raise ValueError for a run that the steps were not found for; what is None is not known and not compared."""
+        kind = None if scheduler is None else type(scheduler).__name__
+        for name, found, own in (
+            ("steps", total, self.total),
+            ("scheduler", kind, self.scheduler),
+            ("guidance_scale", guidance, self.guidance),
+        ):
+            if found is not None and own is not None and found != own:
+                raise ValueError(
+                    f"full_steps were found for runs of {name} {own}, and this one has {found}; find others with "
+                    "paradec.tune_steps, or give the steps themselves"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as in the file."""
+        return {"schema": SCHEMA, **asdict(self), "steps": list(self.steps)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> StepSchedule:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: data of another form.
+        """
+        fields = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
+        if not {"steps", "total"} <= set(fields) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
+            raise ValueError(f"full_steps={shown(data)} is no schedule of {SCHEMA}")
+        return cls(**fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write the schedule as JSON."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepSchedule:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or not of this form.
+        """
+        try:
+            data = parse_json(read_text(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"full_steps={str(path)!r} is no schedule file: {error}") from None
+        return cls.from_dict(data)

@@ -1,0 +1,310 @@
+"""Rules that skip the transformer: SeaCache as diffusers recorded it, EasyCache and TeaCache beside plain loops."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
+from places import golden
+from tiny_pipelines import MODELS, denoise, loop_pipeline, model, wan_pipeline
+from torch import Tensor
+
+import paradec
+from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer, accelerate
+from paradec.integrations.diffusers.hooks.blocks import residual_blocks
+from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.models.images.diffusion import DiffusionModel
+
+SEACACHE = golden("images-autumn") / "seacache"
+CASES = json.loads((SEACACHE / "cases.json").read_text())
+
+
+def full_steps(session: Any) -> list[list[int]]:
+    """The evaluated steps of every branch."""
+    calls = session.report().calls
+    return [[c.step for c in calls if c.branch == name and c.evaluated] for name in sorted({c.branch for c in calls})]
+
+
+# ---- SeaCache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wan() -> Any:
+    pipe = wan_pipeline()
+    pipe.transformer = WanTransformer3DModel.from_pretrained(SEACACHE / "transformer").eval()
+    return pipe
+
+
+def recorded(pipe: Any, number: int) -> Tensor:
+    """The latents of a recorded case's call."""
+    case, arrays = CASES[number], np.load(SEACACHE / "arrays.npz")
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    makers = {
+        "euler": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "unipc": lambda: UniPCMultistepScheduler(**flow),
+    }
+    pipe.scheduler = makers[case["scheduler"]]()
+    noise, prompt, negative = (torch.from_numpy(arrays[f"{number}/{k}"]) for k in ("noise", "prompt", "negative"))
+    call = {"height": case["side"] * 8, "width": case["side"] * 8, "num_frames": (case["frames"] - 1) * 4 + 1}
+    call |= {"num_inference_steps": case["steps"], "guidance_scale": case["guidance"], "output_type": "latent"}
+    return pipe(prompt_embeds=prompt, negative_prompt_embeds=negative, latents=noise, **call).frames
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_seacache_replays_diffusers(number: int, wan: Any) -> None:
+    """The evaluated steps of both branches, and the latents at the end."""
+    with accelerate(wan, SeaCache(**CASES[number]["config"])) as session:
+        latents = recorded(wan, number)
+    assert full_steps(session) == CASES[number]["full_steps"]
+    expected = np.load(SEACACHE / "arrays.npz")[f"{number}/latents"]
+    np.testing.assert_allclose(latents.numpy(), expected, atol=1e-4, rtol=0)
+
+
+def test_seacache_bounds_and_attaching(wan: Any) -> None:
+    """Two runs are alike; `first_enhance` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
+    rule = SeaCache(1e9, max_consecutive_cached=4, cache_end_steps=2)
+    with accelerate(wan, TaylorSeer(refresh=rule, first_enhance=3, basis="reuse")) as session:
+        first = recorded(wan, 0)
+        steps = CASES[0]["steps"]
+        expected = sorted({0, 1, *range(2, steps - 2, 5), steps - 2, steps - 1})
+        assert full_steps(session)[0] == expected and session.transformers[0].basis.name == "reuse"
+        assert torch.equal(recorded(wan, 0), first)
+    pipe, inputs = loop_pipeline("SD3")
+    with accelerate(pipe, "seacache(threshold=0)") as session:
+        assert torch.equal(pipe(inputs, 4), plain := loop(pipe, inputs, 4)) and full_steps(session) == [[0, 1, 2, 3]]
+    with accelerate(pipe, "seacache(threshold=9, residual_order=0)") as session:
+        assert not torch.equal(pipe(inputs, 4), plain) and full_steps(session) == [[0, 3]]
+    sampler = TaylorSeer(refresh=SeaCache(), target="stack")
+    with accelerate(pipe, sampler) as session:
+        pipe(inputs, 4)
+    # what was said about the memory beforehand holds the filtered latent
+    time = torch.full((len(inputs["hidden_states"]),), 500)
+    assert estimate(pipe.transformer, sampler, **inputs, timestep=time) == session.report().bytes
+
+
+def loop(pipe: Any, inputs: dict[str, Any], steps: int) -> Tensor:
+    """The plain run of a `LoopPipeline` whose session is on."""
+    other, _ = loop_pipeline("SD3")
+    return other(inputs, steps)
+
+
+def test_seacache_is_refused(wan: Any) -> None:
+    module, _ = model("Wan")
+    flux, inputs = loop_pipeline("FLUX")
+    wan.scheduler = DDIMScheduler()
+    for pipe, message in ((wan, "DDIMScheduler"), (module, "a transformer by itself has no scheduler")):
+        with pytest.raises(ValueError, match=f"flow matching.*{message}"):
+            accelerate(pipe, "seacache")
+    wan.scheduler = UniPCMultistepScheduler()
+    with pytest.raises(ValueError, match="flow matching.*UniPC"):
+        accelerate(wan, "seacache")
+    with accelerate(flux, SeaCache()):
+        with pytest.raises(ValueError, match=r"a latent of shape \(1, 16, 4\)"):
+            flux(inputs)
+    conditioned, _ = loop_pipeline("Wan")
+    conditioned.transformer.register_to_config(in_channels=36)
+    with pytest.raises(ValueError, match="given 36 channels and returns 4"):
+        accelerate(conditioned, SeaCache())
+    for settings in ({"threshold": -1}, {"residual_order": 2}, {"retention_steps": -1}, {"cache_end_steps": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            SeaCache(**settings)
+    with pytest.raises(ValueError, match="leave target='output' out"):
+        TaylorSeer(refresh="seacache", target="output")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("begin", [0, 3])
+def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
+    """As image to image does: the last step is the run's, and noise levels are those of its own steps."""
+    pipe, inputs = loop_pipeline("SD3")
+    levels = []
+
+    @dataclass(frozen=True)
+    class Noted(SeaCache):
+        def is_full(self, state: Any, *rest: Any) -> bool:
+            levels.append(state.level)
+            return super().is_full(state, *rest)
+
+    for rule in (
+        Noted(1e9, max_consecutive_cached=0),
+        AccumulatedChange(1e9, last_steps=1),
+        EasyCache(1e9, ret_steps=2),
+    ):
+        with accelerate(pipe, rule) as session:
+            pipe.scheduler.set_timesteps(9)
+            pipe.scheduler.set_begin_index(begin)
+            latent = inputs["hidden_states"]
+            for t in pipe.scheduler.timesteps[begin:]:
+                given = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
+                latent = pipe.scheduler.step(pipe.transformer(**given).sample, t, latent).prev_sample
+            first = [0, 1] if rule.name == "easycache" else [0]
+            assert full_steps(session) == [[*first, 8 - begin]], rule
+    assert levels == pipe.scheduler.sigmas[begin:-1].tolist()
+
+
+# ---- EasyCache ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    pipe: Any, inputs: dict[str, Any], steps: int, calls: int, threshold: float, kept: int
+) -> tuple[Tensor, list]:
+    """EasyCache in a loop of its own: the latent, and the evaluated steps."""
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(steps)
+    latent, past, full, total, rate, away = inputs["hidden_states"], None, [], 0.0, None, {}
+    x_full = v_full = None
+    for i, t in enumerate(scheduler.timesteps):
+        if rate is not None:
+            total += rate * float((latent - past).abs().mean() / v_full.abs().mean())
+        evaluated = i < kept or i == steps - 1 or rate is None or total >= threshold
+        made = torch.zeros_like(latent)
+        for call in range(calls):
+            given = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
+            given["encoder_hidden_states"] = inputs["encoder_hidden_states"] * (1 - 2 * call)
+            if evaluated:
+                v = pipe.transformer(**given, return_dict=False)[0]
+                away[call] = v - latent
+                if call == 0:
+                    if v_full is not None:
+                        rate = float((v - v_full).abs().mean() / (latent - x_full).abs().mean())
+                    v_full, x_full, total = v, latent, 0.0
+            made = made + (latent + away[call]) / calls
+        if evaluated:
+            full.append(i)
+        past, latent = latent, scheduler.step(made, t, latent, return_dict=False)[0]
+    return latent, full
+
+
+@pytest.mark.parametrize(("name", "calls"), [("FLUX", 1), ("Wan", 2), ("SD3", 2)])
+@torch.no_grad()
+def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
+    pipe, inputs = loop_pipeline(name)
+    found = set()
+    for threshold, kept in ((0.0, 1), (0.3, 3), (1.0, 2), (1e9, 0), (0.6, 7)):
+        with accelerate(pipe, EasyCache(threshold, ret_steps=kept)) as session:
+            latent = pipe(inputs, 14, calls)
+            assert torch.equal(pipe(inputs, 14, calls), latent)
+        expected, full = by_hand(pipe, inputs, 14, calls, threshold, kept)
+        assert full_steps(session) == [full] * calls and session.transformers[0].course.kept == {}
+        torch.testing.assert_close(latent, expected, rtol=1e-4, atol=1e-5)
+        found.add(tuple(full))
+    assert len(found) > 3 and (0, 1, 13) in found, found
+
+
+def test_easycache_is_refused() -> None:
+    module, inputs = model("FLUX")
+    with accelerate(module, EasyCache()), pytest.raises(ValueError, match="num_inference_steps=None: EasyCache"):
+        denoise(module, inputs, 2)
+    with accelerate(module, EasyCache(9.0, 2, num_inference_steps=6)) as session:
+        denoise(module, inputs, 6)
+    assert full_steps(session) == [[0, 1, 5]]
+    dit, inputs = loop_pipeline("DiT")  # a learned variance
+    with (
+        accelerate(dit, "easycache"),
+        pytest.raises(ValueError, match=r"given \(2, 4, 8, 8\) and returns \(2, 8, 8, 8\)"),
+    ):
+        dit(inputs)
+    for settings in ({"threshold": -1}, {"ret_steps": -1}, {"num_inference_steps": 0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            EasyCache(**settings)
+    with pytest.raises(ValueError, match="leave target='stack' out"):
+        TaylorSeer(refresh="easycache", target="stack")
+    digits = paradec.PixelDiTPipeline.digits()
+    latent = torch.randn(1, 1, 28, 28)
+    network = DiffusionModel(digits.transformer)
+    with pytest.raises(ValueError, match="refresh=.*paradec.accelerate"):
+        TaylorSeer(refresh="easycache").start(network, latent, scheduler=digits.scheduler, class_labels=[1])
+
+
+# ---- TeaCache -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written(AccumulatedChange):
+    """Takes down what it saw."""
+
+    seen: list = field(default_factory=list, compare=False)
+
+    def changed(self, course: Any, before: Tensor, now: Tensor) -> None:
+        self.seen.append((now - before).double().abs().sum().item())
+        super().changed(course, before, now)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
+    module, inputs = model(name)
+    first = next(iter(residual_blocks(module).values()))
+
+    def seen(watch: str | None, target: str) -> list[float]:
+        rule = Written(1e-9, watch=watch)
+        with accelerate(module, TaylorSeer(refresh=rule, target=target)) as session:
+            denoise(module, inputs, 4)
+            assert session.report().full_steps == [0, 1, 2, 3]
+        assert "_call_impl" not in vars(first)
+        return rule.seen
+
+    for watch, own in (("modulated", "module"), ("hidden", "block"), ("latent", "output")):
+        expected = seen(None, own)
+        assert len(expected) == 3 and min(expected) > 0
+        for target in ("module", "block", "stack", "output"):
+            if target != "output" or watch == "latent":
+                assert seen(watch, target) == expected, (watch, target)
+
+
+@torch.no_grad()
+def test_teacache_as_published() -> None:
+    """Beside a loop that replaces all blocks by the residual of the latest evaluation."""
+    pipe, inputs = loop_pipeline("DiT")
+    module, steps, threshold = pipe.transformer, 12, 0.15
+    rule = AccumulatedChange(threshold, (0.5, 0.1, 0), watch="modulated", last_steps=1)
+    with accelerate(pipe, TaylorSeer(refresh=rule, target="stack", basis="reuse")) as session:
+        latent = pipe(inputs, steps)
+    [found] = full_steps(session)
+    blocks, state = list(module.transformer_blocks), {"step": 0, "sum": 0.0, "full": []}
+
+    def forward(hidden: Tensor, *, own: Any, at: int, **given: Any) -> Tensor:
+        if at == 0:
+            now = blocks[0].norm1(hidden, given["timestep"], given["class_labels"], hidden_dtype=hidden.dtype)[0]
+            if state["step"]:
+                change = float((now - state["now"]).abs().mean() / state["now"].abs().mean())
+                state["sum"] += 0.5 * change**2 + 0.1 * change
+            full = state["step"] in (0, steps - 1) or state["sum"] >= threshold
+            state.update(now=now, first=hidden, evaluated=full)
+            if full:
+                state["full"].append(state["step"])
+                state["sum"] = 0.0
+            state["step"] += 1
+        if not state["evaluated"]:
+            return hidden + state["residual"] if at == len(blocks) - 1 else hidden
+        output = own(hidden, **given)
+        if at == len(blocks) - 1:
+            state["residual"] = output - state["first"]
+        return output
+
+    for at, block in enumerate(blocks):
+        own = block.forward
+        block.forward = lambda hidden, own=own, at=at, **given: forward(hidden, own=own, at=at, **given)
+    expected = pipe(inputs, steps)
+    assert found == state["full"] and 3 < len(found) < steps - 2 and found[-1] == steps - 1
+    torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_watch_is_checked() -> None:
+    module, inputs = model("DiT")
+    with accelerate(module, AccumulatedChange(last_steps=2)), pytest.raises(ValueError, match="last_steps=2 needs"):
+        denoise(module, inputs, 2)
+    with pytest.raises(ValueError, match="unknown watch: 'block'"):
+        AccumulatedChange(watch="block")
+    with pytest.raises(ValueError, match="last_steps=-1"):
+        AccumulatedChange(last_steps=-1)
+    for watch in ("modulated", "hidden"):
+        with pytest.raises(ValueError, match=f"watch='{watch}'.*use 'latent'"):
+            TaylorSeer(refresh=AccumulatedChange(watch=watch), target="output")
+    with pytest.raises(ValueError, match="watch='latent' goes with target"):
+        TaylorSeer(refresh=AccumulatedChange(watch="latent"), modules="a")

@@ -1,0 +1,200 @@
+"""`tune_steps`: steps searched on some seeds, reported on others, and bound to their runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from module_attributes import attributes
+from tiny_pipelines import dit_pipeline, run_wan, wan_pipeline
+
+import paradec
+from paradec import TaylorSeer, accelerate, tune_steps
+from paradec.integrations.diffusers.step_tuning import StepTuning, paired
+from paradec.samplers.forecast.step_schedule import StepSchedule
+
+
+@pytest.fixture(scope="module")
+def digits() -> Any:
+    pipe = paradec.PixelDiTPipeline.digits()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_digits(pipe: Any, seed: int, steps: int = 8) -> Any:
+    noise = torch.randn(1, 1, 28, 28, generator=torch.Generator().manual_seed(seed))
+    return pipe(seed % 10, num_inference_steps=steps, latents=noise, output_type="pt").images
+
+
+def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
+    """Errors are those of plain runs beside the accelerated ones; the search goes on from its file, and ends alike."""
+    before, seen = attributes(digits.transformer), []
+
+    def run(seed: int) -> None:
+        seen.append(seed)
+        run_digits(digits, seed)
+
+    call = {"budget": 3, "seeds": 2, "report": [5, 9], "runs": 8, "sampler": TaylorSeer(target="output")}
+    told: list[float] = []
+    tuned = tune_steps(
+        digits, run, **call, study=tmp_path / "study.json", progress=lambda what, share: told.append(share)
+    )
+    assert attributes(digits.transformer) == before and not {"step", "set_timesteps"} & set(vars(digits.scheduler))
+    assert set(seen) == {0, 1, 5, 9} and tuned.seeds == (0, 1) and told == sorted(told)
+    for name, schedule in (("even", tuned.even), ("found", tuned.found)):
+        assert len(schedule.steps) == 3 and schedule.total == 8 and schedule.scheduler == "DDIMScheduler"
+        for half, seeds in (("choose", tuned.seeds), ("report", tuned.report)):
+            for seed, error in zip(seeds, tuned.errors[name][half], strict=True):
+                assert error == pytest.approx(by_hand(digits, seed, schedule.steps), rel=1e-6)
+    choose = {name: statistics.fmean(tuned.errors[name]["choose"]) for name in tuned.errors}
+    assert choose["found"] <= choose["even"] and tuned.looked_at <= 8 + 3
+    # resumed: full runs alone are made again
+    seen.clear()
+    again = tune_steps(digits, run, **call, study=tmp_path / "study.json")
+    assert again.to_dict() == tuned.to_dict() and seen == [0, 1, 5, 9]
+    # interrupted: what was measured until then is there, and the search ends where it would have
+    count = itertools.count()
+
+    def stop(what: str, share: float) -> None:
+        if next(count) == 6:
+            raise KeyboardInterrupt
+
+    part = tmp_path / "part.json"
+    with pytest.raises(KeyboardInterrupt):
+        tune_steps(digits, run, **call, study=part, progress=stop)
+    assert attributes(digits.transformer) == before and "step" not in vars(digits.scheduler)
+    began = len(json.loads(part.read_text())["errors"])
+    assert 0 < began < 11
+    assert tune_steps(digits, run, **call, study=part).found == tuned.found
+    for changed, message in (({"sampler": TaylorSeer(order=2)}, "sampler"), ({"seeds": 3}, "noise")):
+        with pytest.raises(ValueError, match=f"another {message}"):
+            tune_steps(digits, run, **call | changed, study=part)
+
+
+def by_hand(pipe: Any, seed: int, steps: Any) -> float:
+    """The error of one run, from latents that a callback of the scheduler's keeps."""
+    latents = []
+    for settings in (None, TaylorSeer(full_steps=steps, target="output")):
+        own = pipe.scheduler.step
+        kept: list[Any] = []
+
+        def step(output: Any, t: Any, sample: Any, own: Any = own, kept: list = kept, **options: Any) -> Any:
+            found = own(output, t, sample, **options)
+            kept.append((sample.double(), found[0].double()))
+            return found
+
+        pipe.scheduler.step = step
+        try:
+            if settings is None:
+                run_digits(pipe, seed)
+            else:
+                with accelerate(pipe, settings):
+                    run_digits(pipe, seed)
+        finally:
+            del pipe.scheduler.step
+        latents.append((kept[0][0], kept[-1][1]))
+    (noise, full), (_, found) = latents
+    return float((found - full).norm() / (full - noise).norm())
+
+
+def test_the_whole_budget_is_the_full_run(digits: Any) -> None:
+    tuned = tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=4, seeds=1, report=2, runs=9)
+    assert tuned.found == tuned.even and tuned.errors["even"] == {"choose": [0.0], "report": [0.0, 0.0]}
+    assert tuned.chosen == "even" and tuned.difference == (0, 0, 0) and "chosen: even" in str(tuned)
+
+
+def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
+    pipe = wan_pipeline()
+    found = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
+    found.save(tmp_path / "steps.json")
+    sampler = TaylorSeer(full_steps=str(tmp_path / "steps.json"))
+    assert sampler.full_steps == found and sampler.target == "stack"
+    assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+    with accelerate(pipe, sampler) as session:
+        run_wan(pipe, 6)
+        assert session.report().full_steps == [0, 2, 5]
+        with pytest.raises(ValueError, match="runs of steps 6, and this one has 7"):
+            run_wan(pipe, 7)
+        with pytest.raises(ValueError, match="runs of guidance_scale 3.0, and this one has 2.0"):
+            run_wan(pipe, 6, guidance_scale=2.0)
+    dit = dit_pipeline()
+    with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
+        dit([1], num_inference_steps=6, output_type="np")
+    with pytest.raises(ValueError, match="leave target='module' out"):
+        TaylorSeer(full_steps=found, target="module")
+    (tmp_path / "other.json").write_text('{"steps": [0]}')
+    for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
+        with pytest.raises(ValueError, match=message):
+            TaylorSeer(full_steps=tmp_path / wrong)
+    for fields in ({"steps": (1, 2)}, {"steps": (0, 6)}, {"total": 0}):
+        with pytest.raises(ValueError, match=r"full_steps|total"):
+            StepSchedule(**({"steps": (0,), "total": 6} | fields))
+
+
+def test_the_even_steps_are_kept_unless_the_others_are_better_beyond_the_interval() -> None:
+    even, other = StepSchedule((0, 2), 4), StepSchedule((0, 1), 4)
+    for new, chosen in (([0.1, 0.12, 0.09], "found"), ([0.1, 0.9, 0.1], "even"), ([0.5, 0.52, 0.5], "even")):
+        errors = {"even": {"choose": [1.0], "report": [0.5, 0.52, 0.5]}, "found": {"choose": [0.5], "report": new}}
+        tuned = StepTuning(even, other, (0,), (1, 2, 3), errors, 5, TaylorSeer())
+        assert tuned.chosen == chosen and tuned.schedule == (other if chosen == "found" else even)
+    mean, low, high = paired([1.0, 2.0, 4.0], [0.0, 0.0, 0.0])
+    assert mean == pytest.approx(7 / 3) and high - mean == mean - low == pytest.approx(
+        4.303 * 1.527525 / 3**0.5, rel=1e-4
+    )
+
+
+def test_arguments_are_checked(digits: Any) -> None:
+    def never(seed: int) -> None:
+        raise AssertionError("nothing runs before the arguments are checked")
+
+    for wrong, message in (
+        ({"budget": 0}, "budget=0"),
+        ({"runs": -1}, "runs=-1"),
+        ({"seeds": [1, 2], "report": [2, 3]}, r"seeds=\[1, 2\], report=\[2, 3\]"),
+        ({"report": 1}, "two that report"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"sampler": TaylorSeer(refresh="first_block")}, "sampler has refresh"),
+        ({"sampler": TaylorSeer(modules="nothing")}, "nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tune_steps(digits, never, **wrong)
+    with pytest.raises(TypeError, match="must be a paradec.TaylorSeer"):
+        tune_steps(digits, never, sampler="taylorseer")
+    with pytest.raises(TypeError, match="must be a diffusers pipeline"):
+        tune_steps(digits.transformer, never)
+    with accelerate(digits, "taylorseer"), pytest.raises(ValueError, match="accelerated already"):
+        tune_steps(digits, never)
+    with pytest.raises(ValueError, match="budget=9 is more than the 4 steps"):
+        tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=9, seeds=1, report=2)
+    with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
+        tune_steps(digits, lambda seed: run_digits(digits, seed, 3 + seed), budget=2, seeds=1, report=2)
+    with pytest.raises(ValueError, match="no step of the pipeline's scheduler"):
+        tune_steps(digits, lambda seed: None, budget=2, seeds=1, report=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [5, 7])
+@pytest.mark.parametrize("name", ["digits", "wan", "dit"])
+def test_found_steps_are_never_worse_where_they_were_chosen(name: str, budget: int, digits: Any) -> None:
+    if name == "digits":
+        pipe, run = digits, lambda seed: run_digits(digits, seed, 20)
+    elif name == "wan":
+        pipe = wan_pipeline()
+        run = lambda seed: run_wan(pipe, 20, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    else:
+        pipe = dit_pipeline()
+        call = {"num_inference_steps": 20, "output_type": "np"}
+        run = lambda seed: pipe([seed % 9], generator=torch.Generator().manual_seed(seed), **call)  # noqa: E731
+    pipe.set_progress_bar_config(disable=True)
+    tuned = tune_steps(pipe, run, budget=budget, seeds=4, report=4, runs=40)
+    errors = {key: statistics.fmean(half["choose"]) for key, half in tuned.errors.items()}
+    print(name, budget, tuned)
+    assert errors["found"] <= errors["even"] and len(tuned.found.steps) == budget and tuned.looked_at <= 43
+    with accelerate(pipe, tuned.sampler) as session:
+        run(99)
+    assert session.report().full_steps == list(tuned.schedule.steps)

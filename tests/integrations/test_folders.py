@@ -1,0 +1,211 @@
+"""Folders that transformers and diffusers load: what is in them, and what they answer, in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_models import tiny_llama
+from places import ROOT, SUPPORT
+
+import paradec
+from paradec.cli.app import app
+from paradec.integrations.folders.export import export_folder
+
+DIGITS = ROOT / "paradec" / "assets" / "digits-dit"
+
+
+def module_of(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_generate_s_folder(tmp_path: Path) -> None:
+    """Files, requirements by the name of the distribution, and what the written function decodes."""
+    files = export_folder("generate", tmp_path / "mine")
+    names = ["README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"]
+    assert [str(file.relative_to(tmp_path / "mine")) for file in files] == names
+    requirement = files[2].read_text()
+    assert requirement == f"parallel-decoding>={paradec.__version__}\n"
+    readme = files[0].read_text()
+    assert 'custom_generate="mine"' in readme and "- custom_generate" in readme and "{" not in readme
+    assert f"paradec {paradec.__version__}, torch {torch.__version__}" in readme
+    text = files[1].read_text()
+    assert text.index("try:") < text.index("import paradec")  # or transformers recommends another project's package
+    generate, model = module_of(files[1]).generate, tiny_llama().double()
+    ids = torch.tensor([[5, 6, 7]])
+    plain = model.generate(ids, max_new_tokens=9, do_sample=False)
+    for sampler in (None, "scd"):
+        for given in ((ids,), ()):
+            more = {"inputs": ids} if not given else {}
+            found = generate(
+                *given, model=model, max_new_tokens=9, do_sample=False, sampler=sampler, top_k=None, **more
+            )
+            assert torch.equal(found, plain)
+    with pytest.raises(ValueError, match="did you mean 'scd'"):
+        generate(ids, model=model, max_new_tokens=9, sampler="scdd")
+
+
+def test_pipeline_s_folder(tmp_path: Path) -> None:
+    out = tmp_path / "own"
+    export_folder("pipeline", out, model=str(DIGITS), sampler="easycache(threshold=0.1)")
+    index = json.loads((out / "model_index.json").read_text())
+    assert index["_class_name"] == ["pipeline", "AcceleratedPipeline"] and index["transformer"]
+    assert "PixelDiTPipeline with paradec" in (out / "README.md").read_text()
+    module = module_of(out / "pipeline.py")
+    plain = paradec.PixelDiTPipeline.digits()
+    pipe = module.AcceleratedPipeline(**plain.components)
+    assert pipe.paradec.transformers[0].settings.refresh == paradec.EasyCache(0.1)
+    pipe.set_progress_bar_config(disable=True)
+    pipe(3, num_inference_steps=12)
+    assert pipe.paradec.report().short.startswith("run 1: 12 calls")
+    pipe.paradec.detach()
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DiTPipeline"}))
+    export_folder("pipeline", tmp_path / "dit", model=str(tmp_path))
+    text = (tmp_path / "dit" / "pipeline.py").read_text()
+    assert "class AcceleratedPipeline(diffusers.DiTPipeline)" in text and '"taylorseer")' in text
+
+
+def test_modular_s_folder(tmp_path: Path) -> None:
+    export_folder("modular", tmp_path)
+    config = json.loads((tmp_path / "modular_config.json").read_text())
+    assert config["auto_map"] == {"ModularPipelineBlocks": "paradec_blocks.ParadecBlock"}
+    block = module_of(tmp_path / "paradec_blocks.py").ParadecBlock()
+    assert [entry.name for entry in block.inputs] == ["paradec"] and block.description
+
+
+def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NoPipeline"}))
+    for arguments, message in (
+        (("vllm", "new"), "unknown kind: 'vllm'"),
+        (("generate", "full"), "has something in it"),
+        (("generate", "new", "--model", str(DIGITS)), "is for the kind 'pipeline'"),
+        (("pipeline", "new"), "give a pipeline's folder"),
+        (("pipeline", "new", "--model", "full"), "has no model_index.json"),
+        (("pipeline", "new", "--model", "."), "'NoPipeline', which is no pipeline"),
+        (("pipeline", "new", "--model", str(DIGITS), "--sampler", "seecache"), "did you mean 'seacache'"),
+    ):
+        before = os.getcwd()
+        os.chdir(tmp_path)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                app(["export-folder", *arguments])
+        finally:
+            os.chdir(before)
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+
+# ---- processes of their own -----------------------------------------------------------------------------------------
+
+
+def fresh(code: str, folder: Path) -> list[str]:
+    """What a new process prints that has this folder as a library's user would, and no network."""
+    home = {
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(SUPPORT))),
+    }
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=folder, env=os.environ | home, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.full
+def test_transformers_loads_the_folder(tmp_path: Path) -> None:
+    export_folder("generate", tmp_path / "mine")
+    tiny_llama().save_pretrained(tmp_path / "weights")
+    code = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("weights", dtype=torch.float64)
+ids, call = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "do_sample": False}
+plain = model.generate(ids, **call)
+own = {"custom_generate": "mine", "trust_remote_code": True}
+print(torch.equal(model.generate(ids, **call, **own), plain))
+print(torch.equal(model.generate(ids, **call, **own, sampler="scd", seed=3), plain))
+for wrong in ({"sampler": "scdd"}, {"num_beams": 3}, {"trust_remote_code": False}, {"smapler": "sjd"}):
+    try:
+        model.generate(ids, **call | own | wrong)
+    except ValueError as error:
+        print(str(error).splitlines()[0])
+"""
+    right, also, name, beams, trust, unknown = fresh(code, tmp_path)
+    assert (
+        (right, also) == ("True", "True") and "did you mean 'scd'" in name and "num_beams=3 is not supported" in beams
+    )
+    assert "mine" in trust and "smapler" in unknown
+    shutil.copytree(tmp_path / "mine" / "custom_generate", tmp_path / "weights" / "custom_generate")
+    code = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("weights", trust_remote_code=True)
+print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, sampler="scd").shape[1] > 3)
+"""
+    assert fresh(code, tmp_path) == ["True"]
+
+
+@pytest.mark.full
+def test_diffusers_loads_the_pipeline(tmp_path: Path) -> None:
+    export_folder("pipeline", tmp_path / "mine", model=str(DIGITS), sampler="taylorseer(interval=3)")
+    for part in ("transformer", "scheduler"):
+        shutil.copytree(DIGITS / part, tmp_path / "mine" / part)
+    code = f"""
+from diffusers import DiffusionPipeline
+for source, own in (({str(DIGITS)!r}, {{"custom_pipeline": "mine"}}), ("mine", {{}})):
+    pipe = DiffusionPipeline.from_pretrained(source, trust_remote_code=True, **own)
+    pipe(3, num_inference_steps=9)
+    print(type(pipe).__name__, pipe.paradec.report().full_steps)
+try:
+    DiffusionPipeline.from_pretrained("mine")
+except ValueError as error:
+    print("trust_remote_code" in str(error))
+"""
+    assert fresh(code, tmp_path) == ["AcceleratedPipeline [0, 3, 6]"] * 2 + ["True"]
+
+
+@pytest.mark.full
+def test_diffusers_loads_the_block(tmp_path: Path) -> None:
+    """Inserted into Wan's blocks: the plain latents with every step evaluated, rules that read the scheduler too."""
+    export_folder("modular", tmp_path / "mine")
+    code = """
+import torch
+from diffusers import ModularPipelineBlocks
+from diffusers.modular_pipelines.wan.modular_blocks_wan import WanCoreDenoiseStep
+from tiny_pipelines import wan_pipeline
+block, wan = ModularPipelineBlocks.from_pretrained("mine", trust_remote_code=True), wan_pipeline()
+blocks = WanCoreDenoiseStep()
+blocks.sub_blocks.insert("paradec", block, 0)
+pipe = blocks.init_pipeline()
+pipe.update_components(transformer=wan.transformer, scheduler=wan.scheduler)
+found = []
+for sampler in ("none", "taylorseer(interval=1)", "taylorseer(interval=3)", "seacache", "none"):
+    draw = torch.Generator().manual_seed(7)
+    texts = {name: torch.randn(1, 7, 16, generator=draw) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    latents = torch.randn(1, 4, 2, 2, 2, generator=draw)
+    size = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 8}
+    state = pipe(**texts, **size, latents=latents, paradec=sampler)
+    session = state.get("session")
+    found.append(state.get("latents").clone())
+    print("plain" if session is None else session.report().full_steps, torch.equal(found[-1], found[0]))
+try:
+    pipe(**texts, **size, latents=latents, paradec="seecache")
+except ValueError as error:
+    print("did you mean 'seacache'" in str(error))
+"""
+    plain, every, third, sea, again, wrong = fresh(code, tmp_path)
+    assert plain == again == "plain True" and every == f"{list(range(8))} True" and third == "[0, 3, 6] False"
+    assert sea.endswith("False") and sea.startswith("[0, ") and wrong == "True"

@@ -1,0 +1,240 @@
+"""GLM-Image's prior: recorded forwards, positions, greedy and drawn tokens, and its two rasters in the samplers."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import last_logits
+from places import golden
+from torch import Tensor
+from transformers import GlmImageForConditionalGeneration
+
+import paradec
+from paradec.core.query import Query
+from paradec.models.images import glm_image
+from paradec.models.images.adapter import ImageRequest
+from paradec.models.images.glm_image import GlmImageModel, PreviewGrid
+from paradec.samplers.causal.zipar import schedule
+
+RECORDED = golden("images-autumn") / "glm_image"
+CASES = {case["case"]: case for case in json.loads((RECORDED / "cases.json").read_text())}
+DRAWN = [name for name, case in CASES.items() if not case["sources"]]
+SAMPLERS = ("sjd(window=1)", "sjd", "scd", "gsd", "jacobi", "zipar(window=99)")
+
+
+@lru_cache
+def model() -> GlmImageModel:
+    module = GlmImageForConditionalGeneration.from_pretrained(RECORDED / "model", dtype=torch.float64)
+    return GlmImageModel(module.eval())
+
+
+@lru_cache
+def case(name: str) -> tuple[dict[str, np.ndarray], PreviewGrid, ImageRequest]:
+    """A recorded case's arrays, its grid and its rows."""
+    arrays, facts = dict(np.load(RECORDED / f"{name}.npz")), CASES[name]
+    grid = model().grid_of(tuple(facts["large"]), facts["small"] and tuple(facts["small"]))
+    rows = [ids[mask > 0].tolist() for ids, mask in zip(arrays["input_ids"], arrays["attention_mask"], strict=True)]
+    return arrays, grid, model().laid(rows, [[tuple(size) for size in facts["sources"]]] * len(rows), grid)
+
+
+def call(laid: ImageRequest, row: int, tokens: list[int]) -> Tensor:
+    """Logits [L, V] of one row by itself."""
+    ids = torch.tensor([tokens])
+    positions = torch.arange(len(tokens))[None]
+    query = Query(rows=np.array([row]), tokens=ids, positions=positions, forwarded=np.array([len(tokens)]))
+    return laid.model(query)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_glm_image_replays_positions_and_forwards(name: str) -> None:
+    arrays, grid, laid = case(name)
+    assert grid.length == CASES[name]["tokens"]
+    for row, prompt in enumerate(laid.prompts.rows):
+        first = len(arrays["input_ids"][row]) - len(prompt)
+        expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
+        # the end token's, which is never evaluated, is the next place after the last raster
+        table = laid.model._places[row, : len(prompt) + grid.length].T
+        assert np.array_equal(table, expected[:, :-1])
+        logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
+        np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", CASES)
+def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
+    arrays, grid, laid = case(name)
+    method = paradec.samplers.create(sampler)
+    state = model().begin(method, laid, grid, paradec.Request(sampler=method, temperature=0))
+    paradec.decode(method, laid.model, state)
+    reading = model().read(state, grid)
+    assert np.array_equal(reading.tokens.numpy(), arrays["greedy"])
+    assert np.array_equal(grid.prior_token_ids(reading.tokens).numpy(), arrays["prior_greedy"])
+    assert (state.nfe <= grid.length).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_glm_image_replays_draws(name: str) -> None:
+    """The distributions that samplers draw from, before every token, and the tokens that recorded numbers choose."""
+    arrays, grid, laid = case(name)
+    method = paradec.samplers.create("sjd")
+    request = paradec.Request(sampler=method, **model().defaults)
+    state = model().begin(method, laid, grid, request)
+    for row, prompt in enumerate(laid.prompts.rows):
+        logits = call(laid, row, [*prompt, *arrays["sampled"][row].tolist()])[None, len(prompt) - 1 : -1]
+        positions = torch.arange(len(prompt), len(prompt) + grid.length)[None]
+        found = state.distribution(logits, np.array([row]), positions)[0].numpy()
+        codes = arrays["laws"].shape[-1]
+        np.testing.assert_allclose(found[:, :codes], arrays["laws"][row], atol=1e-6)
+        assert (found[:, codes:] == 0).all()  # no end token
+        chosen = (found.cumsum(1) > arrays["uniforms"][row][:, None]).argmax(1)
+        assert np.array_equal(chosen, arrays["sampled"][row])
+    assert np.array_equal(grid.prior_token_ids(torch.from_numpy(arrays["sampled"])).numpy(), arrays["prior_sampled"])
+
+
+# ---- the entry point ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_previews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 16 cells instead of 256."""
+    monkeypatch.setattr(glm_image, "PREVIEW", 4)
+
+
+def test_two_sizes_in_turn_and_what_the_module_keeps(small_previews: None) -> None:
+    """A request does not depend on the one before, nor on positions that the module's own generation left on it."""
+    glm, sizes = model(), [(128, 96), (64, 32)]
+    prompts = [[100, 101, 102, 64], [103, 64]]
+    alone = [paradec.generate_images(glm, prompts, height=h, width=w, seed=3, output_type="latent") for h, w in sizes]
+    glm.module.model._cached_decode_position_ids, glm.module.model._prefill_len = torch.zeros(2, 3, 9).long(), 5
+    for (height, width), before in list(zip(sizes, alone, strict=True))[::-1]:
+        out = paradec.generate_images(glm, prompts, height=height, width=width, seed=3, output_type="latent")
+        assert torch.equal(out.tokens, before.tokens) and out.codes.shape == (2, height // 32, width // 32)
+        assert out.prior_token_ids.shape == (2, height * width // 256) and int(out.tokens.max()) < 64
+        assert (out.steps >= 0).all() and out.steps.shape == out.codes.shape
+
+
+def test_rows_that_come_and_go(small_previews: None) -> None:
+    """A row does not depend on its neighbours, nor on who had its slot before."""
+    prompts, request = [[100, 101, 102, 64], [103, 64]], {"height": 64, "width": 32, "output_type": "latent"}
+    request |= {"temperature": 0, "sampler": "scd"}
+    alone = [paradec.generate_images(model(), prompt, **request).tokens[0] for prompt in prompts]
+    many = list(paradec.generate_many(model(), prompts * 2, batch_size=2, **request))
+    assert len(many) == 4
+    for found in many:
+        assert torch.equal(found.tokens[0], alone[found.index % 2])
+
+
+def test_previews_are_the_processors() -> None:
+    for height, width, small in ((1024, 1024, (16, 16)), (1152, 768, (19, 13)), (32, 96, (9, 27)), (320, 32, (50, 5))):
+        assert model().grid(height, width).preview == small
+    assert model().grid().height == 36 and model().grid().width == 24
+
+
+def test_glm_image_is_checked() -> None:
+    glm, prompt = model(), [100, 64]
+    for wrong, message in (
+        ({"height": 100}, "height=100 must be a multiple of 32"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0: .* is not guided"),
+        ({"negative_prompt": [64]}, "does not take negative_prompt"),
+        ({"output_type": "pt"}, "give output_type='latent', and out.prior_token_ids"),
+        ({"height": 32, "width": 32 * 300}, "leaves the preview no cell"),
+        ({"prompts": [[64, 1, 2, 65, 100, 64]]}, "prompts hold pictures"),
+        ({"prompts": [[160, 64]]}, "160"),
+        ({"prompts": "a fox"}, "without a tokenizer"),
+        ({"prompts": [[100] * 496 + [64]]}, "have 757 tokens, more than"),
+    ):
+        given = {"prompts": [prompt], "height": 64, "width": 64, "output_type": "latent"} | wrong
+        with pytest.raises(ValueError, match=message):
+            paradec.generate_images(glm, **given)
+    with pytest.raises(ValueError, match="call the model that request"):
+        call(ImageRequest(glm, None), 0, prompt)
+    with pytest.raises(ValueError, match="prior_token_ids: only"):
+        digits = paradec.load("digits-ar")
+        _ = paradec.generate_images(digits, class_labels=3, output_type="latent").prior_token_ids
+    for fields in ({"preview": (0, 2)}, {"row_end": 70}, {"head": (1,)}):
+        with pytest.raises(ValueError, match=r"preview"):
+            PreviewGrid(2, 2, range(4), **({"preview": (1, 1)} | fields))
+
+
+def test_glm_image_loads(tmp_path: Any) -> None:
+    """From the folder of the model, or of the pipeline."""
+    assert isinstance(paradec.load(RECORDED / "model"), GlmImageModel)
+    (tmp_path / "vision_language_encoder").symlink_to(RECORDED / "model", target_is_directory=True)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
+    found = paradec.load(tmp_path, dtype="float64")
+    assert found.dtype == torch.float64 and found.defaults["top_p"] == 0.75 and found.cells == range(64)
+    assert found.codebook().shape == (72, 16) and found.codebook()[64:].isnan().all()
+
+
+# ---- two rasters in the samplers ------------------------------------------------------------------------------------
+
+GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
+
+
+@pytest.mark.parametrize("init", ["repeat_vertical", "repeat_horizontal", "sample_vertical"])
+def test_guesses_stay_in_their_raster(init: str) -> None:
+    """Greedy tokens whatever is guessed; a first row has none above it, and a first column none to its left."""
+    method = paradec.samplers.create("sjd", init=init, window=6)
+    laid = model().laid([[100, 101, 64], [102, 64]], [(), ()], GRID)
+    state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))
+    before = GRID.preview[0] * GRID.preview[1]
+    copied = 0
+    while not state.done:
+        rows, places = state.rows, state.positions(state.rows)
+        nothing = torch.zeros((len(rows), 1), dtype=torch.int64)
+        found = method._copied(state, rows, places, nothing, state.memory["drafts"][rows])
+        for row, at, tokens in zip(rows, places.tolist(), found.tolist(), strict=True):
+            known = state.canvas[row].tolist()
+            for slot, token in zip(at, tokens, strict=True):
+                offset = slot - int(state.prompt_length[row])
+                if offset >= GRID.length:
+                    continue
+                first, width = (0, 2) if offset < before else (before, 4)
+                if init.endswith("vertical"):
+                    source = slot - width
+                    while source >= at[0]:
+                        source -= width
+                    exists = source - int(state.prompt_length[row]) >= first
+                else:
+                    source = at[0] - 1
+                    exists = (offset - first) % width > 0 and source - int(state.prompt_length[row]) >= first
+                assert (token >= 0) == exists, (slot, token)
+                copied += exists
+                assert not exists or init.startswith("sample") or token == known[source]
+        method.commit(state, method.step(laid.model, state))
+    assert copied > 10
+    tokens = model().read(state, GRID).tokens
+    for row, prompt in enumerate(laid.prompts.rows):
+        logits = call(laid, row, [*prompt, *tokens[row].tolist()])[len(prompt) - 1 : -1, :64]
+        assert torch.equal(logits.argmax(-1), tokens[row])
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_zipar_knows_both_rasters(window: int) -> None:
+    """Every token once, from a row's last token or the row above; the large raster begins when the small one is whole;
+    each token of an earlier step that comes before it is evaluated by then."""
+    steps = schedule(GRID, window)
+    chosen = [at for step in steps for at in step.chosen]
+    assert sorted(chosen) == list(range(GRID.length))
+    assert max(step for step, each in enumerate(steps) if min(each.chosen) < 4) < min(
+        step for step, each in enumerate(steps) if max(each.chosen) >= 4
+    )
+    assert len(steps) == (2 + min(window, 2)) + (4 + 2 * min(window, 4))
+    fed = {at for step in steps[:-1] for at in step.fed}
+    assert set(range(-1, 3)) <= fed  # the small raster whole
+    method = paradec.samplers.create("zipar", window=window)
+    laid = model().laid([[100, 101, 64], [102, 64]], [(), ()], GRID)
+    state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))
+    paradec.decode(method, laid.model, state)
+    tokens = model().read(state, GRID).tokens
+    # the preview's first row, and the large raster's first token, see all that token-by-token decoding sees
+    for row, prompt in enumerate(laid.prompts.rows):
+        for offset in (0, 1, 4, 5):
+            logits = last_logits(laid.model, row, prompt + tokens[row, :offset].tolist())
+            assert int(logits[:64].argmax()) == int(tokens[row, offset])
+    assert int(state.nfe[0]) == len(steps)
