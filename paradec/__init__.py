@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paradec.core.blocks import FixedBlocks
     from paradec.core.pipelined_blocks import PipelinedBlocks
     from paradec.core.protocol import Interrupted, decode
+    from paradec.core.rollouts import Rollout
     from paradec.integrations.diffusers.hooks.session import accelerate
     from paradec.integrations.transformers import hf_generate
     from paradec.models.checkpoint import CheckpointError
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
     from paradec.tools.estimation.estimate import estimate
+    from paradec.tools.training.replay import replay
     from paradec.tools.tuning.run import tune
 
 # what the logger "paradec" says is for those who ask for it
@@ -67,6 +69,7 @@ __all__ = [
     "PixelDiTPipeline",
     "Prophet",
     "Request",
+    "Rollout",
     "SparseD",
     "Suffix",
     "TaylorSeer",
@@ -84,6 +87,7 @@ __all__ = [
     "load",
     "load_drafter",
     "load_protein_mpnn",
+    "replay",
     "samplers",
     "tune",
     "wrap",
@@ -105,6 +109,7 @@ LATER = {
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
+    "Rollout": "paradec.core.rollouts",
     "SparseD": "paradec.attention.sparsed",
     "Suffix": "paradec.caches.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
@@ -120,6 +125,7 @@ LATER = {
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
+    "replay": "paradec.tools.training.replay",
     "tune": "paradec.tools.tuning.run",
     "wrap": "paradec.models.wrapping",
 }

@@ -379,6 +379,10 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         refused={"renoising": "rows open canvases, and are encoded, when the host finds that they have settled"},
     ),
     "logprobs": Field(check=partial(check_int, low=0), served="draft_verify"),
+    "rollout": Field(
+        check=check_bool,
+        refused={"renoising": "what is final was drawn from noise, and no step's distribution is that of the answer"},
+    ),
     "progress": Field(
         check=check_bool,
         served=f"draft_verify {PICTURES} hf",

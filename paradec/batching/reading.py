@@ -54,6 +54,8 @@ def _row(found: Output, rows: Any, at: int, ticket: Ticket) -> Output:
     changes |= {name: value[row] for name in LISTS if (value := getattr(found, name)) is not None}
     if found.logprobs is not None:
         changes["logprobs"] = found.logprobs.row(at).placed(lambda tensor, fill: tensor[:, -width:].clone())
+    if found.rollout is not None:
+        changes["rollout"] = found.rollout.row(at)
     return replace(
         found,
         **changes,

@@ -84,6 +84,8 @@ class Model(NamedParts, Copied, Adapter):
     """The sampler when a request names none; None is the request's default."""
     gathers: ClassVar[bool] = True
     """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
+    weights_version: int = 0
+    """How often the weights were replaced (`update_weights`)."""
     reads_order: bool = False
     """Whether answers depend on the order in which tokens were decided (`decided_at` of the query) as well."""
     any_order: bool = False

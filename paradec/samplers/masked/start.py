@@ -59,6 +59,10 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     gaps = bool((answers > starts).any())  # something given follows a mask
     check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
+    if request.rollout:
+        from paradec.samplers.masked import rollouts
+
+        rollouts.check(sampler, model, request, gaps)
     cache = cache_of(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
@@ -141,7 +145,13 @@ def _track(
         found.append(PrefixReuse(reuse, np.zeros(state.batch, np.int64) if request.keep_prefix else None))
     if generator is not None:
         found.append(ReferenceNumbers(generator))
-    if request.logprobs is not None:
+    if request.rollout:
+        from paradec.samplers.masked.rollouts import RecordedRollout
+
+        kept = LogProbs.empty(shape[0], shape[1], request.logprobs or 0, model.device)
+        drawn = kept.chosen.clone() if request.temperature > 0 else None
+        found.append(RecordedRollout(kept, state.canvas.clone(), drawn))
+    elif request.logprobs is not None:
         found.append(KeptLogProbs(LogProbs.empty(shape[0], shape[1], request.logprobs, model.device)))
     if early:
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
