@@ -10,9 +10,7 @@ from paradec.cli import options
 from paradec.cli.generate import decode
 from paradec.cli.work import one_prompt
 
-Prompt = Annotated[
-    str | None, typer.Option(help="A user's turn of a chat, to which the text is the assistant's answer.")
-]
+Prompt = Annotated[str | None, typer.Option(help="A user's turn; the text is then the assistant's answer.")]
 Text = Annotated[
     list[str] | None,
     typer.Argument(
@@ -37,7 +35,7 @@ def infill(
     max_new_tokens: MaxNewTokens = 0,
     **shared: Any,
 ) -> None:
-    """Fill the masks in a text, and say what it took."""
+    """Fill the masks in a text and report the forwards and time."""
     given = options.read_text(one_prompt(text, "infill"))
     turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": given}]
     shared |= {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}

@@ -179,7 +179,9 @@ class Features(nn.Module):
         nearest, neighbours = apart.topk(min(count, len(structure)), dim=1, largest=False)
         own, other = ([name[side] for name in (pair.split("-") for pair in PAIRS)] for side in (0, 1))
         ours, theirs = (torch.stack([atoms[name] for name in names], 1) for names in (own, other))  # [L, pairs, 3]
-        apart = sum((ours[:, None, :, axis] - embedding(neighbours, theirs[..., axis])).square_() for axis in range(3))
+        apart = torch.zeros((), dtype=wide, device=device)
+        for axis in range(3):
+            apart = apart + (ours[:, None, :, axis] - embedding(neighbours, theirs[..., axis])).square_()
         width = (FARTHEST - NEAREST) / BASES
         centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=wide, device=device) / width
         distances = torch.cat((nearest.unsqueeze(-1), (apart[..., 1:] + 1e-6).sqrt_()), -1)
@@ -192,7 +194,7 @@ class Features(nn.Module):
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
         # what an offset adds to an edge, [offsets, D]: the product with a column of each
         near, far = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
-        offsets = linear(self.embeddings.linear.weight.T + self.embeddings.linear.bias, near)
+        offsets = linear(self.embeddings(torch.eye(2 * REACH + 2, dtype=near.dtype, device=device)), near)
         edges = []
         for some in _parts(distances):
             bases = (distances[some] - centres).square_().neg_().clamp_(min=LEAST).exp_().flatten(2)
