@@ -105,7 +105,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
-    _track(state, model, request, early_rules, generator, reuse)
+    _track(state, sampler, model, request, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -130,7 +130,13 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
 
 
 def _track(
-    state: MaskedState, model: Any, request: Request, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
+    state: MaskedState,
+    sampler: Any,
+    model: Any,
+    request: Request,
+    early: tuple[EarlyRule, ...],
+    generator: Any,
+    reuse: Reuse | None,
 ) -> None:
     """Open the first blocks, with a tracker of each thing that the request needs beside them."""
     shape, facts, found = tuple(state.canvas.shape), state.facts, list[Tracker]()
@@ -157,6 +163,10 @@ def _track(
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
         found.append(Holes())
+    if facts.topology == "causal_context":
+        from paradec.samplers.masked.causal_context import CausalContext
+
+        found.append(CausalContext.of(sampler, state, early, request))
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
     state.begin(found)
