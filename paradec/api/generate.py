@@ -23,7 +23,6 @@ from paradec.core.checks import check_model
 from paradec.core.contract import TextState
 from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import Interrupted, decode
-from paradec.core.rollouts import Rollout
 from paradec.core.trace_texts import name_tokens
 from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.request_fields import FIELDS
@@ -207,15 +206,9 @@ def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) ->
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
         logprobs=None if state.request.logprobs is None else aligned(state.logprobs, state.asked, counted),
-        rollout=_rollout(model, state) if state.request.rollout else None,
+        rollout=state.rollout.read(model, state) if state.request.rollout else None,
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )
-
-
-def _rollout(model: Any, state: Any) -> Rollout:
-    from paradec.samplers.masked.rollouts import rollout_of
-
-    return rollout_of(model, state)
 
 
 def _column(array: np.ndarray) -> Tensor:

@@ -14,6 +14,7 @@ from paradec.api.output import Output
 from paradec.batching.slots import RowState, Ticket, rows_of
 from paradec.caches.cost import CacheCost
 from paradec.core.prompts import Prompts
+from paradec.core.rollouts import settings_of
 
 __all__ = ["each_read", "read"]
 
@@ -35,14 +36,14 @@ def read(
         if not isinstance(getattr(type(rows), "max_new_tokens", None), property):
             rows.max_new_tokens = tickets[0].new
         output = output_of(model, rows, tickets[0].prompts, time.perf_counter() - tickets[0].began)
-        return [replace(output, error=error)]
+        return [_told(replace(output, error=error), tickets[0])]
     prompts = Prompts(
         [ticket.prompts.rows[0] for ticket in tickets], False, [ticket.prompts.starts[0] for ticket in tickets]
     )
     found = output_of(model, rows, prompts, 0.0)
     now = time.perf_counter()
     return [
-        replace(_row(found, rows, at, ticket), seconds=now - ticket.began, error=error)
+        _told(replace(_row(found, rows, at, ticket), seconds=now - ticket.began, error=error), ticket)
         for at, ticket in enumerate(tickets)
     ]
 
@@ -65,6 +66,13 @@ def _row(found: Output, rows: Any, at: int, ticket: Ticket) -> Output:
         forwarded_tokens=int(rows.forwarded_tokens[at]),
         cost=CacheCost.of(rows, row),
     )
+
+
+def _told(output: Output, ticket: Ticket) -> Output:
+    """With the prompt's own settings in its rollout, where there is one."""
+    if output.rollout is not None:
+        output.rollout.settings = settings_of(ticket.request, output.rollout.settings)
+    return output
 
 
 def each_read(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
+from paradec.core.protocol import plain
 from paradec.core.rows import fitted
 
 FORMAT = "paradec-rollout/1"
@@ -19,6 +20,10 @@ GIVEN, NEVER = -1, -2
 """The steps of what was given, and of what was never decided."""
 TENSORS = {"tokens": 0, "step_map": GIVEN, "logp": float("nan"), "logp_drawn": float("nan")}
 """Those with a column for every position, and what is after a row's end."""
+WRITES = ("writes", "writes_logp", "writes_logp_drawn")
+OF_ROWS = ("length", "prompt_length")
+SHARED = ("model", "sampler", "temperature", "guidance_scale")
+"""Settings that the log-probabilities depend on."""
 
 
 @dataclass
@@ -48,38 +53,59 @@ class Rollout:
     suppressed: Tensor
     """[B, S] int64: ids that were never proposed, the mask id among them."""
     settings: dict[str, Any]
-    """The request, as `Request.to_dict` has it, with `model`, its name."""
+    """What of the request differs from the defaults, as data, with the names of `model` and `sampler`."""
     version: int
-    """Of the weights: `model.weights_version` at the end of the decoding."""
-    exact: bool
-    """Whether every step's logits are those of whole rows. With an approximate cache, a suffix window or sparse
-    attention they are those of another policy, and `replay` differs from `logp`."""
+    """Of the weights: `model.weights_version` when the decoding began."""
+    approximation: str | None = None
+    """What made the steps' logits others than those of whole rows: an approximate cache, a suffix window, sparse
+    attention, weights that changed on the way. They are those of another policy, and `replay` differs from `logp`.
+    None where nothing did."""
+    writes: Tensor | None = None
+    """[N, 4] int64, of samplers that take back what they have written, in the order of each row's steps: row, step,
+    position, and the token written there (the mask id takes back). None of other samplers."""
+    writes_logp: Tensor | None = None
+    """[N] float64: as `logp`; NaN where a token was moved or taken back."""
+    writes_logp_drawn: Tensor | None = None
+    """[N] float64: as `logp_drawn`."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every step's logits are those of whole rows, so that `replay` gives `logp`."""
+        return self.approximation is None
+
+    @property
+    def decided(self) -> Tensor:
+        """[B, C] bool: where something was decided."""
+        return self.step_map >= 0
 
     def row(self, row: int) -> Rollout:
         """One row alone, as wide as it is."""
         width, at = int(self.length[row]), slice(row, row + 1)
         found: dict[str, Any] = {name: value[at, :width].clone() for name, value in self._columns()}
-        found |= {name: getattr(self, name)[at].clone() for name in ("length", "prompt_length", "suppressed")}
+        found |= {name: getattr(self, name)[at].clone() for name in (*OF_ROWS, "suppressed")}
+        if self.writes is not None:
+            own = self.writes[:, 0] == row
+            found |= {name: value[own] for name, value in self._writes()}
+            found["writes"][:, 0] = 0
         return replace(self, **found)
 
     @classmethod
     def joined(cls, rollouts: Sequence[Rollout]) -> Rollout:
-        """Several of one model and request (of `generate_many`, say) as one; their seeds are those of the first.
+        """Several as one, those of `generate_many`, say; settings of single prompts (seeds) are those of the first.
 
         Raises:
-            ValueError: none, or such as differ in their settings, weights or exactness.
+            ValueError: none, or such as differ in model, sampler, temperature, guidance, version or approximation.
         """
         if not rollouts:
             raise ValueError("rollouts is empty; give at least one")
         first = rollouts[0]
         for other in rollouts[1:]:
-            for name in ("version", "exact", "settings"):
+            for name in (*SHARED, "version", "approximation"):
                 own, theirs = (
-                    {key: entry for key, entry in value.items() if key != "seed"} if name == "settings" else value
-                    for value in (getattr(first, name), getattr(other, name))
+                    each.settings.get(name) if name in SHARED else getattr(each, name) for each in (first, other)
                 )
                 if own != theirs:
                     raise ValueError(f"rollouts differ in {name}: {shown(own)} and {shown(theirs)}")
@@ -90,9 +116,17 @@ class Rollout:
             for name, _ in first._columns()
         }
         # the mask is among them, as any may be twice
-        suppressed = [torch.cat([each.suppressed] + [each.suppressed[:, :1]] * count, 1)[:, :count] for each in rollouts]
-        for name in ("length", "prompt_length"):
+        suppressed = [
+            torch.cat([each.suppressed] + [each.suppressed[:, :1]] * count, 1)[:, :count] for each in rollouts
+        ]
+        for name in OF_ROWS:
             found[name] = torch.cat([getattr(each, name) for each in rollouts])
+        if first.writes is not None:
+            found |= {name: torch.cat([getattr(each, name) for each in rollouts]) for name, _ in first._writes()}
+            rows = [len(each) for each in rollouts]
+            counts = torch.tensor([len(each.writes) for each in rollouts if each.writes is not None])
+            before = torch.tensor([sum(rows[:at]) for at in range(len(rows))])
+            found["writes"][:, 0] += before.repeat_interleave(counts).to(found["writes"].device)
         return replace(first, **found, suppressed=torch.cat(suppressed))
 
     def to(self, device: Any) -> Rollout:
@@ -103,7 +137,7 @@ class Rollout:
         """Write it as safetensors, for `load`."""
         from safetensors.torch import save_file
 
-        told = {"settings": self.settings, "version": self.version, "exact": self.exact}
+        told = {name: getattr(self, name) for name in ("settings", "version", "approximation")}
         tensors = {name: value.contiguous() for name, value in vars(self).items() if torch.is_tensor(value)}
         save_file(tensors, path, {"format": FORMAT, "told": json.dumps(told)})
 
@@ -132,11 +166,29 @@ class Rollout:
         for name in ("logp", "logp_drawn"):
             if found[name] is not None:
                 found[name] = [[None if entry != entry else entry for entry in row] for row in found[name]]
+        for name in WRITES[1:]:
+            if found[name] is not None:
+                found[name] = [None if entry != entry else entry for entry in found[name]]
         return found
 
     def __repr__(self) -> str:
-        decided = int((self.step_map >= 0).sum())
-        return f"Rollout({len(self)} rows, {decided} decisions, weights {self.version}{'' if self.exact else ', not exact'})"
+        other = "" if self.exact else f", with {self.approximation}"
+        return f"Rollout({len(self)} rows, {int(self.decided.sum())} decisions, version {self.version}{other})"
+
+    def _writes(self) -> list[tuple[str, Tensor]]:
+        return [(name, value) for name in WRITES if (value := getattr(self, name)) is not None]
 
     def _columns(self) -> list[tuple[str, Tensor]]:
         return [(name, value) for name in TENSORS if (value := getattr(self, name)) is not None]
+
+
+def settings_of(request: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """A rollout's settings: what of a `paradec.Request` differs from the defaults as data (what no file can hold in
+    words), after the names of `named` model and sampler."""
+    found = {name: named[name] for name in ("model", "sampler")}
+    for name, value in request.changes().items():
+        try:
+            found[name] = json.loads(json.dumps(plain(value)))
+        except (TypeError, ValueError):
+            found[name] = shown(value)
+    return found

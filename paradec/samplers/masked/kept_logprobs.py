@@ -37,9 +37,21 @@ class KeptLogProbs(Tracker):
         decision.logprobs = found
 
 
-def step_logprobs(
-    state: CanvasState, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None
-) -> StepLogProbs:
+def logprobs_tracker(state: MaskedState, sampler: Any, model: Any) -> KeptLogProbs:
+    """What keeps the log-probabilities that a request asks for.
+
+    Raises:
+        ValueError: a rollout that cannot be recorded.
+    """
+    if state.request.rollout:
+        from paradec.samplers.masked.rollouts import RecordedRollout
+
+        return RecordedRollout.of(state, sampler, model)
+    count = state.request.logprobs or 0
+    return KeptLogProbs(LogProbs.empty(state.batch, state.canvas.shape[1], count, model.device))
+
+
+def step_logprobs(state: CanvasState, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None) -> StepLogProbs:
     """Of a query's tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at the
     request's temperature as well. known: as `known_probabilities` gives it."""
     found, temperature = StepLogProbs.of_logits(logits, tokens, count, known), state.request.temperature

@@ -3,94 +3,172 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.rollouts import GIVEN, NEVER, Rollout
-from paradec.request import Request
+from paradec.caches.table import EXACT, verdict
+from paradec.core.checks import shown
+from paradec.core.logprobs import LogProbs
+from paradec.core.rollouts import GIVEN, NEVER, Rollout, settings_of
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.kept_logprobs import KeptLogProbs
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import Decision, MaskedProposal
 
 
-def check(sampler: Any, model: Any, request: Request, gaps: bool) -> None:
-    """Raise ValueError where a decision's log-probability is not one of a state that the rollout says.
-
-    Args:
-        gaps: whether something given follows a mask.
-    """
-    kind, name, why = type(sampler), model.facts.name, None
-    rules = (sampler, *getattr(sampler, "members", ()))
-    if sampler.needs.revises:
-        why = f"sampler {sampler.name!r}, which takes back what it has written; trace=True has every write"
-    elif sampler.needs.multi_step or kind.commit is not MaskedSampler.commit or kind.propose is not MaskedSampler.propose:
+def check_recorded(sampler: Any, model: Any, state: MaskedState) -> None:
+    """Raise ValueError where a decision's log-probability is not one of a state that the rollout says."""
+    kind, request, why = type(sampler), state.request, None
+    rules = getattr(sampler, "members", ()) or (sampler,)
+    holes = bool((state.answer_start > state.prompt_length).any())
+    if sampler.needs.multi_step:
         why = f"sampler {sampler.name!r}, which takes several steps in one call"
+    elif kind.commit is not MaskedSampler.commit or kind.propose is not MaskedSampler.propose:
+        why = f"sampler {sampler.name!r}, whose steps are its own"
     elif any(type(rule).guidance is not MaskedSampler.guidance for rule in rules):
         why = f"sampler {sampler.name!r}, whose guidance changes from step to step"
     elif any(type(rule).weighs_mask is not MaskedSampler.weighs_mask for rule in rules):
         why = f"sampler {sampler.name!r}, whose distribution has the mask in it"
-    elif request.eos_early_stop and "learn2pd" in (rule.name for rule in rules):
+    elif request.eos_early_stop and any(type(rule).trim is not MaskedSampler.trim for rule in rules):
         why = f"sampler {sampler.name!r}, which cuts rows off on the way; give eos_early_stop=False"
     elif request.rng == "reference":
         why = "rng='reference', whose distributions have the mask in them"
-    elif model.reads_order:
-        why = f"{name}, whose answers depend on the order of what is decided as well"
-    elif gaps and request.holes_eos_inf and model.facts.eos_token_ids:
+    elif getattr(model, "reads_order", False):
+        why = f"{model.facts.name}, whose answers depend on the order of what is decided as well"
+    elif holes and request.holes_eos_inf and model.facts.eos_token_ids:
         why = "holes that end tokens are kept out of; give holes_eos_inf=False"
     if why is not None:
         raise ValueError(f"rollout=True does not work with {why}")
+
+
+class Writes:
+    """What steps wrote, row by row: [n, 5] float64 tensors of step, position, token and its two log-probabilities."""
+
+    def __init__(self, rows: list[list[Tensor]]):
+        self.rows = rows
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Writes:
+        return Writes([list(self.rows[row]) for row in rows])
+
+    def put(self, slots: np.ndarray, other: Writes) -> None:
+        for slot, own in zip(slots, other.rows, strict=True):
+            self.rows[slot] = own
+
+    def joined(self) -> Tensor:
+        """[N, 6] float64: the row, and the others."""
+        found = [torch.nn.functional.pad(each, (1, 0), value=row) for row, own in enumerate(self.rows) for each in own]
+        return torch.cat([torch.empty(0, 6, dtype=torch.float64), *found])
 
 
 @dataclass
 class RecordedRollout(KeptLogProbs):
     """Keeps what is written, whatever becomes of it at a row's end, with its log-probabilities."""
 
-    rollout_tokens: Tensor
-    rollout_drawn: Tensor | None
+    tokens: Tensor
+    steps: Tensor
+    logp: Tensor
+    drawn: Tensor
+    kept_writes: Writes | None
+    """Of samplers that take back."""
+    told: dict[str, Any]
+    """The request's settings."""
+    version: int
+    """Of the weights when it began."""
+    approximation: str | None
+    """What about the cache lets steps evaluate something else than whole rows."""
 
-    per_row = {"logprobs": None, "rollout_tokens": 0, "rollout_drawn": torch.nan}
+    per_row = {
+        "logprobs": None,
+        "tokens": 0,
+        "steps": GIVEN,
+        "logp": torch.nan,
+        "drawn": torch.nan,
+        "kept_writes": None,
+    }
     host_only = "rollouts are recorded step by step"
+
+    @classmethod
+    def of(cls, state: MaskedState, sampler: Any, model: Any) -> Self:
+        """That of a request that begins.
+
+        Raises:
+            ValueError: a rollout that cannot be recorded.
+        """
+        check_recorded(sampler, model, state)
+        request, canvas = state.request, state.canvas
+        kept = LogProbs.empty(state.batch, canvas.shape[1], request.logprobs or 0, model.device)
+        column = torch.arange(canvas.shape[1], device=canvas.device)
+        outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
+        steps = torch.full_like(canvas, NEVER).masked_fill(state.given | outside, GIVEN)
+        writes = Writes([[] for _ in range(state.batch)]) if sampler.needs.revises else None
+        told = settings_of(request, {"model": state.facts.name, "sampler": sampler.name})
+        why = None if verdict(sampler, state.cache, state.facts).status == EXACT else f"cache={state.cache.name!r}"
+        nothing, version = (kept.chosen.clone(), kept.chosen.clone()), getattr(model, "weights_version", 0)
+        return cls(kept, canvas.masked_fill(outside, 0), steps, *nothing, writes, told, version, why)
+
+    def attach(self, state: Any) -> None:
+        state.logprobs, state.rollout = self.logprobs, self
 
     def written(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
         super().written(state, proposal, decision)
-        window = state.window
-        kept = [(self.rollout_tokens, decision.values)]
-        if self.rollout_drawn is not None and proposal.logprobs is not None:
-            assert proposal.logprobs.tempered is not None
-            kept.append((self.rollout_drawn, proposal.logprobs.tempered))
-        for own, new in kept:
-            window.write(own, torch.where(decision.selected, new.to(own.dtype), window.read(own)))
+        window, found = state.window, proposal.logprobs
+        assert found is not None
+        # what was moved or taken back has no probability of its own
+        strange = decision.values != proposal.values
+        chosen, drawn = (
+            (found.chosen if each is None else each).masked_fill(strange, torch.nan)
+            for each in (found.chosen, found.tempered)
+        )
+        step = torch.as_tensor(state.row_step[proposal.rows], device=chosen.device).unsqueeze(1).expand(chosen.shape)
+        steps = step.masked_fill(decision.values == state.facts.mask_id, NEVER)
+        values = ((self.tokens, decision.values), (self.steps, steps), (self.logp, chosen), (self.drawn, drawn))
+        for own, new in values:
+            window.write(own, torch.where(decision.selected, new, window.read(own)))
+        if self.kept_writes is not None:
+            every = torch.stack((step, window.positions, decision.values), -1).double()
+            every = torch.cat((every, chosen.unsqueeze(-1), drawn.unsqueeze(-1)), -1).cpu()
+            for row, own, selected in zip(proposal.rows, every, decision.selected.cpu(), strict=True):
+                self.kept_writes.rows[row].append(own[selected])
+
+    def read(self, model: Any, state: MaskedState) -> Rollout:
+        """What was recorded until now."""
+        length = torch.as_tensor(state.length).clone()
+        width, tempered = int(length.max()), state.request.temperature > 0
+        suppressed = torch.full((state.batch, 1), state.mask_id)
+        if state.suppressed is not None:
+            own = state.suppressed.cpu()
+            suppressed = torch.cat((suppressed, own if own.ndim == 2 else own.expand(state.batch, -1)), 1)
+        writes = None if self.kept_writes is None else self.kept_writes.joined()
+        approximation = self.approximation or approximation_of(state)
+        if getattr(model, "weights_version", 0) != self.version:
+            approximation = "weights that changed on the way"
+        return Rollout(
+            tokens=self.tokens[:, :width].cpu().clone(),
+            step_map=self.steps[:, :width].cpu().clone(),
+            logp=self.logp[:, :width].cpu().clone(),
+            logp_drawn=self.drawn[:, :width].cpu().clone() if tempered else None,
+            length=length,
+            prompt_length=torch.as_tensor(state.prompt_length).clone(),
+            suppressed=suppressed,
+            settings=dict(self.told),
+            version=self.version,
+            approximation=approximation,
+            writes=None if writes is None else writes[:, :4].long(),
+            writes_logp=None if writes is None else writes[:, 4].clone(),
+            writes_logp_drawn=None if writes is None or not tempered else writes[:, 5].clone(),
+        )
 
 
-def rollout_of(model: Any, state: MaskedState) -> Rollout:
-    """What a state has recorded, in the columns of its canvas."""
-    tracker = next(tracker for tracker in state.trackers if isinstance(tracker, RecordedRollout))
-    request, found = state.request, tracker.logprobs
-    length = torch.as_tensor(state.length)
-    width = int(length.max())
-    row_end = torch.arange(width) >= length.unsqueeze(1)
-    given = state.given.cpu()[:, :width] | row_end
-    step = torch.where(found.step.cpu() < 0, NEVER, found.step.cpu())[:, :width].masked_fill(given, GIVEN)
-    suppressed = torch.full((state.batch, 1), state.mask_id)
-    if state.suppressed is not None:
-        own = state.suppressed.cpu()
-        suppressed = torch.cat((suppressed, own if own.ndim == 2 else own.expand(state.batch, -1)), 1)
-    approximate = state.suffix is not None or state.attention_state is not None
-    approximate |= not state.cache.exact_for(state.facts.topology) and state.cache.name != "none"
+def approximation_of(state: MaskedState) -> str | None:
+    """What beside the cache lets steps evaluate something else than whole rows; None where nothing does."""
+    if state.suffix is not None:
+        return f"suffix={shown(state.request.suffix)}"
+    if state.attention_state is not None:
+        return "sparse attention"
     reuse = state.reuse
-    drawn = tracker.rollout_drawn
-    return Rollout(
-        tokens=tracker.rollout_tokens.cpu()[:, :width].masked_fill(row_end, 0),
-        step_map=step,
-        logp=found.chosen.cpu()[:, :width].clone(),
-        logp_drawn=None if drawn is None else drawn.cpu()[:, :width].clone(),
-        length=length.clone(),
-        prompt_length=torch.as_tensor(state.prompt_length).clone(),
-        suppressed=suppressed,
-        settings=request.to_dict() | {"model": state.facts.name},
-        version=model.weights_version,
-        exact=not approximate and (reuse is None or state.facts.topology == "block_causal"),
-    )
+    if reuse is not None and not (state.facts.topology == "block_causal" and getattr(reuse.kept, "exact", True)):
+        return "keys and values of a prefix"
+    return None

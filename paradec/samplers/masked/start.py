@@ -14,7 +14,6 @@ from paradec.caches.suffix import Suffix
 from paradec.core import rng
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
-from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
@@ -24,7 +23,7 @@ from paradec.samplers.masked.decision_order import DecisionOrder
 from paradec.samplers.masked.early import EarlyStops
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
 from paradec.samplers.masked.holes import Holes
-from paradec.samplers.masked.kept_logprobs import KeptLogProbs
+from paradec.samplers.masked.kept_logprobs import logprobs_tracker
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
 from paradec.samplers.masked.prefix_reuse import PrefixReuse, take_over
 from paradec.samplers.masked.reference import ReferenceNumbers
@@ -60,10 +59,6 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     gaps = bool((answers > starts).any())  # something given follows a mask
     check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
-    if request.rollout:
-        from paradec.samplers.masked import rollouts
-
-        rollouts.check(sampler, model, request, gaps)
     cache = cache_of(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
@@ -154,14 +149,8 @@ def _track(
         found.append(PrefixReuse(reuse, np.zeros(state.batch, np.int64) if request.keep_prefix else None))
     if generator is not None:
         found.append(ReferenceNumbers(generator))
-    if request.rollout:
-        from paradec.samplers.masked.rollouts import RecordedRollout
-
-        kept = LogProbs.empty(shape[0], shape[1], request.logprobs or 0, model.device)
-        drawn = kept.chosen.clone() if request.temperature > 0 else None
-        found.append(RecordedRollout(kept, state.canvas.clone(), drawn))
-    elif request.logprobs is not None:
-        found.append(KeptLogProbs(LogProbs.empty(shape[0], shape[1], request.logprobs, model.device)))
+    if request.logprobs is not None or request.rollout:
+        found.append(logprobs_tracker(state, sampler, model))
     if early:
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():

@@ -9,6 +9,7 @@ masks; copies see the final blocks before their own, and themselves (as TraceRL 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.checks import check_bool, check_int, check_model, check_number, shown
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import GIVEN, NEVER, Rollout
+from paradec.models.base import Model
 from paradec.models.gradients import with_gradients
 from paradec.samplers.guidance import guided
 
@@ -34,72 +36,97 @@ def replay(
 ) -> Tensor:
     """The log-probability of every decision of a rollout, in the state of its step.
 
-    Without changes of the weights it is `rollout.logp`, where `rollout.exact`. With approximate caches, suffix windows
-    or sparse attention another policy has drawn the tokens: correct for that by the ratio with `rollout.logp`. The
-    module is called in evaluation mode; `torch.no_grad()` spares the gradients.
+    Without changes of the weights it is `rollout.logp`. What a rollout names as its `approximation` is another policy,
+    which is warned of: correct for it by the ratio with `rollout.logp`. The module is called in evaluation mode;
+    `torch.no_grad()` spares the gradients.
 
     Args:
         model: from `load` or `wrap`: bidirectional or block-causal text models.
         shrink: so many neighbouring steps of a row (of a block, on block-causal models) are replayed as one, in the
             state of the first of them: fewer calls, another distribution.
         temperature: of the softmax, above 0; `rollout.logp_drawn` is at the request's.
-        batch_size: states in a call (rollouts in a call with `one_forward`).
-        one_forward: all states of a row in one row of a call; None where the model can do it. False replays states
-            row by row, which is slower.
+        batch_size: states in a call (rows of the rollout in a call, where they are in one forward).
+        one_forward: all states of a row in one row of a call: for block-causal models that take masks, and blocks that
+            were decoded one after the other. None where that is so; False replays state by state, which is slower.
 
     Returns:
-        [B, C] in float32 at least: NaN where nothing was decided.
+        [B, C] on the model's device, in float32 at least: NaN where nothing was decided.
 
     Raises:
-        ValueError: an argument out of its range, a model without such states, or a rollout of another one.
+        TypeError, ValueError: an argument out of its range, a model or a sampler that has no such states, or a rollout
+            of another model.
     """
     check_int("shrink", shrink, low=1)
     check_int("batch_size", batch_size, low=1)
-    check_bool("one_forward", one_forward, none=True)
-    if not temperature > 0:
-        raise ValueError(f"temperature={shown(temperature)} must be above 0")
-    _check(model, rollout)
-    able = model.facts.topology == "block_causal" and model.supports_visibility
-    if one_forward and not able:
-        raise ValueError(f"one_forward=True needs a block-causal model that takes masks; {model.facts.name} is none")
+    check_number("temperature", temperature, low=0, open_low=True)
+    if one_forward is not None:
+        check_bool("one_forward", one_forward)
+    check_replayed(model, rollout)
+    if not rollout.exact:
+        warnings.warn(
+            f"the rollout was decoded with {rollout.approximation}, another policy than the model on whole rows: "
+            "correct by the ratio of replay to rollout.logp",
+            stacklevel=2,
+        )
     states = rollout.to(model.device)
-    ranks = _ranks(model, states, shrink)
-    parts = _together(model, states, ranks) if able and one_forward is not False else _apart(model, states, ranks)
+    asked = _asked_at(model, states, shrink)
+    why = _split(model, states, asked)
+    if one_forward and why is not None:
+        raise ValueError(f"one_forward=True does not work with {why}")
+    together = why is None and one_forward is not False
     scale = float(rollout.settings.get("guidance_scale", 1.0))
     found = torch.full(states.tokens.shape, torch.nan, dtype=_wide(model), device=model.device)
+    parts = (_together if together else _apart)(model, states, asked)
     for some in _batches(list(parts), batch_size, model.pads):
-        rows, place, chosen = _asked(model, states, some, scale, temperature)
+        rows, place, chosen = _answer(model, states, some, scale, temperature)
         found = found.index_put((rows, place), chosen.to(found.dtype))
     return found
 
 
-def _check(model: Any, rollout: Rollout) -> None:
-    """Raise for models and rollouts that have no replay."""
+def check_replayed(model: Any, rollout: Any) -> None:
+    """Raise TypeError or ValueError for models and rollouts that have no replay."""
     if not isinstance(rollout, Rollout):
         raise TypeError(f"rollout={shown(rollout)} must be a paradec.Rollout, as generate(..., rollout=True) has it")
-    facts = getattr(model, "facts", None)
-    if facts is None or facts.mask_token_id is None or model.makes != "text" or model.reads_order:
-        name = getattr(facts, "name", type(model).__name__)
-        raise ValueError(f"replay needs a masked text model whose steps depend on the tokens alone; {name} is none")
-    if model.ranks is not None:
-        raise ValueError(f"replay has no gradients through tp_plan; load {facts.name} whole")
+    check_model("replay", model, ("text",))
+    facts = model.facts
+    why = None
+    if not isinstance(model, Model):
+        why = f"{facts.name}, a model of one's own, of which it cannot be told how it is called with gradients"
+    elif facts.topology not in ("bidirectional", "block_causal"):
+        why = f"{facts.name}, which is {facts.topology.replace('_', '-')}: a bidirectional or block-causal model is needed"
+    elif model.reads_order:
+        why = f"{facts.name}, whose answers depend on the order of what is decided as well"
+    elif model.ranks is not None:
+        why = f"{facts.name} over several processes (tp_plan), which have no gradients: load it whole"
+    elif rollout.writes is not None:
+        why = (
+            f"sampler {rollout.settings.get('sampler')!r}, which takes back what it has written: rollout.writes has "
+            "every write, and rollout.writes_logp its log-probability"
+        )
+    if why is not None:
+        raise ValueError(f"replay does not work with {why}")
     if int(rollout.tokens.max()) >= facts.vocab_size or not (rollout.suppressed == facts.mask_token_id).any(1).all():
-        raise ValueError(f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: other tokens, another mask")
+        raise ValueError(
+            f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: its tokens or its mask are others"
+        )
 
 
 def _wide(model: Any) -> torch.dtype:
     return torch.promote_types(model.dtype, torch.float32)
 
 
-def _ranks(model: Any, states: Rollout, shrink: int) -> Tensor:
-    """[B, C] int64: which state of its row (of its block, on block-causal models) a decision is asked in; -1 given,
-    -2 never decided."""
-    steps, ranks = states.step_map.cpu().numpy(), states.step_map.cpu().numpy().copy()
+def _asked_at(model: Any, states: Rollout, shrink: int) -> Tensor:
+    """[B, C] int64: the step whose state a decision is asked in; -1 given, -2 never decided."""
+    if shrink == 1:
+        return states.step_map
+    steps = states.step_map.cpu().numpy()
+    asked = steps.copy()
     for row, blocks in enumerate(_blocks(model, states).cpu().numpy()):
         for block in np.unique(blocks):
             here = (blocks == block) & (steps[row] >= 0)
-            ranks[row, here] = np.unique(steps[row, here], return_inverse=True)[1] // shrink
-    return torch.as_tensor(ranks, device=states.tokens.device)
+            own, which = np.unique(steps[row, here], return_inverse=True)
+            asked[row, here] = own[which // shrink * shrink]
+    return torch.as_tensor(asked, device=states.tokens.device)
 
 
 def _blocks(model: Any, states: Rollout) -> Tensor:
@@ -109,6 +136,24 @@ def _blocks(model: Any, states: Rollout) -> Tensor:
         return torch.zeros_like(positions)
     found: Tensor = model.facts.block_numbers(positions, states.prompt_length.unsqueeze(1))
     return found
+
+
+def _split(model: Any, states: Rollout, asked: Tensor) -> str | None:
+    """Why the states of a row cannot be one row of a call; None where they can."""
+    facts = model.facts
+    if facts.topology != "block_causal" or not model.supports_visibility:
+        return f"{facts.name}: a block-causal model that takes masks is needed"
+    if facts.whole_blocks:
+        return f"{facts.name}, which chooses experts for whole blocks of a call"
+    for row, blocks in enumerate(_blocks(model, states)):
+        own = asked[row] >= 0
+        numbers, steps = blocks[own], asked[row][own]  # blocks in ascending order
+        latest = torch.cummax(torch.cat((steps.new_full((1,), -1), steps)), 0).values[:-1]
+        first = numbers != torch.cat((numbers.new_full((1,), -2), numbers))[:-1]
+        begin = torch.where(first, latest, -1).cummax(0).values if len(steps) else steps
+        if (steps <= begin).any():
+            return "blocks that were open at the same time"
+    return None
 
 
 class _Part(NamedTuple):
@@ -129,40 +174,41 @@ class _Part(NamedTuple):
     """[Q, Q] bool."""
 
 
-def _apart(model: Any, states: Rollout, ranks: Tensor) -> Iterator[_Part]:
-    """Each state as a row: on block-causal models each block's, up to the block's end."""
+def _apart(model: Any, states: Rollout, asked: Tensor) -> Iterator[_Part]:
+    """Each state as a row: on block-causal models up to the end of the last block that it decides in."""
     facts, blocks = model.facts, _blocks(model, states)
     for row in range(len(states)):
         length = int(states.length[row])
-        own, tokens, block = ranks[row, :length], states.tokens[row, :length], blocks[row, :length]
-        steps = states.step_map[row, :length]
-        for number in block[own >= 0].unique().tolist():
-            end = int((block <= number).sum())
-            for rank in own[(block == number) & (own >= 0)].unique().tolist():
-                now = (block < number) | (own < rank)
-                shown_at = (now & (own != NEVER))[:end]
-                place = ((block == number) & (own == rank)).nonzero().squeeze(1)
-                yield _Part(
-                    row,
-                    torch.where(shown_at, tokens[:end], facts.mask_token_id),
-                    steps[:end] == GIVEN,
-                    torch.arange(end, device=tokens.device),
-                    (place - facts.shift).clamp(min=0),
-                    place,
-                )
+        own, tokens, block = asked[row, :length], states.tokens[row, :length], blocks[row, :length]
+        for step in own[own >= 0].unique().tolist():
+            place = (own == step).nonzero().squeeze(1)
+            end = int((block <= block[place[-1]]).sum())
+            known = (own != NEVER) & (own < step)
+            yield _Part(
+                row,
+                torch.where(known, tokens, facts.mask_id)[:end],
+                own[:end] == GIVEN,
+                torch.arange(end, device=tokens.device),
+                (place - facts.shift).clamp(min=0),
+                place,
+            )
 
 
-def _together(model: Any, states: Rollout, ranks: Tensor) -> Iterator[_Part]:
-    """All states of a row: its final tokens, then for each rank the blocks that have it, with masks."""
-    mask, shift, every = model.facts.mask_token_id, model.facts.shift, _blocks(model, states)
+def _together(model: Any, states: Rollout, asked: Tensor) -> Iterator[_Part]:
+    """All states of a row: its final tokens, then for each rank of a step in its block the blocks that have it, with
+    masks."""
+    mask, shift, every = model.facts.mask_id, model.facts.shift, _blocks(model, states)
     for row in range(len(states)):
         length = int(states.length[row])
-        own, block, tokens = ranks[row, :length], every[row, :length], states.tokens[row, :length]
-        given = states.step_map[row, :length] == GIVEN
+        steps, block, tokens = asked[row, :length], every[row, :length], states.tokens[row, :length]
+        if not (steps >= 0).any():
+            continue
+        own = steps.clone()
+        for number in block[steps >= 0].unique():
+            here = (block == number) & (steps >= 0)
+            own[here] = steps[here].unique(return_inverse=True)[1]
         _, number, sizes = block.unique_consecutive(return_inverse=True, return_counts=True)
         most = torch.full_like(sizes, -1).scatter_reduce(0, number, own.clamp(min=-1), "amax")[number]
-        if int(most.max()) < 0:
-            continue
         clean = torch.arange(length, device=tokens.device)
         places, copies = [clean], [torch.full_like(clean, -1)]
         for rank in range(int(most.max()) + 1):
@@ -182,7 +228,7 @@ def _together(model: Any, states: Rollout, ranks: Tensor) -> Iterator[_Part]:
         yield _Part(
             row,
             torch.where(known, tokens[place], mask),
-            given[place],
+            (own == GIVEN)[place],
             place,
             column[in_copy, left],
             decided,
@@ -201,7 +247,7 @@ def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]
         parts = parts[end:]
 
 
-def _asked(
+def _answer(
     model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and positions of the parts' decisions [M], and their log-probabilities."""
