@@ -106,8 +106,7 @@ class Request:
             step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution:
                 `paradec.core.logprobs`.
         rollout: keep every decision with its step and log-probability, over the whole canvas, for trainers:
-            `Output.rollout` (`paradec.core.rollouts`), which `paradec.replay` computes anew with gradients. For masked
-            samplers that take nothing back.
+            `Output.rollout`, which `paradec.replay` computes again with gradients (docs/rollouts.md).
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:

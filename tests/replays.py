@@ -66,7 +66,10 @@ REPLAYS = {
         "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
         "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
     },
-    "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
+    "drafters": {
+        "models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from",
+        "tools/training/test_replay.py": "recorded_cases",
+    },
     "autumn": {
         "models/text/test_rotary.py": "the_tables",
         "models/text/test_nemotron_diffusion.py": "forwards the_causal_mode blocks",

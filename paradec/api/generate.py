@@ -187,7 +187,7 @@ def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) ->
         state.trace.ends = np.minimum(state.end, state.asked).tolist()
         name_tokens(state.trace, model.tokenizer)
     sequences = right_aligned(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
-    drafting = getattr(state, "drafting", None)
+    drafting, recorded = getattr(state, "drafting", None), getattr(state, "rollout", None)
     return Output(
         text=text[0] if text and prompts.single else text,
         sequences=sequences,
@@ -205,8 +205,8 @@ def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) ->
         cost=CacheCost.of(state),
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
-        logprobs=None if state.request.logprobs is None else aligned(state.logprobs, state.asked, counted),
-        rollout=state.rollout.read(model, state) if state.request.rollout else None,
+        logprobs=None if state.logprobs is None else aligned(state.logprobs, state.asked, counted),
+        rollout=None if recorded is None else recorded.read(model, state),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )
 

@@ -131,7 +131,8 @@ class Rollout:
 
     def to(self, device: Any) -> Rollout:
         """The same on another device."""
-        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)}
+        return replace(self, **moved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as safetensors, for `load`."""
@@ -183,8 +184,8 @@ class Rollout:
 
 
 def settings_of(request: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """A rollout's settings: what of a `paradec.Request` differs from the defaults as data (what no file can hold in
-    words), after the names of `named` model and sampler."""
+    """A rollout's settings: what of a `paradec.Request` differs from the defaults as data (what no file can hold
+    as text), beside the model's and sampler's names, which are in `named`."""
     found = {name: named[name] for name in ("model", "sampler")}
     for name, value in request.changes().items():
         try:

@@ -37,18 +37,19 @@ class KeptLogProbs(Tracker):
         decision.logprobs = found
 
 
-def logprobs_tracker(state: MaskedState, sampler: Any, model: Any) -> KeptLogProbs:
-    """What keeps the log-probabilities that a request asks for.
+def trackers_of(state: MaskedState, sampler: Any, model: Any) -> list[Tracker]:
+    """What keeps the log-probabilities, and the rollout, that a request asks for.
 
     Raises:
         ValueError: a rollout that cannot be recorded.
     """
-    if state.request.rollout:
-        from paradec.samplers.masked.rollouts import RecordedRollout
-
-        return RecordedRollout.of(state, sampler, model)
     count = state.request.logprobs or 0
-    return KeptLogProbs(LogProbs.empty(state.batch, state.canvas.shape[1], count, model.device))
+    kept = KeptLogProbs(LogProbs.empty(state.batch, state.canvas.shape[1], count, model.device))
+    if not state.request.rollout:
+        return [kept]
+    from paradec.samplers.masked.rollouts import RecordedRollout
+
+    return [kept, RecordedRollout.of(state, sampler, model)]
 
 
 def step_logprobs(state: CanvasState, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None) -> StepLogProbs:

@@ -11,28 +11,26 @@ from torch import Tensor
 
 from paradec.caches.table import EXACT, verdict
 from paradec.core.checks import shown
-from paradec.core.logprobs import LogProbs
 from paradec.core.rollouts import GIVEN, NEVER, Rollout, settings_of
-from paradec.samplers.masked.base import MaskedSampler
-from paradec.samplers.masked.kept_logprobs import KeptLogProbs
 from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 
 
 def check_recorded(sampler: Any, model: Any, state: MaskedState) -> None:
     """Raise ValueError where a decision's log-probability is not one of a state that the rollout says."""
-    kind, request, why = type(sampler), state.request, None
+    request, why = state.request, None
     rules = getattr(sampler, "members", ()) or (sampler,)
     holes = bool((state.answer_start > state.prompt_length).any())
     if sampler.needs.multi_step:
         why = f"sampler {sampler.name!r}, which takes several steps in one call"
-    elif kind.commit is not MaskedSampler.commit or kind.propose is not MaskedSampler.propose:
+    elif _overrides(sampler, "commit") or _overrides(sampler, "propose"):
         why = f"sampler {sampler.name!r}, whose steps are its own"
-    elif any(type(rule).guidance is not MaskedSampler.guidance for rule in rules):
+    elif any(_overrides(rule, "guidance") for rule in rules):
         why = f"sampler {sampler.name!r}, whose guidance changes from step to step"
-    elif any(type(rule).weighs_mask is not MaskedSampler.weighs_mask for rule in rules):
+    elif any(_overrides(rule, "weighs_mask") for rule in rules):
         why = f"sampler {sampler.name!r}, whose distribution has the mask in it"
-    elif request.eos_early_stop and any(type(rule).trim is not MaskedSampler.trim for rule in rules):
+    elif request.eos_early_stop and any(_overrides(rule, "trim") for rule in rules):
         why = f"sampler {sampler.name!r}, which cuts rows off on the way; give eos_early_stop=False"
     elif request.rng == "reference":
         why = "rng='reference', whose distributions have the mask in them"
@@ -42,6 +40,12 @@ def check_recorded(sampler: Any, model: Any, state: MaskedState) -> None:
         why = "holes that end tokens are kept out of; give holes_eos_inf=False"
     if why is not None:
         raise ValueError(f"rollout=True does not work with {why}")
+
+
+def _overrides(sampler: Any, name: str) -> bool:
+    """Whether a sampler has a method of the base's in a way of its own. (The base imports what imports this.)"""
+    method: str = getattr(type(sampler), name).__qualname__
+    return method != f"MaskedSampler.{name}"
 
 
 class Writes:
@@ -64,7 +68,7 @@ class Writes:
 
 
 @dataclass
-class RecordedRollout(KeptLogProbs):
+class RecordedRollout(Tracker):
     """Keeps what is written, whatever becomes of it at a row's end, with its log-probabilities."""
 
     tokens: Tensor
@@ -81,7 +85,6 @@ class RecordedRollout(KeptLogProbs):
     """What about the cache lets steps evaluate something else than whole rows."""
 
     per_row = {
-        "logprobs": None,
         "tokens": 0,
         "steps": GIVEN,
         "logp": torch.nan,
@@ -98,22 +101,20 @@ class RecordedRollout(KeptLogProbs):
             ValueError: a rollout that cannot be recorded.
         """
         check_recorded(sampler, model, state)
-        request, canvas = state.request, state.canvas
-        kept = LogProbs.empty(state.batch, canvas.shape[1], request.logprobs or 0, model.device)
+        canvas = state.canvas
         column = torch.arange(canvas.shape[1], device=canvas.device)
         outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
         steps = torch.full_like(canvas, NEVER).masked_fill(state.given | outside, GIVEN)
         writes = Writes([[] for _ in range(state.batch)]) if sampler.needs.revises else None
-        told = settings_of(request, {"model": state.facts.name, "sampler": sampler.name})
+        told = settings_of(state.request, {"model": state.facts.name, "sampler": sampler.name})
         why = None if verdict(sampler, state.cache, state.facts).status == EXACT else f"cache={state.cache.name!r}"
-        nothing, version = (kept.chosen.clone(), kept.chosen.clone()), getattr(model, "weights_version", 0)
-        return cls(kept, canvas.masked_fill(outside, 0), steps, *nothing, writes, told, version, why)
+        logp, version = torch.full_like(canvas, torch.nan, dtype=torch.float64), getattr(model, "weights_version", 0)
+        return cls(canvas.masked_fill(outside, 0), steps, logp, logp.clone(), writes, told, version, why)
 
-    def attach(self, state: Any) -> None:
-        state.logprobs, state.rollout = self.logprobs, self
+    def attach(self, state: TrackedState) -> None:
+        state.rollout = self
 
     def written(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
-        super().written(state, proposal, decision)
         window, found = state.window, proposal.logprobs
         assert found is not None
         # what was moved or taken back has no probability of its own

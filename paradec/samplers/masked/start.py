@@ -23,7 +23,7 @@ from paradec.samplers.masked.decision_order import DecisionOrder
 from paradec.samplers.masked.early import EarlyStops
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
 from paradec.samplers.masked.holes import Holes
-from paradec.samplers.masked.kept_logprobs import logprobs_tracker
+from paradec.samplers.masked.kept_logprobs import trackers_of as logprobs_trackers
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
 from paradec.samplers.masked.prefix_reuse import PrefixReuse, take_over
 from paradec.samplers.masked.reference import ReferenceNumbers
@@ -150,7 +150,7 @@ def _track(
     if generator is not None:
         found.append(ReferenceNumbers(generator))
     if request.logprobs is not None or request.rollout:
-        found.append(logprobs_tracker(state, sampler, model))
+        found += logprobs_trackers(state, sampler, model)
     if early:
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():

@@ -93,7 +93,8 @@ def check_replayed(model: Any, rollout: Any) -> None:
     if not isinstance(model, Model):
         why = f"{facts.name}, a model of one's own, of which it cannot be told how it is called with gradients"
     elif facts.topology not in ("bidirectional", "block_causal"):
-        why = f"{facts.name}, which is {facts.topology.replace('_', '-')}: a bidirectional or block-causal model is needed"
+        kind = facts.topology.replace("_", "-")
+        why = f"{facts.name}, which is {kind}: a bidirectional or block-causal model is needed"
     elif model.reads_order:
         why = f"{facts.name}, whose answers depend on the order of what is decided as well"
     elif model.ranks is not None:
