@@ -105,8 +105,8 @@ class Request:
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
             step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution:
                 `paradec.core.logprobs`.
-        rollout: keep every decision with its step and log-probability, over the whole canvas, for trainers:
-            `Output.rollout`, which `paradec.replay` computes again with gradients (docs/rollouts.md).
+        rollout: keep every decision with its step and log-probability, for trainers: `Output.rollout`
+            (docs/rollouts.md).
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:

@@ -14,7 +14,6 @@ from paradec.api.output import Output
 from paradec.batching.slots import RowState, Ticket, rows_of
 from paradec.caches.cost import CacheCost
 from paradec.core.prompts import Prompts
-from paradec.core.rollouts import settings_of
 
 __all__ = ["each_read", "read"]
 
@@ -36,14 +35,19 @@ def read(
         if not isinstance(getattr(type(rows), "max_new_tokens", None), property):
             rows.max_new_tokens = tickets[0].new
         output = output_of(model, rows, tickets[0].prompts, time.perf_counter() - tickets[0].began)
-        return [_told(replace(output, error=error), tickets[0])]
+        return [replace(output, error=error, rollout=output.rollout and output.rollout.of_request(tickets[0].request))]
     prompts = Prompts(
         [ticket.prompts.rows[0] for ticket in tickets], False, [ticket.prompts.starts[0] for ticket in tickets]
     )
     found = output_of(model, rows, prompts, 0.0)
     now = time.perf_counter()
     return [
-        _told(replace(_row(found, rows, at, ticket), seconds=now - ticket.began, error=error), ticket)
+        replace(
+            _row(found, rows, at, ticket),
+            seconds=now - ticket.began,
+            error=error,
+            rollout=found.rollout and found.rollout.row(at).of_request(ticket.request),
+        )
         for at, ticket in enumerate(tickets)
     ]
 
@@ -55,8 +59,6 @@ def _row(found: Output, rows: Any, at: int, ticket: Ticket) -> Output:
     changes |= {name: value[row] for name in LISTS if (value := getattr(found, name)) is not None}
     if found.logprobs is not None:
         changes["logprobs"] = found.logprobs.row(at).placed(lambda tensor, fill: tensor[:, -width:].clone())
-    if found.rollout is not None:
-        changes["rollout"] = found.rollout.row(at)
     return replace(
         found,
         **changes,
@@ -66,13 +68,6 @@ def _row(found: Output, rows: Any, at: int, ticket: Ticket) -> Output:
         forwarded_tokens=int(rows.forwarded_tokens[at]),
         cost=CacheCost.of(rows, row),
     )
-
-
-def _told(output: Output, ticket: Ticket) -> Output:
-    """With the prompt's own settings in its rollout, where there is one."""
-    if output.rollout is not None:
-        output.rollout.settings = settings_of(ticket.request, output.rollout.settings)
-    return output
 
 
 def each_read(

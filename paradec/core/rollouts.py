@@ -129,6 +129,10 @@ class Rollout:
             found["writes"][:, 0] += before.repeat_interleave(counts).to(found["writes"].device)
         return replace(first, **found, suppressed=torch.cat(suppressed))
 
+    def of_request(self, request: Any) -> Rollout:
+        """The same with the settings of a row's own `paradec.Request`."""
+        return replace(self, settings=settings_of(request, self.settings))
+
     def to(self, device: Any) -> Rollout:
         """The same on another device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)}

@@ -103,7 +103,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
-    _track(state, sampler, model, request, early_rules, generator, reuse)
+    _track(state, sampler, model, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -128,16 +128,10 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
 
 
 def _track(
-    state: MaskedState,
-    sampler: Any,
-    model: Any,
-    request: Request,
-    early: tuple[EarlyRule, ...],
-    generator: Any,
-    reuse: Reuse | None,
+    state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
 ) -> None:
     """Open the first blocks, with a tracker of each thing that the request needs beside them."""
-    shape, facts, found = tuple(state.canvas.shape), state.facts, list[Tracker]()
+    shape, facts, request, found = tuple(state.canvas.shape), state.facts, state.request, list[Tracker]()
     if getattr(state.blocks, "reads_logits", False):
         found.append(BlockEnds(np.zeros(state.batch, bool)))
     if isinstance(state.blocks, PipelinedBlocks):
