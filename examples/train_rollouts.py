@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="two short rounds")
     args = parser.parse_args()
     if args.tiny:
-        args.rounds, args.prompts, args.answers = 2, 2, 4
+        args.rounds, args.prompts, args.answers = 2, 4, 8
 
     torch.manual_seed(args.seed)
     task, held_out, draws = get_task(args.task), load_prompts(args.task), random.Random(args.seed)
