@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paradec.core.blocks import FixedBlocks
     from paradec.core.pipelined_blocks import PipelinedBlocks
     from paradec.core.protocol import Interrupted, decode
+    from paradec.core.rollouts import Rollout
     from paradec.integrations.diffusers.hooks.session import accelerate
     from paradec.integrations.diffusers.step_tuning import tune_steps
     from paradec.integrations.transformers import hf_generate
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
     from paradec.tools.estimation.estimate import estimate
+    from paradec.tools.training.replay import replay
     from paradec.tools.tuning.run import tune
 
 
@@ -72,6 +74,7 @@ __all__ = [
     "PixelDiTPipeline",
     "Prophet",
     "Request",
+    "Rollout",
     "SeaCache",
     "SparseD",
     "Suffix",
@@ -90,6 +93,7 @@ __all__ = [
     "load",
     "load_drafter",
     "load_protein_mpnn",
+    "replay",
     "samplers",
     "tune",
     "tune_steps",
@@ -113,6 +117,7 @@ LATER = {
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
+    "Rollout": "paradec.core.rollouts",
     "SeaCache": "paradec.samplers.forecast.seacache",
     "SparseD": "paradec.attention.sparsed",
     "Suffix": "paradec.caches.suffix",
@@ -129,6 +134,7 @@ LATER = {
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.load_drafter",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
+    "replay": "paradec.tools.training.replay",
     "tune": "paradec.tools.tuning.run",
     "tune_steps": "paradec.integrations.diffusers.step_tuning",
     "wrap": "paradec.models.wrapping",

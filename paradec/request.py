@@ -105,6 +105,8 @@ class Request:
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
             step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution:
                 `paradec.core.logprobs`.
+        rollout: keep every decision with its step and log-probability, for trainers: `Output.rollout`
+            (docs/rollouts.md).
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:
@@ -146,6 +148,7 @@ class Request:
     trace: bool = False
     compile: bool = False
     logprobs: int | None = None
+    rollout: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
@@ -321,6 +324,7 @@ class Arguments(TypedDict, total=False):
     trace: bool
     compile: bool
     logprobs: int | None
+    rollout: bool
     progress: bool
 
 

@@ -379,6 +379,10 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         refused={"renoising": "the host decides when canvases have settled, and then opens and encodes others"},
     ),
     "logprobs": Field(check=partial(check_int, low=0), served="draft_verify"),
+    "rollout": Field(
+        check=check_bool,
+        refused={"renoising": "what is final was drawn from noise, and no step's distribution is that of the answer"},
+    ),
     "progress": Field(
         check=check_bool,
         served=f"draft_verify {PICTURES} hf",

@@ -72,7 +72,10 @@ REPLAYS = {
         "glm_image_replays_draws",
         "integrations/diffusers/test_prior.py": "prior_replays_the_pipeline",
     },
-    "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
+    "drafters": {
+        "models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from",
+        "tools/training/test_replay.py": "recorded_cases",
+    },
     "autumn": {
         "models/text/test_rotary.py": "the_tables",
         "models/text/test_nemotron_diffusion.py": "forwards the_causal_mode blocks",

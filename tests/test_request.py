@@ -54,6 +54,7 @@ OTHER_VALUES: dict[str, Any] = {
     "compile": True,
     "progress": True,
     "logprobs": 3,
+    "rollout": True,
     "order": (2, 0, 1),
 }
 

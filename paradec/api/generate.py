@@ -24,6 +24,7 @@ from paradec.core.contract import TextState
 from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import Interrupted, decode
 from paradec.core.trace_texts import name_tokens
+from paradec.models.requests import UNSHARED
 from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.request_fields import FIELDS
 
@@ -104,32 +105,32 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
     ranks = getattr(model, "ranks", None)
     if ranks is not None:
         request = ranks.agreed("a request", request, prompts)
-    state: TextState = method.start(model, prompts, request)
-    if hint := state.cache_advice():
-        warnings.warn(hint, stacklevel=3)
-    loop: Callable[..., Any] = decode
-    if request.compile:
-        from paradec.api.compiled import device_loop
+    with getattr(model, "requests", UNSHARED).slot.lock:
+        state: TextState = method.start(model, prompts, request)
+        if hint := state.cache_advice():
+            warnings.warn(hint, stacklevel=3)
+        loop: Callable[..., Any] = decode
+        if request.compile:
+            from paradec.api.compiled import device_loop
 
-        loop = device_loop(method, model, state, callback, request.streamer, request.progress)
-    begin = time.perf_counter()
-    watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
-    try:
-        together = nullcontext() if ranks is None else ranks.request()
-        shown = request.progress and (ranks is None or ranks.speaks)
-        with together, state.freed_store(), watched as watcher:
-            with bar(state, watcher) if shown else nullcontext(watcher) as after_commit:
-                loop(method, model, state, after_commit)
-            kept = state.kept_prefix(model)
-    except KeyboardInterrupt as interrupt:
-        stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
-        stopped.output = output_of(model, state, prompts, time.perf_counter() - begin)
-        if request.race is not None:
-            stopped.output = race.winner(stopped.output, state)
-        raise stopped from interrupt
-    if state.canvas.is_cuda:
-        torch.cuda.synchronize(state.canvas.device)
-    output = output_of(model, state, prompts, time.perf_counter() - begin)
+            loop = device_loop(method, model, state, callback, request.streamer, request.progress)
+        begin = time.perf_counter()
+        watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
+        try:
+            shown = request.progress and (ranks is None or ranks.speaks)
+            with nullcontext() if ranks is None else ranks.request(), state.freed_store(), watched as watcher:
+                with bar(state, watcher) if shown else nullcontext(watcher) as after_commit:
+                    loop(method, model, state, after_commit)
+                kept = state.kept_prefix(model)
+        except KeyboardInterrupt as interrupt:
+            stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
+            stopped.output = output_of(model, state, prompts, time.perf_counter() - begin)
+            if request.race is not None:
+                stopped.output = race.winner(stopped.output, state)
+            raise stopped from interrupt
+        if state.canvas.is_cuda:
+            torch.cuda.synchronize(state.canvas.device)
+        output = output_of(model, state, prompts, time.perf_counter() - begin)
     output.prefix = kept
     if ranks is not None:
         ranks.note(output.sequences)
@@ -187,7 +188,7 @@ def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) ->
         state.trace.ends = np.minimum(state.end, state.asked).tolist()
         name_tokens(state.trace, model.tokenizer)
     sequences = right_aligned(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
-    drafting = getattr(state, "drafting", None)
+    drafting, recorded = getattr(state, "drafting", None), getattr(state, "rollout", None)
     return Output(
         text=text[0] if text and prompts.single else text,
         sequences=sequences,
@@ -206,6 +207,7 @@ def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) ->
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
         logprobs=None if state.logprobs is None else aligned(state.logprobs, state.asked, counted),
+        rollout=None if recorded is None else recorded.read(model, state),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )
 

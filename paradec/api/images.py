@@ -24,6 +24,7 @@ from paradec.core.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.core.thumbnails import of_images, of_stage, pillow, to_pil
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
+from paradec.models.requests import UNSHARED
 from paradec.request import Preset, Request, request_for, takes_arguments, warn_of_unused
 from paradec.request_fields import check_names
 
@@ -132,7 +133,7 @@ def generate_images(
     begin = time.perf_counter()
     try:
         watched = bar(state, request.callback) if request.progress else nullcontext(request.callback)
-        with state.freed_store(), watched as after_commit:
+        with getattr(model, "requests", UNSHARED).slot.lock, state.freed_store(), watched as after_commit:
             decode(method, laid.model, state, after_commit)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")

@@ -15,6 +15,7 @@ from paradec.caches.kept import KeptPrefix
 from paradec.core.checks import count, per_forward
 from paradec.core.logprobs import LogProbs
 from paradec.core.prompts import right_aligned
+from paradec.core.rollouts import Rollout
 from paradec.core.trace import Trace, drawing
 
 MOST_SHOWN = 100
@@ -70,6 +71,8 @@ class Output:
     """Forward calls of the model that drafts, for each row; None where there is none."""
     logprobs: LogProbs | None = None
     """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
+    rollout: Rollout | None = None
+    """With `rollout`: every decision, its step and log-probability, over the whole canvas."""
     index: int | None = None
     """From `generate_many`: which prompt this answers, from 0."""
     id: Any = None

@@ -60,7 +60,7 @@ def winner(output: Output, state: TextState) -> Output:
     for name in ("text", "fills"):
         if getattr(output, name) is not None:
             changes[name] = getattr(output, name)[row]
-    for name in ("prefix", "logprobs"):
+    for name in ("prefix", "logprobs", "rollout"):
         if getattr(output, name) is not None:
             changes[name] = getattr(output, name).row(row)
     return replace(output, **changes, race_winner=row)

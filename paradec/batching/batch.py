@@ -47,6 +47,7 @@ from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
+from paradec.models.requests import UNSHARED
 from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
 
@@ -127,13 +128,13 @@ class Batch:
         self.prefixes = prefixes_of(model, prefix_memory)
         """What rows leave for each other; None where nothing is kept."""
         self._waits = Queue()
-        self._groups: list[Group] = []
-        self._ended: list[Ticket] = []
+        self._groups, self._ended = list[Group](), list[Ticket]()
         self._most_positions: int | None = None  # rows times columns, once memory was too small for more
         self._uncapturable = ""  # why no graph could be captured
         self._untold: deque[Any] = deque()  # tickets whose on_done is to be called
         self._stepper: int | None = None  # the thread that takes a step
         self._stepping = threading.Lock()
+        getattr(model, "requests", UNSHARED).use.batches.add(self)
 
     # ---- any thread -----------------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class Batch:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """This thread's turn to step."""
-        with self._stepping:
+        with self._stepping, getattr(self.model, "requests", UNSHARED).slot.lock:
             self._stepper = threading.get_ident()
             try:
                 yield

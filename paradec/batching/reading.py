@@ -35,14 +35,19 @@ def read(
         if not isinstance(getattr(type(rows), "max_new_tokens", None), property):
             rows.max_new_tokens = tickets[0].new
         output = output_of(model, rows, tickets[0].prompts, time.perf_counter() - tickets[0].began)
-        return [replace(output, error=error)]
+        return [replace(output, error=error, rollout=output.rollout and output.rollout.of_request(tickets[0].request))]
     prompts = Prompts(
         [ticket.prompts.rows[0] for ticket in tickets], False, [ticket.prompts.starts[0] for ticket in tickets]
     )
     found = output_of(model, rows, prompts, 0.0)
     now = time.perf_counter()
     return [
-        replace(_row(found, rows, at, ticket), seconds=now - ticket.began, error=error)
+        replace(
+            _row(found, rows, at, ticket),
+            seconds=now - ticket.began,
+            error=error,
+            rollout=found.rollout and found.rollout.row(at).of_request(ticket.request),
+        )
         for at, ticket in enumerate(tickets)
     ]
 

@@ -292,8 +292,18 @@ def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
 
 
 def weights_of(module: torch.nn.Module) -> int:
-    """A number that changes when a parameter is exchanged, moves, or is written in place (but through its `data`)."""
-    return hash(tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters()))
+    """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
+    update was noted."""
+    places = tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters())
+    return hash((_updates.get(module, 0), places))
+
+
+def note_update(module: torch.nn.Module) -> None:
+    """Parameters of a module were written; those made in inference mode do not say it themselves."""
+    _updates[module] = _updates.get(module, 0) + 1
+
+
+_updates: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def _place(parameter: Tensor) -> tuple[int, str]:

@@ -36,6 +36,8 @@ class StepLogProbs:
     """[R, W, k] float64: of the likeliest tokens, in descending order."""
     best_tokens: Tensor
     """[R, W, k] int64: these."""
+    tempered: Tensor | None = None
+    """[R, W] float64: as `chosen`, at the temperature of the request; for rollouts alone."""
 
     @classmethod
     def of_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
@@ -70,7 +72,8 @@ class StepLogProbs:
         """Parts one after the other along the rows, in this order [R] int64."""
         if len(parts) == 1:
             return parts[0]
-        every = [torch.cat([getattr(part, name) for part in parts]) for name in NAMES]
+        names = NAMES if parts[0].tempered is None else (*NAMES, "tempered")
+        every = [torch.cat([getattr(part, name) for part in parts]) for name in names]
         return cls(*(tensor if order is None else tensor[order] for tensor in every))
 
     @classmethod

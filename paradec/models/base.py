@@ -19,6 +19,7 @@ from paradec.models.layers import answer_with_layers
 from paradec.models.module_parts import NamedParts
 from paradec.models.saving import Published, save
 from paradec.models.tensor_parallel import Ranks, of_module
+from paradec.models.updating import Updated
 from paradec.models.wraps import Wrap
 
 
@@ -56,7 +57,7 @@ class Adapter:
         return description(self)
 
 
-class Model(NamedParts, Copied, Adapter):
+class Model(NamedParts, Updated, Copied, Adapter):
     """Base of the models of tokens, which samplers query. A kind of them says how it calls its module (`_logits`);
     adapters of other families say in `makes` what they are for.
 

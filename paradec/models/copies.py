@@ -13,8 +13,10 @@ class Copied:
     def __getstate__(self: Any) -> dict[str, Any]:
         if self.ranks is not None:
             raise TypeError(f"{self.facts.name} is spread over processes, and can be neither copied nor pickled")
-        # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one
-        return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
+        # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one; the copy's own
+        # requests are made when it has some
+        kept = {name: value for name, value in self.__dict__.items() if name != "requests"}
+        return kept | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         kind = state.pop("kind", None)

@@ -98,7 +98,7 @@ def _save_own_format(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     """A loaded model, in the format that it was loaded from."""
     published, module = model.published, model.module
-    state = _state(module, published)
+    state = published_state(module, published)
     sizes = _sizes(module, state)
     config, generation = _stated(model)
     stored = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
@@ -170,7 +170,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def _state(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
+def published_state(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
     """The file's names of the weights -> what the module has of them. A tensor that the file does not hold, being
     another one's under a second name, is left out; others that it does not know keep their names.
 

@@ -104,7 +104,7 @@ def test_a_pickle_from_when_one_class_served_every_kind(kind: str) -> None:
 
     found = pickled(Before())
     assert type(found) is type(model) and found.kind == model.kind
-    assert vars(found).keys() == vars(model).keys()
+    assert vars(found).keys() == vars(model).keys() - {"requests"}  # made on first use
     assert torch.equal(decoded(found, kind), expected(kind))
 
 

@@ -117,3 +117,31 @@ def test_the_animation_of_the_readme_is_what_the_script_draws(
     assert stored.stat().st_size < 1_000_000
     with Image.open(stored) as one, Image.open(tmp_path / "x.gif") as other:
         assert (one.n_frames, one.size) == (other.n_frames, other.size) == (9, (720, 191))
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """What `train_rollouts` prints."""
+    monkeypatch.setattr(sys, "argv", ["train_rollouts.py", *options])
+    load_script("examples/train_rollouts.py").main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_rollouts_are_replayed_before_the_weights_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the first step of the optimizer all ratios are 1, at the second they are not."""
+    lines = trained(monkeypatch, capsys, "--tiny")
+    found = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
+    assert [int(each[3]) for each in found if each] == [1, 2]
+    assert all(float(each[1]) < 1e-5 < float(each[2]) for each in found if each)
+
+
+@pytest.mark.full
+def test_training_on_rollouts_raises_the_reward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = trained(monkeypatch, capsys, "--rounds", "12")
+    before, after = (
+        [float(share) for share in re.findall(r"\d\.\d+", line)] for line in lines if line[:6] in ("before", "after:")
+    )
+    assert before[0] < 0.1 and after[0] > before[0] + 0.1

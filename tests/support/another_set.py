@@ -227,7 +227,7 @@ def proteins(folder: Path) -> None:
 
 
 def drafters(folder: Path) -> None:
-    """EAGLE-3: every second case, of drafters of other names."""
+    """EAGLE-3: every second case, of drafters of other names. Rollouts: every second case, SDAR with other ids."""
     source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
     shutil.copytree(source / "base", target / "base")
     cases = {key: case for key, case in read(source / "cases.json").items() if case["drafter"].startswith("eagle3")}
@@ -241,6 +241,25 @@ def drafters(folder: Path) -> None:
         shared |= {f"{number}/{part}": tensors[f"{key}/{part}"] for part in ("fused", "q")}
     write(target / "cases.json", kept)
     save_file(shared, target / "cases.safetensors")
+    source, target = GOLDEN / "drafters" / "rollouts", folder / "rollouts"
+    cases, tensors = list(enumerate(read(source / "cases.json")))[::2], load_file(source / "cases.safetensors")
+    orders = {"sdar-tiny": checkpoint(source / "sdar-tiny", target / "sdar other")}
+    found, numbers = [], {}
+    for new, (old, case) in enumerate(cases):
+        own = {name: tensors[f"{old}/{name}"] for name in tensors_of(tensors, old)}
+        if (order := orders.get(case["model"])) is not None:
+            case |= {"model": "sdar other", "prompt": order(case["prompt"]), "mask": order(case["mask"])}
+            own["final"] = torch.tensor(order(own["final"].tolist()))
+            own["grad/lm_head.weight"] = order.tokens(own["grad/lm_head.weight"], 0).contiguous()
+        found.append(case)
+        numbers |= {f"{new}/{name}": tensor for name, tensor in own.items()}
+    write(target / "cases.json", found)
+    save_file(numbers, target / "cases.safetensors")
+
+
+def tensors_of(tensors: dict[str, Tensor], number: int) -> list[str]:
+    """The names of a case's tensors, without its number."""
+    return [name.partition("/")[2] for name in tensors if name.startswith(f"{number}/")]
 
 
 def autumn(folder: Path) -> None:
@@ -345,8 +364,8 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "recap": (recap, ("run 0", "run 1")),
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
-    "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
     "images-autumn": (images_autumn, ("test_seacache_replays_diffusers[0]", "[number 3-scd]", "pipeline[number 0]")),
+    "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]", "recorded_cases[6]")),
     "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))

@@ -26,7 +26,7 @@ from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import draws, noting, pipeline, reference, revising
-from paradec.samplers.masked.kept_logprobs import known_probabilities
+from paradec.samplers.masked.kept_logprobs import known_probabilities, step_logprobs
 from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
 from paradec.samplers.masked.needs import Needs, declare
 from paradec.samplers.masked.queries import part_query, reads_window, undecided_alone
@@ -190,7 +190,7 @@ class MaskedSampler(Sampler):
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 plain = type(self).read is MaskedSampler.read
                 known = known_probabilities(self, state, own, parts[-1][1]["confidence"]) if plain else None
-                said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count, known))
+                said.append(step_logprobs(state, own, parts[-1][0], state.logprobs.count, known))
         tokens, quantities, updates, order = (*parts[0], None) if len(parts) == 1 else in_row_order(parts, queries)
         proposal = MaskedProposal(
             rows=window.rows,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paradec.core.contract import CanvasState
-from paradec.core.logprobs import LogProbs
+from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.kernels.token_stats import path_for
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
@@ -34,6 +35,34 @@ class KeptLogProbs(Tracker):
         step = state.row_step[proposal.rows]
         self.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, step)
         decision.logprobs = found
+
+
+def trackers_of(state: MaskedState, sampler: Any, model: Any) -> list[Tracker]:
+    """What keeps the log-probabilities, and the rollout, that a request asks for.
+
+    Raises:
+        ValueError: a rollout that cannot be recorded.
+    """
+    count = state.request.logprobs or 0
+    kept = KeptLogProbs(LogProbs.empty(state.batch, state.canvas.shape[1], count, model.device))
+    if not state.request.rollout:
+        return [kept]
+    from paradec.samplers.masked.rollouts import RecordedRollout
+
+    return [kept, RecordedRollout.of(state, sampler, model)]
+
+
+def step_logprobs(state: CanvasState, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None) -> StepLogProbs:
+    """Of a query's tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at the
+    request's temperature as well. known: as `known_probabilities` gives it."""
+    found, temperature = StepLogProbs.of_logits(logits, tokens, count, known), state.request.temperature
+    if not state.request.rollout or temperature == 0:
+        return found
+    found.tempered = found.chosen
+    if temperature != 1:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        found.tempered = StepLogProbs.of_logits(wide / temperature, tokens, 0).chosen
+    return found
 
 
 def known_probabilities(sampler: Any, state: CanvasState, logits: Tensor, confidence: Tensor) -> Tensor | None:

@@ -14,7 +14,6 @@ from paradec.caches.suffix import Suffix
 from paradec.core import rng
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
-from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
@@ -24,7 +23,7 @@ from paradec.samplers.masked.decision_order import DecisionOrder
 from paradec.samplers.masked.early import EarlyStops
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
 from paradec.samplers.masked.holes import Holes
-from paradec.samplers.masked.kept_logprobs import KeptLogProbs
+from paradec.samplers.masked.kept_logprobs import trackers_of as logprobs_trackers
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
 from paradec.samplers.masked.prefix_reuse import PrefixReuse, take_over
 from paradec.samplers.masked.reference import ReferenceNumbers
@@ -104,7 +103,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
-    _track(state, sampler, model, request, early_rules, generator, reuse)
+    _track(state, sampler, model, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -129,16 +128,10 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
 
 
 def _track(
-    state: MaskedState,
-    sampler: Any,
-    model: Any,
-    request: Request,
-    early: tuple[EarlyRule, ...],
-    generator: Any,
-    reuse: Reuse | None,
+    state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
 ) -> None:
     """Open the first blocks, with a tracker of each thing that the request needs beside them."""
-    shape, facts, found = tuple(state.canvas.shape), state.facts, list[Tracker]()
+    shape, facts, request, found = tuple(state.canvas.shape), state.facts, state.request, list[Tracker]()
     if getattr(state.blocks, "reads_logits", False):
         found.append(BlockEnds(np.zeros(state.batch, bool)))
     if isinstance(state.blocks, PipelinedBlocks):
@@ -150,8 +143,8 @@ def _track(
         found.append(PrefixReuse(reuse, np.zeros(state.batch, np.int64) if request.keep_prefix else None))
     if generator is not None:
         found.append(ReferenceNumbers(generator))
-    if request.logprobs is not None:
-        found.append(KeptLogProbs(LogProbs.empty(shape[0], shape[1], request.logprobs, model.device)))
+    if request.logprobs is not None or request.rollout:
+        found += logprobs_trackers(state, sampler, model)
     if early:
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():

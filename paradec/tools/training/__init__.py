@@ -1,1 +1,1 @@
-"""Training of what some methods bring along; today the filters of Learn2PD."""
+"""Training: `replay` gives trainers the log-probabilities of rollouts; `learn2pd` trains the filters of Learn2PD."""

@@ -1,0 +1,113 @@
+"""What recording a rollout and replaying it cost beside the decoding: positions that are evaluated, and CPU time.
+
+    python benchmarks/rollouts.py [--turns 7]
+
+Two random Llamas of one size (4 layers, 256 wide, 4,096 tokens), one bidirectional and one with causal blocks, decode
+4 prompts of 32 tokens, 64 new ones each, drawn at temperature 1 with one token a step and with four. Then the rollout
+is replayed in its forms, with and without gradients. One thread; CPU times of the process, in turns: medians, with
+quartiles. Prints a table and writes benchmarks/results/rollouts.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import write_result
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import paradec
+
+VOCAB, MASK, ROWS, PROMPT, NEW, BLOCK = 4096, 4095, 4, 32, 64, 8
+SETTINGS = {"one token": {"sampler": "low_confidence"}, "four tokens": {"sampler": "low_confidence", "steps": NEW // 4}}
+
+
+def model_of(topology: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, num_key_value_heads=2))
+    block = BLOCK if topology == "block_causal" else None
+    return paradec.wrap(module, mask_token_id=MASK, topology=topology, prediction="same", block_length=block)
+
+
+def positions_of(model: Any, run: Callable[[], Any]) -> int:
+    """Positions that the module evaluates, padding among them."""
+    found = []
+    handle = model.module.register_forward_pre_hook(
+        lambda module, args, named: found.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    run()
+    handle.remove()
+    return sum(found)
+
+
+def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, Any]:
+    model = model_of(topology)
+    prompts = torch.randint(0, MASK, (ROWS, PROMPT))
+    given = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 0, **setting}
+    given |= {"cache": "block"} if topology == "block_causal" else {"block_length": BLOCK}
+    rollout = paradec.generate(model, prompts, rollout=True, **given).rollout
+
+    def replay(gradients: bool, **more: Any) -> Callable[[], None]:
+        def run() -> None:
+            with torch.set_grad_enabled(gradients):
+                found = paradec.replay(model, rollout, **more)
+            if gradients:
+                found.nansum().backward()
+                model.module.zero_grad()
+
+        return run
+
+    runs: dict[str, Callable[[], Any]] = {
+        "decode": lambda: paradec.generate(model, prompts, **given),
+        "decode, recorded": lambda: paradec.generate(model, prompts, rollout=True, **given),
+        "replay": replay(False),
+        "replay, gradients": replay(True),
+        "replay, shrink=4": replay(False, shrink=4),
+    }
+    if topology == "block_causal":
+        runs["replay, state by state"] = replay(False, one_forward=False)
+    with torch.no_grad():
+        error = (paradec.replay(model, rollout) - rollout.logp).abs().nan_to_num().max().item()
+    evaluated = {name: positions_of(model, run) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns):
+        for name, run in runs.items():
+            begin = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - begin)
+    found: dict[str, Any] = {"error": error}
+    for name, each in seconds.items():
+        low, middle, high = statistics.quantiles(each, n=4)
+        ratio = statistics.median(own / of for own, of in zip(each, seconds["decode"], strict=True))
+        found[name] = {"positions": evaluated[name], "seconds": [low, middle, high], "of decode": ratio}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollouts.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"turns": args.turns, "load": os.getloadavg()[0]}
+    print("| model | steps | | positions | CPU seconds | of the decoding |\n|---|---|---|---|---|---|")
+    for topology in ("bidirectional", "block_causal"):
+        for steps, setting in SETTINGS.items():
+            found = result[f"{topology}, {steps}"] = measured(topology, setting, args.turns)
+            for name, each in found.items():
+                if name != "error":
+                    low, middle, high = each["seconds"]
+                    cells = f"{each['positions']:,} | {middle:.2f} ({low:.2f} to {high:.2f}) | {each['of decode']:.2f}"
+                    print(f"| {topology} | {steps} | {name} | {cells} |", flush=True)
+    write_result(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""`update_weights`: in place by published names, between requests, with a version; what is of older weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_models import golden_moe
+from places import GOLDEN, ROOT
+from safetensors.torch import load_file
+from tiny_models import tiny
+from torch import Tensor
+
+import paradec
+from paradec.batching import Batch
+from paradec.models.adapter import Model
+
+ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
+GIVEN: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
+
+
+def changed(model: Model, share: float = 0.3) -> dict[str, Tensor]:
+    """Other weights under the module's own names."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: tensor + share * torch.randn(tensor.shape, generator=generator).to(tensor)
+        for name, tensor in model.module.state_dict().items()
+    }
+
+
+def tokens(model: Model, **more: Any) -> Tensor:
+    return paradec.generate(model, ROWS, **GIVEN, **more).sequences
+
+
+@pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "llada2-tiny", "sdar-moe-tiny"])
+def test_published_names_reload_the_files(name: str) -> None:
+    """Weights that were spoilt are those of the files again, experts and fused matrices too."""
+    folder = GOLDEN / "moe" / name if (GOLDEN / "moe" / name).exists() else GOLDEN / name
+    model = copy.deepcopy(golden_moe(name)) if folder.parent.name == "moe" else paradec.load(folder, dtype="float32")
+    before = tokens(model)
+    own = {key: tensor.clone() for key, tensor in model.module.state_dict().items()}
+    places = [parameter.data_ptr() for parameter in model.module.parameters()]
+    assert model.update_weights(changed(model, 0.05)) == 1
+    assert not torch.equal(model.module.state_dict()[next(iter(own))], own[next(iter(own))])
+    files = {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
+    published = {key: tensor for key, tensor in files.items() if key in model.published.names.values()}
+    assert model.update_weights({key: tensor.double() for key, tensor in published.items()}) == 2
+    assert all(torch.equal(tensor, own[key]) for key, tensor in model.module.state_dict().items())
+    assert torch.equal(tokens(model), before)
+    assert places == [parameter.data_ptr() for parameter in model.module.parameters()]
+
+
+def test_a_model_that_is_saved_and_loaded_has_the_new_weights(tmp_path: Path) -> None:
+    model = paradec.load(GOLDEN / "llada-tiny", dtype="float32")
+    model.update_weights(changed(model))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(tokens(paradec.load(tmp_path, dtype="float32")), tokens(model))
+
+
+def test_versions() -> None:
+    model = tiny(2)
+    first = paradec.generate(model, ROWS, rollout=True, **GIVEN).rollout
+    twin = paradec.wrap(model.module, mask_token_id=40, topology="bidirectional", prediction="same")
+    assert (first.version, model.weights_version, twin.weights_version) == (0, 0, 0)
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
+    paradec.replay(model, first).nansum().backward()
+    optimizer.step()
+    assert model.weights_version == 1  # what an optimizer wrote in place
+    assert twin.update_weights(changed(model)) == model.weights_version == 2
+    second = paradec.generate(model, ROWS, rollout=True, **GIVEN).rollout
+    assert (first.version, second.version) == (0, 2) and second.exact
+    assert (paradec.replay(model, first) - first.logp).nan_to_num().abs().max() > 0.01
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.weights_version == 0 and other.update_weights({}) == 1
+    assert model.weights_version == 2
+
+
+def test_weights_that_change_on_the_way_are_named() -> None:
+    model = tiny(2)
+
+    def step(state: Any, commit: Any) -> None:
+        with torch.no_grad():
+            model.module.lm_head.weight.mul_(1.01)
+
+    found = paradec.generate(model, ROWS, rollout=True, callback=step, **GIVEN).rollout
+    assert found.approximation == "weights that changed on the way" and found.version == 0
+
+
+@pytest.mark.parametrize("made", ["as ever", "in inference mode"])
+def test_what_was_kept_of_older_weights_is_refused(made: str) -> None:
+    with torch.inference_mode(made != "as ever"):
+        model = tiny(2, "block_causal")
+    assert model.module.lm_head.weight.is_inference() == (made != "as ever")
+    given: dict[str, Any] = {**GIVEN, "cache": "block"}
+    prefix = paradec.generate(model, [list(range(20))], keep_prefix=True, **given).prefix
+    batch = Batch(model, batch_size=2, prefix_memory=2**20, **given)
+
+    def decoded() -> tuple[Any, int]:
+        ticket = batch.add(list(range(20)))
+        while not ticket.done:
+            batch.step()
+        return ticket.output.sequences, batch.prefixes.hits
+
+    assert torch.equal(decoded()[0], decoded()[0]) and decoded()[1] == 2
+    model.update_weights(changed(model))
+    with pytest.raises(ValueError, match="was kept before the weights of LlamaForCausalLM changed"):
+        paradec.generate(model, [list(range(20))], prefix=prefix, **given)
+    fresh = paradec.generate(model, [list(range(20))], **given).sequences
+    again, hits = decoded()
+    assert torch.equal(again, fresh) and hits == 2
+
+
+def test_wrong_weights_are_refused_before_anything_is_written() -> None:
+    model = tiny(2)
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    good, head = changed(model), "lm_head.weight"
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, r"no weight of Llama.* \(did you mean 'lm_head.weight'\?", {"lm_head.weigth": good[head]}),
+        (ValueError, r"is torch.float64 \[3\]; .* has torch.float64 \[41, 32\]", {head: good[head][0, :3]}),
+        (ValueError, r"is torch.int64 \[41, 32\]", {head: good[head].long()}),
+        (TypeError, "must be a tensor", {head: [1.0]}),
+    ]
+    for kind, message, entry in wrong:
+        with pytest.raises(kind, match=message):
+            model.update_weights({name: tensor for name, tensor in good.items() if name != head} | entry)
+    with pytest.raises(TypeError, match="state_dict=None must be a mapping"):
+        model.update_weights(None)  # type: ignore[arg-type]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
+    assert model.weights_version == 0
+
+
+# ---- between requests -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_s_own_thread_is_refused() -> None:
+    model = tiny(1)
+
+    def update(state: Any, commit: Any) -> None:
+        model.update_weights({})
+
+    with pytest.raises(RuntimeError, match="a request of LlamaForCausalLM that runs in this thread"):
+        paradec.generate(model, ROWS, callback=update, **GIVEN)
+    assert model.update_weights({}) == 1  # it holds nothing
+
+
+def test_rows_of_a_batch_are_in_the_way() -> None:
+    model = tiny(1)
+    outputs = paradec.generate_many(model, ROWS, batch_size=1, **GIVEN)
+    next(outputs)
+    batch = Batch(model, batch_size=2, **GIVEN)
+    tickets = [batch.add(row) for row in ROWS]
+    batch.step()
+    with pytest.raises(RuntimeError, match="rows of LlamaForCausalLM are being decoded in a batch"):
+        model.update_weights({})
+    list(outputs)
+    while not all(ticket.done for ticket in tickets):
+        batch.step()
+    assert model.update_weights({}) == 1
+
+
+def test_threads_decode_with_one_version_or_the_other() -> None:
+    """Requests one after the other in two threads, which an update waits for and which let it in."""
+    model = tiny(2)
+    old, new = (
+        {name: tensor.clone() for name, tensor in of.items()} for of in (model.module.state_dict(), changed(model))
+    )
+    expected = []
+    for weights in (new, old):
+        model.update_weights(weights)
+        expected.append(tokens(model).tolist())
+    found, over = list[Any](), threading.Event()
+
+    def decode() -> None:
+        while not over.is_set():
+            found.append(paradec.generate(model, ROWS, rollout=True, **GIVEN))
+
+    threads = [threading.Thread(target=decode) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(6):
+        time.sleep(0.02)
+        model.update_weights((new, old)[number % 2])
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert found and all(output.rollout.exact for output in found)
+    assert {str(output.sequences.tolist()) for output in found} <= {str(each) for each in expected}
+    for output in found:
+        assert output.sequences.tolist() == expected[1 - output.rollout.version % 2]
+
+
+def test_an_update_waits_and_requests_within_requests_go_on() -> None:
+    model, order = tiny(1), list[str]()
+    inside, asked = threading.Event(), threading.Event()
+
+    def update() -> None:
+        inside.wait()
+        asked.set()
+        model.update_weights({})
+        order.append("update")
+
+    def nested(state: Any, commit: Any) -> None:
+        if state.commits == 1:
+            inside.set()
+            asked.wait()
+            time.sleep(0.05)  # the update waits by now
+            tokens(model)
+            order.append("nested")
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    paradec.generate(model, ROWS, callback=nested, **GIVEN)
+    thread.join(10)
+    assert order == ["nested", "update"]
+
+
+@pytest.mark.full
+def test_a_child_process_waits_for_no_thread_of_its_parent() -> None:
+    code = """
+import os, sys, threading
+sys.path.insert(0, "tests/support")
+import paradec
+from tiny_models import tiny
+
+model, there, go = tiny(1), threading.Event(), threading.Event()
+
+def hold(state, commit):
+    there.set()
+    go.wait()
+    return True
+
+thread = threading.Thread(target=lambda: paradec.generate(model, [[1]], max_new_tokens=4, callback=hold))
+thread.start()
+there.wait()
+child = os.fork()
+if not child:
+    os._exit(model.update_weights({}) - 1)
+found = os.waitpid(child, 0)[1]
+go.set()
+thread.join()
+sys.exit(found)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -1,0 +1,301 @@
+"""`generate(rollout=True)`: every decision with its step and log-probability, over the canvas; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import END, MASK, tiny
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.batching import Batch
+from paradec.core.facts import ModelFacts
+from paradec.core.rollouts import Rollout
+from paradec.models.adapter import Model, Opaque
+
+ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
+GIVEN: dict[str, Any] = {"max_new_tokens": 10, "rollout": True}
+DRAWN = GIVEN | {"temperature": 0.7, "seed": 3}
+BACK = ["wino", "saber", "editing"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2)
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Model:
+    return tiny(2, "block_causal")
+
+
+def by_trace(output: Any, mask: int = MASK) -> list[dict[int, tuple[int, int]]]:
+    """Of each row, token and step by position: what the trace says was written last, and not taken back."""
+    found: list[dict[int, tuple[int, int]]] = [{} for _ in output.trace.canvas]
+    steps = [0] * len(found)
+    for step in output.trace.steps:
+        for row, position, token, _ in step.commits:
+            found[row][position] = (token, steps[row])
+            if token == mask:
+                del found[row][position]
+        steps = [count + (evaluated > 0) for count, evaluated in zip(steps, step.forwarded, strict=True)]
+    return found
+
+
+def assert_same(a: Rollout, b: Rollout) -> None:
+    for name in ("tokens", "step_map", "length", "prompt_length", "suppressed"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    for name in ("logp", "logp_drawn", "writes", "writes_logp", "writes_logp_drawn"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), equal_nan=True, rtol=0, atol=1e-12)
+    assert (a.settings, a.version, a.approximation) == (b.settings, b.version, b.approximation)
+
+
+@pytest.mark.parametrize("name", ["threshold", "low_confidence", "credit", "klass", "random", *BACK])
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Model) -> None:
+    own = model if topology == "bidirectional" else blocks
+    more: dict[str, Any] = {"temperature": 1.0, "seed": 4} | ({} if own is blocks else {"block_length": 5})
+    output = paradec.generate(own, ROWS, sampler=name, trace=True, **GIVEN, **more)
+    found = output.rollout
+    assert found.tokens.shape[1] == (20 if own is blocks else 17)  # the last block is there as a whole
+    for row, decided in enumerate(by_trace(output)):
+        begin, end = len(ROWS[row]), int(found.length[row])
+        assert end == (-(-(begin + 10) // 4) * 4 if own is blocks else begin + 10)
+        assert found.tokens[row, :begin].tolist() == ROWS[row]
+        for position in range(found.tokens.shape[1]):
+            given = position < begin or position >= end
+            token, step = decided.get(position, (MASK, -1 if given else -2))
+            assert found.step_map[row, position] == step
+            assert given or found.tokens[row, position] == token
+    assert (found.settings["sampler"], found.settings["temperature"]) == (name, 1.0)
+    if samplers.create(name).needs.revises:
+        written = [
+            [row, sum(step.forwarded[row] > 0 for step in output.trace.steps[:at]), position, token]
+            for row in range(len(ROWS))
+            for at, step in enumerate(output.trace.steps)
+            for position, token in sorted(commit[1:3] for commit in step.commits if commit[0] == row)
+        ]
+        assert found.writes.tolist() == written and found.writes_logp.shape == (len(written),)
+        assert (found.writes_logp.isnan() >= (found.writes[:, 3] == MASK)).all()
+        assert torch.equal(found.writes_logp_drawn.isnan(), found.writes_logp.isnan())
+    else:
+        assert found.writes is None and torch.equal(found.logp.isnan(), ~found.decided)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1, 0.7, 1.0])
+def test_log_probabilities_are_those_of_the_step_s_logits(temperature: float, model: Model) -> None:
+    """Step by step, with softmax of the logits as a plain computation; those after an end are there too."""
+    given = {"temperature": temperature, "seed": 1, "guidance_scale": 1.5, "suppress_tokens": [3], "block_length": 5}
+    sampler = samplers.create("threshold", threshold=0.05)
+    state: Any = sampler.start(model, ROWS, **GIVEN, **given)
+    state.most_calls = 1
+    logp = torch.full(state.canvas.shape, torch.nan, dtype=torch.float64)
+    drawn = logp.clone()
+    with torch.inference_mode():
+        while not state.done:
+            (query,) = queries = sampler.query(state)
+            outputs = [model(query)]
+            conditional, unconditional = outputs[0].clone().chunk(2)
+            said = unconditional + 1.5 * (conditional - unconditional)
+            said[..., [MASK, 3]] = -torch.inf
+            positions, rows = state.window.positions.clone(), state.rows.tolist()
+            commit = sampler.commit(state, sampler.propose(state, outputs, queries))
+            for at, row in enumerate(rows):
+                for column in commit.selected[at].nonzero().squeeze(1).tolist():
+                    token, place = commit.values[at, column], positions[at, column]
+                    logp[row, place] = said[at, column].log_softmax(-1)[token]
+                    drawn[row, place] = (said[at, column] / (temperature or 1)).log_softmax(-1)[token]
+    found = state.rollout.read(model, state)
+    torch.testing.assert_close(found.logp, logp, equal_nan=True, rtol=0, atol=1e-10)
+    if temperature:
+        torch.testing.assert_close(found.logp_drawn, drawn, equal_nan=True, rtol=0, atol=1e-10)
+    else:
+        assert found.logp_drawn is None
+    assert found.suppressed.tolist() == [[MASK, 3]] * 3
+
+
+def test_what_is_after_an_end_is_kept() -> None:
+    ending = tiny(2, ends=tuple(range(0, MASK, 3)))
+    output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", **GIVEN)
+    found, row = output.rollout, output.finished.index(True)
+    kept, shown = found.decided[row], output.logprobs.step[row] >= 0
+    assert kept.sum() > shown.sum()
+    assert (found.logp[row][kept] < 0).all() and not found.logp[row][kept].isnan().any()
+    own = output.logprobs.chosen[row, -10:]
+    torch.testing.assert_close(found.logp[row, len(ROWS[row]) :][: len(own)][shown[-10:]], own[shown[-10:]])
+    assert output.logprobs.best.shape[-1] == 2
+    assert paradec.generate(ending, ROWS, **GIVEN).logprobs.count == 0
+
+
+@pytest.mark.parametrize("name", ["threshold", "saber"])
+def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) -> None:
+    together = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
+    outputs = sorted(
+        paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN), key=lambda output: output.index
+    )
+    for row, output in enumerate(outputs[:3]):
+        assert_same(output.rollout, together.row(row))
+    assert_same(Rollout.joined([output.rollout for output in outputs[:3]]), together)
+    changed = copy.copy(together)
+    changed.version += 1
+    with pytest.raises(ValueError, match="rollouts differ in version: 0 and 1"):
+        Rollout.joined([together, changed])
+    with pytest.raises(ValueError, match="rollouts is empty"):
+        Rollout.joined([])
+
+
+def test_a_prompt_s_own_settings(model: Model) -> None:
+    with Batch(model, batch_size=3, **DRAWN) as batch:
+        tickets = [batch.add(row, seed=seed, suppress_tokens=[seed]) for seed, row in enumerate(ROWS)]
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+    for seed, ticket in enumerate(tickets):
+        found = ticket.output.rollout
+        assert found.settings.get("seed") == seed and found.settings["suppress_tokens"] == [seed]
+        assert set(found.suppressed[0].tolist()) == {MASK, seed}
+
+
+@pytest.mark.parametrize("name", ["threshold", "saber"])
+def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
+    found = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
+    found.save(tmp_path / "rollout.safetensors")
+    for other in (
+        Rollout.load(tmp_path / "rollout.safetensors"),
+        copy.deepcopy(found),
+        pickle.loads(pickle.dumps(found)),
+        found.to("cpu"),
+    ):
+        assert_same(other, found)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert data["tokens"] == found.tokens.tolist() and data["logp"][0][0] is None
+    assert repr(found) == f"Rollout(3 rows, {int(found.decided.sum())} decisions, version 0)"
+    (tmp_path / "other.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"other\.safetensors' holds no rollout"):
+        Rollout.load(tmp_path / "other.safetensors")
+    with pytest.raises(FileNotFoundError):
+        Rollout.load(tmp_path / "nowhere")
+
+
+def test_a_state_in_flight_is_copied_with_its_record(model: Model) -> None:
+    sampler: Any = samplers.create("threshold")
+    whole = paradec.generate(model, ROWS, sampler=sampler, **DRAWN).rollout
+    state: Any = sampler.start(model, ROWS, **DRAWN)
+    sampler.commit(state, sampler.step(model, state))
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state):
+        paradec.decode(sampler, model, other)
+        found = other.rollout.read(model, other)
+        found.settings = whole.settings
+        assert_same(found, whole)
+
+
+def test_two_threads(model: Model) -> None:
+    expected = [paradec.generate(model, [row], **DRAWN).rollout for row in ROWS]
+    found: dict[int, Rollout] = {}
+
+    def decode(at: int) -> None:
+        for _ in range(3):
+            found[at] = paradec.generate(model, [ROWS[at]], **DRAWN).rollout
+
+    threads = [threading.Thread(target=decode, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for at, own in enumerate(expected):
+        assert_same(found[at], own)
+
+
+def test_an_interrupt_keeps_what_there_was(model: Model) -> None:
+    def stop(state: Any, commit: Any) -> None:
+        if state.commits == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        paradec.generate(model, ROWS, sampler="low_confidence", callback=stop, **GIVEN)
+    found = caught.value.output.rollout
+    assert found.decided.sum() == 6 and (found.step_map == -2).sum() == 24
+    assert (found.tokens[found.step_map == -2] == MASK).all()
+    ended = paradec.generate(model, ROWS, sampler="low_confidence", callback=lambda state, _: True, **GIVEN)
+    assert ended.rollout.decided.sum() == 3
+
+
+def test_a_row_of_nan_leaves_the_others_alone() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            logits = torch.nn.functional.one_hot((input_ids * 7 + 3) % 40, 41).double() * 3
+            full = (input_ids == MASK).sum(1) == 8  # after two steps
+            logits[(input_ids[:, 0] == 2) & full] = torch.nan
+            return logits
+
+    model = Opaque(Broken(), ModelFacts(vocab_size=41, mask_token_id=MASK))
+    rows = [[3, 5], [2, 5], [4, 6]]
+    with pytest.raises(FloatingPointError):
+        paradec.generate(model, rows, sampler="low_confidence", **GIVEN)
+    outputs = sorted(paradec.generate_many(model, rows, sampler="low_confidence", **GIVEN), key=lambda each: each.index)
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert [int(output.rollout.decided.sum()) for output in outputs] == [10, 2, 10]
+    assert (outputs[1].rollout.step_map == -2).sum() == 8
+
+
+def test_races_and_copies(model: Model) -> None:
+    raced = paradec.generate(model, ROWS[0], race=3, sampler="threshold", **DRAWN)
+    assert len(raced.rollout) == 1 and torch.equal(raced.rollout.tokens, raced.sequences)
+    assert len(paradec.generate(model, ROWS[0], num_return_sequences=2, **DRAWN).rollout) == 2
+
+
+APPROXIMATE: dict[str, dict[str, Any]] = {
+    "cache='dual'": {"cache": "dual", "block_length": 5},
+    "suffix=": {"suffix": 5, "block_length": 5},
+    "sparse attention": {"attention": "sparsed", "steps": 10},
+    "keys and values of a prefix": {"share_prefix": True, "cache": "dkv_decode(refresh_interval=1)"},
+}
+
+
+@pytest.mark.parametrize("name", APPROXIMATE)
+def test_approximations_are_named(name: str, model: Model) -> None:
+    rows = [[3, 5, 7, 9], [3, 5, 7, 1]]
+    found = paradec.generate(model, rows, sampler="low_confidence", **GIVEN, **APPROXIMATE[name]).rollout
+    assert found.approximation is not None and found.approximation.startswith(name) and not found.exact
+    assert f"with {found.approximation}" in repr(found)
+    assert paradec.generate(model, rows, **GIVEN).rollout.exact
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "'freedave', which takes several steps in one call": {"sampler": "freedave"},
+    "'maskgit', whose steps are its own": {"sampler": "maskgit"},
+    "rng='reference', whose distributions": {"rng": "reference", "seed": 0},
+    "rollout=True does not work with compile=True|compile=True": {"compile": True},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_recorded_is_refused(message: str, model: Model) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.generate(model, ROWS[:1], **GIVEN, **REFUSED[message])
+
+
+def test_other_refusals(model: Model) -> None:
+    with pytest.raises(ValueError, match="rollout='yes' must be True or False"):
+        paradec.generate(model, ROWS, rollout="yes")
+    with pytest.raises(ValueError, match="holes that end tokens are kept out of; give holes_eos_inf=False"):
+        paradec.infill(model, [[3, MASK, 4]], rollout=True)
+    found = paradec.infill(model, [[3, MASK, 4, MASK]], rollout=True, holes_eos_inf=False).rollout
+    assert (found.step_map[0] >= 0).tolist() == [False, True, False, True]
+    causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+    with pytest.raises(ValueError, match="rollout"):
+        paradec.generate(causal, ROWS, sampler="sjd", rollout=True)
+
+
+def test_nothing_is_kept_that_was_not_asked_for(model: Model) -> None:
+    output = paradec.generate(model, ROWS)
+    assert output.rollout is None
+    asked = paradec.generate(model, ROWS, rollout=True)
+    assert torch.equal(output.sequences, asked.sequences) and asked.nfe == output.nfe

@@ -1,0 +1,332 @@
+"""`paradec.replay`: recorded rollouts and cases, a plain loop, one forward beside rows, gradients, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_models import golden_moe
+from places import GOLDEN, golden
+from safetensors.torch import load_file
+from tiny_models import END, MASK, everything, tiny
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import paradec
+from paradec import samplers
+from paradec.core.facts import ModelFacts
+from paradec.core.rollouts import Rollout
+from paradec.models.adapter import Model, Opaque
+
+RECORDED = golden("drafters") / "rollouts"
+CASES = json.loads((RECORDED / "cases.json").read_text()) if RECORDED.is_dir() else []
+ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
+EXACT = {"float32": 1e-5, "float64": 1e-10}
+
+
+@functools.cache
+def tensors() -> dict[str, Tensor]:
+    return load_file(RECORDED / "cases.safetensors")
+
+
+@functools.cache
+def checkpoint(name: str, dtype: str) -> Model:
+    """A case's model: beside the cases, or one of the text family's."""
+    places = (RECORDED / name, RECORDED.parent / name, RECORDED.parents[1] / name, GOLDEN / Path(name).name)
+    return paradec.load(next(place for place in places if (place / "config.json").exists()), dtype=dtype)
+
+
+def recorded(number: int) -> Rollout:
+    """A case as a rollout."""
+    case, found = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
+    length = torch.tensor([len(found["final"])])
+    return Rollout(
+        tokens=found["final"][None],
+        step_map=found["step"][None],
+        logp=found["logp"][None],
+        logp_drawn=None,
+        length=length,
+        prompt_length=torch.tensor([len(case["prompt"])]),
+        suppressed=torch.tensor([[case["mask"]]]),
+        settings=case["settings"],
+        version=0,
+    )
+
+
+def assert_logp(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), equal_nan=True, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_recorded_cases(number: int) -> None:
+    """Log-probabilities, by rows and in one forward, and gradients; those of temperature 0 are decoded, too."""
+    case, rollout = CASES[number], recorded(number)
+    model = checkpoint(case["model"], "float64")
+    found = paradec.replay(model, rollout)
+    assert_logp(found.detach(), rollout.logp, 1e-10)
+    if case["block"]:
+        assert model.facts.block_length == case["block"]
+        with torch.no_grad():
+            assert_logp(paradec.replay(model, rollout, one_forward=False), rollout.logp, 1e-10)
+    names = {each.partition("/grad/")[2]: each for each in tensors() if each.startswith(f"{number}/grad/")}
+    assert names
+    own = dict(model.module.named_parameters())
+    gradients = torch.autograd.grad(found.nansum(), [own[name] for name in names])
+    for name, gradient in zip(names, gradients, strict=True):
+        expected = tensors()[names[name]]
+        assert (gradient - expected).norm() <= 1e-4 * expected.norm()
+    with torch.no_grad():
+        assert_logp(paradec.replay(checkpoint(case["model"], "float32"), rollout), rollout.logp, 1e-4)
+    if not case["settings"].get("temperature"):
+        given = {"max_new_tokens": case["max_new_tokens"], **case["settings"]}
+        again = paradec.generate(model, [case["prompt"]], rollout=True, **given).rollout
+        assert torch.equal(again.tokens, rollout.tokens) and torch.equal(again.step_map, rollout.step_map)
+        assert_logp(again.logp, rollout.logp, 1e-10)
+        assert int(again.step_map.max()) + 1 == case["steps"]
+
+
+# ---- a plain loop ---------------------------------------------------------------------------------------------------
+
+
+def by_hand(model: Model, rollout: Rollout, shrink: int = 1, temperature: float = 1.0) -> Tensor:
+    """Every step of every row by itself, through the module, with a mask of its own."""
+    facts, scale = model.facts, rollout.settings.get("guidance_scale", 1.0)
+    found = torch.full(rollout.tokens.shape, math.nan, dtype=torch.float64)
+    for row, length in enumerate(rollout.length.tolist()):
+        steps, tokens = rollout.step_map[row, :length].tolist(), rollout.tokens[row, :length]
+        blocks = [place // facts.block_length if facts.block_length else 0 for place in range(length)]
+        first = list(steps)
+        for block in set(blocks):
+            own = sorted({step for step, of in zip(steps, blocks, strict=True) if of == block and step >= 0})
+            first = [
+                own[own.index(step) // shrink * shrink] if of == block and step >= 0 else was
+                for step, of, was in zip(steps, blocks, first, strict=True)
+            ]
+        sees = torch.tensor(blocks)[:, None] >= torch.tensor(blocks) if facts.block_length else everything(length)
+        for step in {step for step in first if step >= 0}:
+            there = torch.tensor([-1 <= other < step for other in first])
+            said = []
+            for kept in (there, there & (torch.tensor(steps) >= 0)):
+                ids = torch.where(kept, tokens, facts.mask_id)[None]
+                with torch.no_grad():
+                    said.append(model.module(ids, attention_mask=sees.view(1, 1, length, length)).logits[0].double())
+            logits = said[0] if scale == 1 else said[1] + scale * (said[0] - said[1])
+            logits[:, rollout.suppressed[row]] = -math.inf
+            for place in (place for place in range(length) if first[place] == step):
+                at = max(place - facts.shift, 0)
+                found[row, place] = (logits[at] / temperature).log_softmax(-1)[tokens[place]]
+    return found
+
+
+MODELS = ["llada", "dream", "sdar", "mixture", "shifted blocks"]
+
+
+@functools.cache
+def model_of(name: str, dtype: str) -> Model:
+    if name in ("llada", "dream"):
+        return paradec.load(GOLDEN / f"{name}-tiny", dtype=dtype)
+    if name == "shifted blocks":
+        model = tiny(2, "block_causal", "shifted")
+        model.module.to(getattr(torch, dtype))
+        return model
+    if name == "sdar":
+        return paradec.load(GOLDEN / "drafters" / "rollouts" / "sdar-tiny", dtype=dtype)
+    return golden_moe("sdar-moe-tiny", dtype)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"sampler": "threshold(threshold=0.1)"},
+    "drawn": {"sampler": "threshold(threshold=0.1)", "temperature": 1.0, "seed": 5},
+    "one by one": {"sampler": "low_confidence", "temperature": 1.0, "seed": 2, "top_p": 0.9},
+    "guided": {"sampler": "credit", "temperature": 0.7, "seed": 3, "guidance_scale": 1.5, "suppress_tokens": [5]},
+    "cached": {"sampler": "threshold(threshold=0.15)", "temperature": 1.0, "seed": 9, "cache": "block"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
+    """In float64 to 1e-10 and in float32 to 1e-5; one forward as state by state."""
+    for dtype, tolerance in EXACT.items():
+        model, given = model_of(name, dtype), dict(SETTINGS[setting])
+        if model.facts.topology == "bidirectional":
+            given |= {"block_length": 5}
+            given.pop("cache", None)
+        rollout = paradec.generate(model, ROWS, max_new_tokens=11, rollout=True, **given).rollout
+        assert rollout.decided.sum() >= 18 and rollout.exact
+        with torch.no_grad():
+            found = paradec.replay(model, rollout, batch_size=5)
+            assert_logp(found, rollout.logp, tolerance)
+            if model.facts.block_length:
+                assert_logp(paradec.replay(model, rollout, one_forward=False), found, tolerance)
+            if "temperature" in given:
+                drawn = paradec.replay(model, rollout, temperature=given["temperature"])
+                assert_logp(drawn, rollout.logp_drawn, tolerance)
+        if dtype == "float64" and name != "mixture":
+            # norms of transformers are float32 inside
+            assert_logp(by_hand(model, rollout), found, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llada", "dream", "sdar", "shifted blocks"])
+def test_joined_steps(name: str) -> None:
+    model = model_of(name, "float64")
+    rollout = paradec.generate(model, ROWS, max_new_tokens=9, rollout=True, sampler="low_confidence").rollout
+    for shrink in (2, 3, 100):
+        with torch.no_grad():
+            found = paradec.replay(model, rollout, shrink)
+            if model.facts.block_length:
+                assert_logp(paradec.replay(model, rollout, shrink, one_forward=False), found, 1e-10)
+        assert_logp(found, by_hand(model, rollout, shrink), 1e-5)
+        assert (found - rollout.logp).nan_to_num().abs().max() > 0.01
+
+
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+def test_gradients_are_finite_differences(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers' is float32 inside
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", normed)
+    model = tiny(2, topology)
+    given = {"temperature": 1.0, "seed": 1, "guidance_scale": 1.3}
+    rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True, **given).rollout
+    model.module.train()  # in evaluation mode all the same
+    weights = torch.linspace(-1, 1, rollout.tokens.numel(), dtype=torch.float64).view(rollout.tokens.shape)
+    parameter = model.module.model.layers[0].self_attn.k_proj.weight
+    (gradient,) = torch.autograd.grad((paradec.replay(model, rollout) * weights).nansum(), [parameter])
+    assert model.module.training
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _ in range(3):
+            direction = torch.randn_like(parameter)
+            direction /= direction.norm()
+            sides = []
+            for sign in (1, -1):
+                parameter += sign * 1e-5 * direction
+                sides.append((paradec.replay(model, rollout) * weights).nansum())
+                parameter -= sign * 1e-5 * direction
+            assert abs((sides[0] - sides[1]) / 2e-5 - (gradient * direction).sum()) < 1e-6
+        assert not paradec.replay(model, rollout).requires_grad
+
+
+def test_one_call_where_blocks_are_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny(1, "block_causal"), list[tuple[int, ...]]()
+    rollout = paradec.generate(model, ROWS, max_new_tokens=9, rollout=True).rollout
+    model.module.register_forward_pre_hook(
+        lambda module, args, named: calls.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    paradec.replay(model, rollout)
+    states = int(sum(row[row >= 0].unique().numel() for row in rollout.step_map))
+    copies = [
+        len({(place // 4, step) for place, step in enumerate(row.tolist()) if step >= 0}) for row in rollout.step_map
+    ]
+    assert calls == [(3, max(4 * each + int(size) for each, size in zip(copies, rollout.length, strict=True)))]
+    paradec.replay(model, rollout, one_forward=False)
+    assert sum(shape[0] for shape in calls[1:]) == states
+
+
+def test_blocks_that_are_open_together_are_replayed_state_by_state() -> None:
+    model = tiny(2, "block_causal")
+    blocks = paradec.PipelinedBlocks(4, add=0.1, full=0.5)
+    given = {"temperature": 1.0, "seed": 3, "blocks": blocks, "cache": "none"}
+    rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, sampler="threshold", **given).rollout
+    first, second = (rollout.step_map[1, at : at + 4] for at in (4, 8))
+    assert second.min() < first.max()
+    assert_logp(paradec.replay(model, rollout).detach(), rollout.logp, 1e-10)
+    with pytest.raises(ValueError, match="one_forward=True does not work with blocks that were open at the same time"):
+        paradec.replay(model, rollout, one_forward=True)
+
+
+def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
+    model = tiny(2)
+    given: dict[str, Any] = {"sampler": "low_confidence", "block_length": 5, "cache": "dual"}
+    rollout = paradec.generate(model, ROWS, max_new_tokens=10, rollout=True, **given).rollout
+    with pytest.warns(UserWarning, match="decoded with cache='dual', another policy"):
+        found = paradec.replay(model, rollout).detach()
+    assert (found - rollout.logp).nan_to_num().abs().max() > 1e-3
+    assert_logp(found, by_hand(model, rollout), 1e-5)
+
+
+def test_unfinished_short_and_mask_0() -> None:
+    model = tiny(2, "block_causal")
+    partial = paradec.generate(
+        model, [[5]], max_new_tokens=9, rollout=True, callback=lambda state, _: state.commits == 4
+    )
+    assert (partial.rollout.step_map == -2).any()
+    assert_logp(paradec.replay(model, partial.rollout).detach(), partial.rollout.logp, 1e-10)
+    nothing = paradec.generate(model, [[5]], max_new_tokens=9, rollout=True).rollout
+    nothing.step_map[nothing.step_map >= 0] = -2
+    assert paradec.replay(model, nothing).isnan().all()
+    zero = paradec.wrap(
+        tiny(2).unwrap(), mask_token_id=0, eos_token_id=END, prediction="same", topology="bidirectional"
+    )
+    rollout = paradec.generate(zero, ROWS, max_new_tokens=6, rollout=True, temperature=0.1, seed=0).rollout
+    assert rollout.logp[rollout.decided].isfinite().all()
+    assert_logp(paradec.replay(zero, rollout).detach(), rollout.logp, 1e-10)
+    assert_logp(paradec.replay(zero, rollout, temperature=0.1).detach(), rollout.logp_drawn, 1e-10)
+
+
+class Table(torch.nn.Module):
+    """Takes no padding: rows of unequal lengths are in calls of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(41, 41, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.weight[input_ids] + self.weight[input_ids].mean(1, keepdim=True)
+
+
+def test_a_map_from_ids_to_logits() -> None:
+    torch.manual_seed(0)
+    model = Opaque(Table(), ModelFacts(vocab_size=41, mask_token_id=MASK))
+    rollout = paradec.generate(model, ROWS, max_new_tokens=7, rollout=True, temperature=1.0, seed=0).rollout
+    found = paradec.replay(model, rollout)
+    assert_logp(found.detach(), rollout.logp, 1e-10)
+    found.nansum().backward()
+    assert model.module.weight.grad.abs().sum() > 0
+
+
+def test_what_has_no_replay_is_refused() -> None:
+    model = tiny(1)
+    rollout = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True).rollout
+    wrong: list[tuple[type[Exception], str, Any, Any, dict[str, Any]]] = [
+        (ValueError, "shrink=0 must be", model, rollout, {"shrink": 0}),
+        (ValueError, "batch_size=0 must be", model, rollout, {"batch_size": 0}),
+        (ValueError, "temperature=0 must be", model, rollout, {"temperature": 0}),
+        (ValueError, "one_forward=1 must be", model, rollout, {"one_forward": 1}),
+        (ValueError, "LlamaForCausalLM: a block-causal model that takes masks", model, rollout, {"one_forward": True}),
+        (TypeError, "rollout=None must be a paradec.Rollout", model, None, {}),
+        (TypeError, "replay takes a language model", None, rollout, {}),
+    ]
+    back = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True, sampler="saber").rollout
+    wrong.append((ValueError, "sampler 'saber', which takes back", model, back, {}))
+    causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+    wrong.append((ValueError, "LlamaForCausalLM, which is causal", causal, rollout, {}))
+    other = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
+    wrong.append((ValueError, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM", other, rollout, {}))
+    for kind, message, of, given, named in wrong:
+        with pytest.raises(kind, match=message):
+            paradec.replay(of, given, **named)
+
+
+@pytest.mark.filterwarnings("ignore:delimiters=")
+def test_every_rule_that_takes_nothing_back() -> None:
+    model = tiny(1)
+    names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+    replayed = []
+    for name in names:
+        try:
+            output = paradec.generate(
+                model, ROWS, max_new_tokens=6, rollout=True, sampler=name, temperature=1.0, seed=2
+            )
+        except (ValueError, TypeError):
+            continue
+        if output.rollout.writes is None:
+            assert_logp(paradec.replay(model, output.rollout).detach(), output.rollout.logp, 1e-10)
+            replayed.append(name)
+    assert len(replayed) > 12
