@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.batching.many import generate_many
     from paradec.caches.suffix import Suffix
+    from paradec.constraints.values import Choice, JsonSchema, Regex
     from paradec.core.adaptive_blocks import AdaptiveBlocks
     from paradec.core.blocks import FixedBlocks
     from paradec.core.pipelined_blocks import PipelinedBlocks
@@ -56,16 +57,19 @@ __all__ = [
     "AccumulatedChange",
     "AdaptiveBlocks",
     "CheckpointError",
+    "Choice",
     "DBCache",
     "DiCache",
     "FirstBlock",
     "FixedBlocks",
     "Interrupted",
+    "JsonSchema",
     "MagCache",
     "Output",
     "PipelinedBlocks",
     "PixelDiTPipeline",
     "Prophet",
+    "Regex",
     "Request",
     "SparseD",
     "Suffix",
@@ -94,16 +98,19 @@ LATER = {
     "AccumulatedChange": "paradec.samplers.forecast.refresh",
     "AdaptiveBlocks": "paradec.core.adaptive_blocks",
     "CheckpointError": "paradec.models.checkpoint",
+    "Choice": "paradec.constraints.values",
     "DBCache": "paradec.samplers.forecast.first_block",
     "DiCache": "paradec.samplers.forecast.dicache",
     "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
     "MagCache": "paradec.samplers.forecast.magcache",
+    "JsonSchema": "paradec.constraints.values",
     "Output": "paradec.api.output",
     "PipelinedBlocks": "paradec.core.pipelined_blocks",
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
+    "Regex": "paradec.constraints.values",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",
     "Suffix": "paradec.caches.suffix",

@@ -32,6 +32,7 @@ from paradec.core.version import DRAWS
 from paradec.request_fields import FIELDS, LIVE, check_names
 
 if TYPE_CHECKING:
+    from paradec.constraints.values import Constraint
     from paradec.core.orders import Order
 
 FILTERS = ("top_p", "top_k", "top_n_sigma")
@@ -86,6 +87,8 @@ class Request:
             everything before is decided. The token is kept, as in transformers, so that the answer ends with the text
             (or with a token that holds its end). Needs a tokenizer.
         stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
+        constraint: what answers must be: a `paradec.Choice`, `Regex` or `JsonSchema`, or its `to_dict`; of a prompt
+            with holes a list, one for each hole and None where it is free (docs/structured.md).
         order: on models of any order, which position comes when: "random" (from the row's key), "chain" (from left to
             right), the places (from 0) one after the other, a list of these for each row, or a value of
             `paradec.core.orders`, whose groups come one after the other. All places or all undecided ones, each once;
@@ -137,6 +140,7 @@ class Request:
     suppress_tokens: Sequence[int] = ()
     stop_strings: str | Sequence[str] | None = None
     stop: Any = None
+    constraint: Constraint | Sequence[Constraint | None] | None = None
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = None
     num_return_sequences: int = 1
     race: int | None = None
@@ -312,6 +316,7 @@ class Arguments(TypedDict, total=False):
     suppress_tokens: Sequence[int]
     stop_strings: str | Sequence[str] | None
     stop: Any
+    constraint: Constraint | Sequence[Constraint | None] | None
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None
     num_return_sequences: int
     race: int | None

@@ -165,6 +165,12 @@ def _texts(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else tuple(texts)
 
 
+def _constraint(name: str, value: Any) -> Any:
+    from paradec.constraints.values import constraint_of
+
+    return constraint_of(name, value)
+
+
 def _order(name: str, value: Any) -> Any:
     """A name, an order, or lists of places as tuples. Whether these are all of a row's is checked with the prompts."""
     from paradec.core.orders import Order
@@ -339,6 +345,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "suppress_tokens": Field(check=_ids, served="draft_verify server engine tune", stepwise=True, own="masked"),
     "stop_strings": Field(check=_texts, served="draft_verify hf server tune", own="all"),
     "stop": Field(served="engine tune"),
+    "constraint": Field(check=_constraint, refused={"renoising": "canvases of noise close as a whole"}),
     "order": Field(check=_order, served="draft_verify"),
     "num_return_sequences": Field(
         check=partial(check_int, low=1, high=MOST_ANSWERS),

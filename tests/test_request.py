@@ -54,6 +54,7 @@ OTHER_VALUES: dict[str, Any] = {
     "compile": True,
     "progress": True,
     "logprobs": 3,
+    "constraint": paradec.JsonSchema({"type": "object", "properties": {"b": {"type": "null"}}}, depth=2),
     "order": (2, 0, 1),
 }
 

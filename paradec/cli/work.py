@@ -129,6 +129,7 @@ def prepare(
         request["guidance_scale"] = guidance_scale
         request["attention"] = options.attention_of(attention, attention_set)
         renamed = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
+        renamed |= dict.fromkeys(("choice", "regex", "json_schema"), "constraint")
         request = options.with_preset(request, preset, {renamed.get(name, name) for name in given})
         chosen = request.pop("sampler")
         late = {"tree": values.pop("tree")} if drafter is not None and "tree" in values else {}

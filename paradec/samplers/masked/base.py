@@ -187,7 +187,7 @@ class MaskedSampler(Sampler):
             parts.append((*(read if query.window.columns is None else spread(*read, query, current)), found))
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
-                plain = type(self).read is MaskedSampler.read
+                plain = type(self).read is MaskedSampler.read and state.candidates is None
                 known = known_probabilities(self, state, own, parts[-1][1]["confidence"]) if plain else None
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count, known))
         tokens, quantities, updates, order = (*parts[0], None) if len(parts) == 1 else in_row_order(parts, queries)
@@ -224,7 +224,7 @@ class MaskedSampler(Sampler):
         self, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
-        return candidates(self, state, logits, query, generator)
+        return (state.candidates or candidates)(self, state, logits, query, generator)
 
     def ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""

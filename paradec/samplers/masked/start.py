@@ -54,8 +54,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
-    answers = answer_starts(rows, mask)
-    lengths = np.array([len(row) for row in rows], np.int64)
+    answers, lengths = answer_starts(rows, mask), np.array([len(row) for row in rows], np.int64)
     gaps = bool((answers > starts).any())  # something given follows a mask
     check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
@@ -101,7 +100,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         stop_rules=tuple(rules),
     )
-    _track(state, model, request, early_rules, generator, reuse)
+    _track(state, sampler, model, request, early_rules, generator, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -126,7 +125,13 @@ def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], st
 
 
 def _track(
-    state: MaskedState, model: Any, request: Request, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
+    state: MaskedState,
+    sampler: Any,
+    model: Any,
+    request: Request,
+    early: tuple[EarlyRule, ...],
+    generator: Any,
+    reuse: Reuse | None,
 ) -> None:
     """Open the first blocks, with a tracker of each thing that the request needs beside them."""
     shape, facts, found = tuple(state.canvas.shape), state.facts, list[Tracker]()
@@ -149,6 +154,10 @@ def _track(
         found.append(Holes())
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
+    if request.constraint is not None:
+        from paradec.samplers.masked.constraining import constrained  # for few requests
+
+        found.append(constrained(sampler, model, state))
     state.begin(found)
 
 

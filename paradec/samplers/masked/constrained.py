@@ -1,0 +1,249 @@
+"""Requests with a `constraint`: candidates are parts of one text of the language, and what is certain is written.
+
+Every step conditions the product of its marginals on the language (`paradec.constraints.passes`). Candidates are one
+text: the likeliest at temperature 0, above it a joint draw; so whatever a method selects of them stays possible. Scores
+are the conditioned marginals. Positions of the open block that one token fits are written without a forward: when the
+block opens, and with every commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.constraints import passes
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.marginals import Marginals
+from paradec.core import rng
+from paradec.core import rows as of_rows
+from paradec.core.protocol import NotFinite
+from paradec.core.query import WindowQuery
+from paradec.samplers.distributions import tempered
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.masked import logits as stages
+from paradec.samplers.masked.queries import positions_of
+from paradec.samplers.masked.trackers import TrackedState, Tracker
+from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.statistics import Raised, token_statistics, written
+
+STREAM = 7
+"""Of the random numbers that texts are drawn with."""
+
+
+class Span(NamedTuple):
+    """Positions of a row that hold one text."""
+
+    automaton: TokenAutomaton
+    first: int
+    stop: int
+    after: np.ndarray
+    """[stop - first + 1, S] bool: from which states the rest can be filled, with what was given there."""
+
+
+class Part(NamedTuple):
+    """The part of a span that is in a row's window."""
+
+    row: int
+    span: Span
+    first: int
+    """Its first position."""
+    held: list[int | None]
+    """What is there, None where it is undecided."""
+    state: int
+    """Of the automaton, before the first position."""
+    last: np.ndarray
+    """[S] bool: the states that it may end in."""
+
+    @property
+    def open(self) -> list[int]:
+        """The undecided positions."""
+        return [self.first + at for at, token in enumerate(self.held) if token is None]
+
+
+@dataclass
+class Constrained(Tracker):
+    """The texts of each row, and what its draws have cost."""
+
+    spans: list[tuple[Span, ...]]
+    """[B]."""
+    log_weight: np.ndarray | None
+    """[B] float64: see `paradec.Output.log_weight`; None at temperature 0."""
+
+    host_only = "a constraint is asked on the host"
+
+    def __post_init__(self) -> None:
+        self._drawn: dict[tuple[int, int], tuple[int, Part, np.ndarray, float]] = {}
+
+    def attach(self, state: TrackedState) -> None:
+        state.candidates = self.candidates
+        if self.log_weight is not None:
+            state.log_weight = self.log_weight
+
+    def taken(self, rows: np.ndarray, columns: int | None) -> Constrained:
+        return Constrained([self.spans[row] for row in rows], of_rows.kept(self.log_weight, rows, columns))
+
+    def put(self, slots: np.ndarray, other: Constrained) -> None:
+        for slot, spans in zip(slots.tolist(), other.spans, strict=True):
+            self.spans[slot] = spans
+        of_rows.exchange(self.log_weight, slots, other.log_weight)
+
+    # ---- candidates -----------------------------------------------------------------------------------------------
+
+    def candidates(
+        self, sampler: Any, state: TrackedState, logits: Tensor | Raised, query: WindowQuery, generator: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """In the place of `paradec.samplers.masked.logits.candidates`."""
+        logits = written(logits)
+        positions = positions_of(state, query)
+        current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
+        undecided = current == state.mask_id
+        if state.window.valid is not None:
+            valid = state.window.valid[torch.as_tensor(query.window.index, device=logits.device)]
+            undecided &= valid if query.window.columns is None else valid.gather(1, query.window.columns)
+        canvas, where = state.canvas.cpu().numpy(), positions.cpu().numpy()
+        found, inside = [], torch.zeros_like(undecided)
+        for index, row in enumerate(query.rows.tolist()):
+            columns = {int(position): column for column, position in enumerate(where[index])}
+            for number, part in enumerate(self._parts(state, row, canvas[row])):
+                at = torch.tensor([columns[position] for position in part.open], device=logits.device)
+                inside[index, at] = True
+                found.append((index, at, *self._text(sampler, state, logits[index, at], part, number)))
+        tokens, quantities = current, dict[str, Tensor]()
+        if sampler.needs.decided_logits or bool((undecided & ~inside).any()):
+            tokens, quantities = stages.candidates(sampler, state, logits, query, generator)
+        if not found:
+            return tokens, quantities
+        own = torch.cat([entry[2] for entry in found])
+        read = token_statistics(torch.cat([entry[3] for entry in found]), sampler.needs.reads, own)[1]
+        places = torch.cat([index * where.shape[1] + at for index, at, *_ in found])
+        for name, value in read.items():
+            whole = quantities.get(name, value.new_zeros(current.shape))
+            quantities[name] = whole.flatten().index_copy(0, places, value).view_as(current)
+        return tokens.flatten().index_copy(0, places, own).view_as(current), quantities
+
+    def _parts(self, state: TrackedState, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
+        """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""
+        begin, mask = int(state.block_start[row]), state.mask_id
+        if stop is None:
+            stop = int((state.length if state.early_rules else state.block_end)[row])
+        found = []
+        for span in self.spans[row]:
+            first, end = max(span.first, begin), min(span.stop, stop)
+            held = [None if token == mask else token for token in canvas[first:end].tolist()]
+            if None in held:
+                before = 0
+                for token in canvas[span.first : first].tolist():
+                    before = span.automaton.step(before, token)
+                found.append(Part(row, span, first, held, before, span.after[end - span.first]))
+        return found
+
+    def _text(self, sampler: Any, state: TrackedState, raw: Tensor, part: Part, number: int) -> tuple[Tensor, Tensor]:
+        """Candidates [m] of a part's undecided positions, whose logits are raw [m, V]; and the logits [m, V] that they
+        are scored by."""
+        request, needs = state.request, sampler.needs
+        filters = (request.top_p, request.top_k, request.top_n_sigma)
+        filtered = any(each is not None for each in filters)
+        warm = request.temperature if request.temperature > 0 else 1.0
+        model = self._marginals(state, part, raw)
+        if model is None:
+            nothing = torch.full_like(raw, torch.nan)
+            return torch.zeros(len(raw), dtype=torch.int64, device=raw.device), nothing
+        source = model if warm == 1 else self._marginals(state, part, tempered(raw, warm))
+        assert source is not None
+        if filtered and (request.temperature > 0 or needs.score_from == "sampled"):
+            # the likeliest text stays possible
+            kept = filter_logits(source.conditioned(), *filters) > -torch.inf
+            kept |= torch.zeros_like(kept).scatter_(1, source.best().unsqueeze(1), True)
+            source = self._marginals(state, part, source.logits.masked_fill(~kept, -torch.inf))
+            assert source is not None
+        if request.temperature == 0:
+            tokens = source.best()
+        else:
+            step = torch.tensor([state.row_step[part.row]], device=raw.device)
+            places = torch.tensor([part.open], device=raw.device)
+            uniform = rng.uniform(state.keys[part.row : part.row + 1], step, places, 1, STREAM)[0, :, 0]
+            tokens = source.drawn(uniform.cpu().numpy())
+            self._drawn[part.row, number] = int(step), part, source.log_masses(), source.log_z()
+        return tokens, (model if needs.score_from == "raw" else source).conditioned()
+
+    def _marginals(self, state: TrackedState, part: Part, logits: Tensor) -> Marginals | None:
+        """The marginals of a part; None where logits are NaN or infinite, of which `commit` speaks."""
+        found = Marginals(part.span.automaton, logits, part.held, part.state, part.last)
+        if found.broken:
+            return None
+        if found.total == -np.inf:
+            step = int(state.row_step[part.row])
+            raise NotFinite(
+                f"the model excludes (-inf) every text of the constraint for row {part.row} at its step {step}",
+                np.array([part.row]),
+            )
+        return found
+
+    # ---- what is certain ------------------------------------------------------------------------------------------
+
+    def opened(self, state: TrackedState, rows: np.ndarray) -> None:
+        """Write what is certain in blocks that have opened; full ones close."""
+        canvas, full = state.canvas.cpu().numpy(), []
+        for row in rows.tolist():
+            certain = self._certain(state, row, canvas[row])
+            if not certain:
+                continue
+            places, tokens = torch.tensor([*certain.items()], device=state.canvas.device).unbind(1)
+            state.canvas[row, places] = tokens
+            if state.trace is not None:  # which has what was there before the first step
+                for position, token in certain.items():
+                    state.trace.canvas[row][position] = token
+            state.masks_at_open[row] -= len(certain)
+            state.remaining[row] -= len(certain)
+            state.decided[row] += len(certain)
+            if not state.remaining[row]:
+                full.append(row)
+        if full:
+            state.open_blocks(np.array(full))
+
+    def _certain(self, state: TrackedState, row: int, canvas: np.ndarray) -> dict[int, int]:
+        """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""
+        found = {}
+        for part in self._parts(state, row, canvas, int(state.block_end[row])):
+            automaton = part.span.automaton
+            fits = passes.possible(automaton, part.held, part.state, part.last)
+            for at, token in enumerate(part.held):
+                classes = np.flatnonzero(fits[at])
+                if token is None and automaton.sizes[classes].sum() == 1:
+                    found[part.first + at] = int(automaton.members[classes[0]][0])
+        return found
+
+    def decided(self, state: TrackedState, proposal: MaskedProposal, decision: Decision) -> None:
+        """Take what is certain once the method's selection is there."""
+        canvas, window = state.canvas.cpu().numpy().copy(), state.window
+        written = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
+        chosen, values = decision.selected.clone(), decision.values.clone()
+        for index, row in enumerate(window.rows.tolist()):
+            places = window.host_positions[index]
+            inside = slice(None) if window.host_valid is None else window.host_valid[index]
+            canvas[row, places[inside]] = written[index][inside]
+            for position, token in self._certain(state, row, canvas[row]).items():
+                column = position - int(places[0])
+                chosen[index, column], values[index, column] = True, token
+        decision.filled = torch.where(chosen & ~decision.selected, 1, decision.filled).to(decision.filled.dtype)
+        decision.selected, decision.values = chosen, values
+
+    def written(self, state: TrackedState, proposal: MaskedProposal, decision: Decision) -> None:
+        """Weigh what was drawn: Z before the step over Z with what it wrote, by the same probabilities."""
+        if self.log_weight is None:
+            return
+        canvas = state.canvas.cpu().numpy()
+        for (row, _), (step, part, masses, total) in self._drawn.items():
+            if step != state.row_step[row] or row not in proposal.rows:
+                continue
+            masses = masses.copy()
+            for at, token in enumerate(part.held):
+                if token is None and (now := int(canvas[row, part.first + at])) != state.mask_id:
+                    masses[at] = passes.certain(part.span.automaton, now)
+            with_it = passes.ahead(part.span.automaton, masses, part.last)[0, part.state]
+            self.log_weight[row] += total - float(with_it)
+        self._drawn.clear()
