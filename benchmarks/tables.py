@@ -98,7 +98,7 @@ def _headline_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [*data["reporting"][:2], data["reporting"][-1]]
 
 
-DECODERS = {"llada": "LLaDA", "fast_dllm": "Fast-dLLM", "dinfer": "dInfer", "dkv_cache": "dKV-Cache"}
+DECODERS = {"llada": "LLaDA", "dream": "Dream", "fast_dllm": "Fast-dLLM", "dinfer": "dInfer", "dkv_cache": "dKV-Cache"}
 
 
 def beside_table(data: dict[str, Any]) -> str:
@@ -107,11 +107,11 @@ def beside_table(data: dict[str, Any]) -> str:
     for key, called in DECODERS.items():
         for name, case in data["cases"].items():
             project, _, cache = name.partition(" ")
-            if project == key:
+            if project == key and "compared_with" in case["contestants"]["paradec"]:  # the same tokens: greedy
                 ours, theirs = case["contestants"]["paradec"], case["contestants"][key]
                 cells = [
                     called,
-                    cache or ("none" if key == "llada" else "its own"),
+                    cache or ("its own" if key == "dkv_cache" else "none"),
                     f"{ours[f'cpu_over_{key}'][1]:.2f}",
                 ]
                 cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
@@ -537,7 +537,8 @@ def peers_text_table(data: dict[str, Any]) -> str:
                 lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
     if beyond:
         low, high = data["load_average"]
-        lines += ["", f"({data['processor']}, load average {low:.1f} to {high:.1f}.)"]
+        layout = f'weights loaded with `weight_layout="{data["weight_layout"]}"`'
+        lines += ["", f"({data['processor']}, load average {low:.1f} to {high:.1f}; {layout}.)"]
     return "\n".join(lines)
 
 

@@ -11,6 +11,9 @@ slow, so that none may take more than 1.5 times as long as "as is". What filteri
 For [16, 126,464] a step's draws are measured beside the greedy read and the draws of LLaDA's and Dream's public codes,
 written here from their formulas (`--draws` measures these alone).
 
+`--steps` measures steps of samplers outside of the model's forward, the third of a block of 16 positions, over one of
+`threshold`, and statistics over a softmax of the same logits.
+
 All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
 (`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
 of ratios within a turn, of the process's own times. The extra memory is the highest resident size during one call in a
@@ -34,7 +37,9 @@ from typing import Any
 import torch
 from provenance import write_result
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import paradec
 from paradec.kernels.token_stats import TokenDraws, token_stats
 from paradec.samplers.filters import _filter_by_rank, draw_filtered, filter_logits
 
@@ -118,6 +123,73 @@ def measure_draws(vocabulary: int, repeats: int) -> dict[str, Any]:
     return {"vocabulary": vocabulary, "rows": 16, "load": os.getloadavg(), "laws": found}
 
 
+def measure_steps(vocabulary: int, repeats: int) -> dict[str, Any]:
+    """Proposing and committing the third step of 16 positions, greedy, without the model's call."""
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, eos_token_id=None)  # fmt: skip
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).eval()
+    module.lm_head.weight.data.mul_(50)
+    masked = paradec.wrap(module, mask_token_id=vocabulary - 1, prediction="same", topology="bidirectional")
+    causal = paradec.wrap(module, topology="causal", prediction="shifted")
+    block = {"max_new_tokens": 16, "block_length": 16}
+    cases: dict[str, tuple[Any, str, dict[str, Any]]] = {
+        "threshold": (masked, "threshold", block),
+        "threshold, logprobs=5": (masked, "threshold", block | {"logprobs": 5}),
+        "klass": (masked, "klass", block),
+        "ccd": (masked, "ccd", block),
+        "jacobi": (causal, "jacobi", {"max_new_tokens": 60}),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    for turn in range(-1, repeats):
+        for name in list(cases)[:: -1 if turn % 2 else 1]:
+            model, sampler, request = cases[name]
+            own, wall = third_step(model, paradec.samplers.create(sampler), request)
+            if turn >= 0:
+                times[name].append((1e3 * own, 1e3 * wall))
+    found = {name: summary(each, times["threshold"]) for name, each in times.items()}
+    return {"vocabulary": vocabulary, "positions": 16, "load": os.getloadavg(), "steps": found}
+
+
+@torch.no_grad()
+def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float, float]:
+    """Seconds, the process's own and on the wall."""
+    state = sampler.start(model, torch.arange(5, 21).unsqueeze(0), temperature=0.0, **request)
+    for _ in range(3):
+        queries = sampler.query(state)
+        store = getattr(state, "store", None)
+        outputs = [model(query) if store is None else model(query, store) for query in queries]
+        wall, own = time.perf_counter(), time.process_time()
+        sampler.commit(state, sampler.propose(state, outputs, queries))
+        own, wall = time.process_time() - own, time.perf_counter() - wall
+    return own, wall
+
+
+def measure_over_softmax(vocabulary: int, repeats: int) -> dict[str, Any]:
+    """Statistics of 8 and of 16 positions over a softmax of the same logits."""
+    found: dict[str, Any] = {}
+    for rows in (8, 16):
+        logits, ids = inputs(vocabulary, rows)
+        functions: dict[str, Callable[[], Any]] = {
+            "softmax": lambda logits=logits: logits.softmax(-1),  # type: ignore[misc]
+            "token and probability": lambda logits=logits: token_stats(logits, fields=()),  # type: ignore[misc]
+            "with entropy and a given token": lambda logits=logits, ids=ids: chunked(logits, ids),  # type: ignore[misc]
+        }
+        times = in_turns(functions, 2 * repeats)
+        found |= {f"{name}, {rows} positions": summary(each, times["softmax"]) for name, each in times.items()}
+    return {"vocabulary": vocabulary, "load": os.getloadavg(), "laws": found}
+
+
+def show(found: dict[str, Any], base: str) -> None:
+    for name, each in found.items():
+        low, high = each["cpu_ms_quartiles"]
+        least, most = each["times_base_quartiles"]
+        print(
+            f"{name:44} {each['cpu_ms']:7.2f} ms {low:7.2f} {high:7.2f} "
+            f"{each['times_base']:6.2f}x {base} ({least:.2f} to {most:.2f})"
+        )
+
+
 def peak_memory(name: str, vocabulary: int) -> int:
     """Bytes that one call adds to the resident size of a process of its own, at most; the least of three."""
     command = [sys.executable, __file__, "--memory-of", name, str(vocabulary)]
@@ -198,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--draws", action="store_true", help="measure draws alone, and write nothing")
+    parser.add_argument("--steps", action="store_true", help="measure steps and statistics alone, and write nothing")
     parser.add_argument(
         "--memory-of", nargs=2, metavar=("PATH", "VOCABULARY"), help="print what one call adds, in bytes"
     )
@@ -205,6 +278,12 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.memory_of:
         report(*arguments.memory_of)
+        return
+    steps, over_softmax = (each(VOCABULARIES[0], arguments.repeats) for each in (measure_steps, measure_over_softmax))
+    show(steps["steps"], "threshold")
+    show(over_softmax["laws"], "softmax")
+    print(f"load {steps['load']} {over_softmax['load']}\n")
+    if arguments.steps:
         return
     drawn = measure_draws(VOCABULARIES[0], arguments.repeats)
     for name, found in drawn["laws"].items():
@@ -231,7 +310,8 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     path.parent.mkdir(exist_ok=True)
     device = f"cpu ({platform.machine()}), 1 thread"
-    result = {"draws": drawn, "device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
+    result = {"steps": steps, "over_softmax": over_softmax, "draws": drawn}
+    result |= {"device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
     write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
     slow = [name for row in rows for name in DISTRIBUTIONS if row["laws"][name]["times_base"] > MOST]

@@ -1,10 +1,11 @@
 """What a change costs: processor time of a step in a wheel of the commit before and in this tree, in alternate turns.
 
-    python benchmarks/versions.py --base COMMIT [--pairs 25] [--out FILE]
+    python benchmarks/versions.py --base COMMIT [--processes 5] [--pairs 5] [--out FILE]
 
-The cases are those of benchmarks/overhead.py, and two of causal models. Both versions are processes that live as long
-as the comparison; a pair is one decode by each, the first in turn. Exit status 1 if the interval of a ratio (95 %, by
-bootstrap over the pairs' medians) is wholly above 1.03.
+The cases are those of benchmarks/overhead.py, and two of causal models. A pair is one decode by a process of each
+version, the first in turn. Two processes of one and the same version differ by up to 6 % for as long as they live (how
+their memory lies), so each version has several processes, one after the other, with so many pairs each. Exit status 1
+if the interval of a ratio (95 %, by bootstrap over the processes' medians) is wholly above 1.03.
 """
 
 from __future__ import annotations
@@ -85,12 +86,15 @@ class Version:
         seconds, tokens = json.loads(self.process.stdout.readline())
         return seconds, tokens
 
+    def end(self) -> None:
+        self.process.communicate()
+
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
 def interval(ratios: list[float], draws: int = 2000) -> tuple[float, float]:
-    """The middle 95 % of the medians of resampled pairs."""
+    """The middle 95 % of the medians of resampled ratios, one of each process."""
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
@@ -99,7 +103,8 @@ def interval(ratios: list[float], draws: int = 2000) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="HEAD~1", help="the commit before")
-    parser.add_argument("--pairs", type=int, default=25)
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="of each process")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -109,19 +114,25 @@ def main() -> int:
     sys.path += [str(ROOT / "tests")]
     from differential import installed
 
-    versions = [Version(installed(arguments.base)), Version(ROOT)]
-    rows, slower = [], 0
+    homes, rows, slower = (installed(arguments.base), ROOT), [], 0
     print(f"{'model':12} {'sampler':16} {'block':>5} {'batch':>5} {'before, ms':>11} {'now / before':>13}  95 %")
     ratios: dict[int, list[float]] = {}
     before: dict[int, list[float]] = {}
-    for pair in range(arguments.pairs + 2):
-        for index, case in enumerate(cases()):
-            order = (0, 1) if (pair + index) % 2 else (1, 0)
-            found = {version: versions[version].decode(case) for version in order}
-            assert found[0][1] == found[1][1], f"the versions decode different tokens: {case}"
-            if pair >= 2:  # the first two warm up
-                ratios.setdefault(index, []).append(found[1][0] / found[0][0])
-                before.setdefault(index, []).append(found[0][0])
+    for _ in range(arguments.processes):
+        versions = [Version(home) for home in homes]
+        own: list[list[float]] = [[] for _ in cases()]
+        for pair in range(arguments.pairs + 2):
+            for index, case in enumerate(cases()):
+                order = (0, 1) if (pair + index) % 2 else (1, 0)
+                found = {version: versions[version].decode(case) for version in order}
+                assert found[0][1] == found[1][1], f"the versions decode different tokens: {case}"
+                if pair >= 2:  # the first two warm up
+                    own[index].append(found[1][0] / found[0][0])
+                    before.setdefault(index, []).append(found[0][0])
+        for index, pairs in enumerate(own):
+            ratios.setdefault(index, []).append(statistics.median(pairs))
+        for version in versions:
+            version.end()
     for index, case in enumerate(cases()):
         low, high = interval(ratios[index])
         middle, was = statistics.median(ratios[index]), 1e3 * statistics.median(before[index])
@@ -133,7 +144,10 @@ def main() -> int:
     if arguments.out:
         from provenance import write_result
 
-        write_result(arguments.out, {"base": arguments.base, "pairs": arguments.pairs, "rows": rows})
+        write_result(
+            arguments.out,
+            {"base": arguments.base, "processes": arguments.processes, "pairs": arguments.pairs, "rows": rows},
+        )
     return int(slower > 0)
 
 

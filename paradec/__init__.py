@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from paradec.integrations.diffusers.hooks.session import accelerate
     from paradec.integrations.transformers import hf_generate
     from paradec.models.checkpoint import CheckpointError
-    from paradec.models.eagle import load_drafter
     from paradec.models.images.pixel_dit import PixelDiTPipeline
+    from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load
     from paradec.models.proteins.mpnn import load_protein_mpnn
     from paradec.models.wrapping import wrap
@@ -125,7 +125,7 @@ LATER = {
     "hf_generate": "paradec.integrations.transformers",
     "infill": "paradec.api.infill",
     "load": "paradec.models.loading",
-    "load_drafter": "paradec.models.eagle",
+    "load_drafter": "paradec.models.load_drafter",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
     "tune": "paradec.tools.tuning.run",
     "wrap": "paradec.models.wrapping",

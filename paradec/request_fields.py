@@ -197,7 +197,7 @@ def _order(name: str, value: Any) -> Any:
 # ---- the fields -----------------------------------------------------------------------------------------------------
 
 _CANVAS = "a canvas has the length that the model was trained with"
-_TOGETHER = "a prefix is laid out for rows that begin together; use paradec.generate"
+_TOGETHER = "a prefix needs rows that begin together; use paradec.generate"
 _ENDS = "draft_verify hf server engine tune"
 
 FIELDS: Mapping[str, Field] = MappingProxyType({
@@ -208,8 +208,8 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         option=Option(
             kind=str,
             default="threshold",
-            help="A name that `paradec samplers` lists, or several: 'credit+localleap' commits what either would, "
-            "'threshold&klass' what both would.",
+            help="A name that `paradec samplers` lists, or a combination: 'credit+localleap' commits what either "
+            "would, 'threshold&klass' what both would.",
         ),
     ),
     "cache": Field(
@@ -217,7 +217,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         registered=True,
         served="hf server",
         refused={
-            "renoising": "keys and values of what is final are always kept, and those of an open canvas change at "
+            "renoising": "keys and values of final tokens are always kept, and those of an open canvas change at "
             "every step"
         },
         option=Option(
@@ -228,7 +228,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     ),
     "prefix": Field(live=True, refused={"batch": _TOGETHER}),
     "keep_prefix": Field(
-        check=check_bool, refused={"batch": "what rows that have left have stored is gone; use paradec.generate"}
+        check=check_bool, refused={"batch": "keys and values of ended rows are not kept; use paradec.generate"}
     ),
     "share_prefix": Field(
         check=check_bool,
@@ -241,8 +241,8 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         check=_attention,
         served="hf tune",
         refused={
-            "batch": "sparse attention keeps a pattern of all rows; use paradec.generate",
-            "renoising": "its lists of keys are made for one block of masks",
+            "batch": "sparse attention keeps one pattern for all rows; use paradec.generate",
+            "renoising": "sparse attention makes its lists of keys for one block of masks",
         },
         option=Option(kind=str | None, help="dense, or sparsed for prompts from about 8000 tokens on."),
     ),
@@ -253,7 +253,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         option=Option(
             kind=str | None,
             metavar="WINDOW",
-            help="Evaluate no masks further after the open block than this: 64; or thinned out, gaussian:256.",
+            help="Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
         ),
     ),
     "blocks": Field(check=_blocks, served="hf server", refused={"renoising": _CANVAS}),
@@ -267,7 +267,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         check=partial(check_int, low=1, high=MOST_STEPS),
         served="continuous distilled groups hf server engine",
         stepwise=True,
-        option=Option(help="Steps, for samplers that follow a schedule."),
+        option=Option(help="Number of steps, for samplers with a schedule."),
     ),
     "max_new_tokens": Field(
         check=partial(check_int, low=0),
@@ -278,7 +278,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "temperature": Field(
         check=check_temperature,
         served="draft_verify distilled groups nar scales server engine tune",
-        refused={"renoising": "it falls with the steps: t_max and t_min are settings of the sampler"},
+        refused={"renoising": "the temperature falls over the steps: t_max and t_min are settings of the sampler"},
         stepwise=True,
         option=Option(kind=float, default=0.0, help="0 takes the likeliest token."),
     ),
@@ -286,7 +286,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         check=partial(check_number, low=0, high=1, open_low=True),
         served="draft_verify distilled groups nar scales server engine tune",
         stepwise=True,
-        option=Option(kind=float | None, help="Draw from the likeliest tokens with this mass."),
+        option=Option(kind=float | None, help="Draw from the likeliest tokens with this total probability."),
     ),
     "top_k": Field(
         check=partial(check_int, low=1),
@@ -300,7 +300,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         stepwise=True,
         option=Option(
             kind=float | None,
-            help="Draw from tokens this many standard deviations of the logits below the best at most.",
+            help="Draw from tokens at most this many standard deviations of the logits below the best.",
         ),
     ),
     "guidance_scale": Field(
@@ -320,21 +320,21 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         check=_generator,
         served=f"draft_verify {PICTURES}",
         live=True,
-        refused={"batch": "give a seed: what a row draws does not depend on when it begins"},
+        refused={"batch": "give a seed: a row's draws do not depend on when it begins"},
     ),
     "rng": Field(check=partial(check_choice, allowed=("counter", "reference")), served="tune", stepwise=True),
     "eos_early_stop": Field(
         check=check_bool,
         served=_ENDS,
         stepwise=True,
-        option=Option(kind=bool, default=True, help="Stop when the text before an end token is final."),
+        option=Option(kind=bool, default=True, help="End a row when everything before an end token is final."),
     ),
     "logits_eos_inf": Field(check=check_bool, served=_ENDS, stepwise=True),
     "holes_eos_inf": Field(
         check=check_bool,
         served=_ENDS,
         stepwise=True,
-        option=Option(kind=bool, default=True, help="Fill holes without end tokens, which shorten them."),
+        option=Option(kind=bool, default=True, help="Fill holes without end tokens, which would shorten them."),
     ),
     "confidence_eos_eot_inf": Field(
         check=check_bool,
@@ -350,46 +350,46 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "num_return_sequences": Field(
         check=partial(check_int, low=1, high=MOST_ANSWERS),
         served="draft_verify",
-        refused={"batch": "give the prompt as often as it is to be answered"},
+        refused={"batch": "give the prompt once for each answer"},
         option=Option(
             kind=int,
             default=1,
             names=("--num-return-sequences", "-n"),
-            help="Answers, each with its own draws.",
+            help="Number of answers, each with its own draws.",
         ),
     ),
     "race": Field(
         check=partial(check_int, low=1, high=MOST_ANSWERS),
         served="draft_verify",
-        refused={"batch": "a race is one prompt's own batch; use paradec.generate"},
+        refused={"batch": "a race fills a batch with one prompt; use paradec.generate"},
     ),
     "chat": Field(check=check_bool, served="draft_verify nar server tune", own="all"),
     "streamer": Field(
         served="draft_verify hf",
         live=True,
-        refused={"batch": "a streamer is one prompt's: give it with the prompt"},
+        refused={"batch": "a streamer belongs to one prompt; give it with the prompt"},
     ),
     "callback": Field(
         check=_callable,
         served=f"draft_verify {PICTURES} hf",
         live=True,
-        refused={"batch": "there is no state of one request to look at; give each prompt a streamer"},
+        refused={"batch": "there is no state of a single request; give each prompt a streamer"},
     ),
     "trace": Field(
         check=check_bool,
         served=f"draft_verify {PICTURES}",
-        refused={"batch": "a trace is of the rows that it began with; use paradec.generate"},
+        refused={"batch": "a trace records the rows that it began with; use paradec.generate"},
     ),
     "compile": Field(
         check=check_bool,
         served="draft_verify tune",
-        refused={"renoising": "rows open canvases, and are encoded, when the host finds that they have settled"},
+        refused={"renoising": "the host decides when canvases have settled, and then opens and encodes others"},
     ),
     "logprobs": Field(check=partial(check_int, low=0), served="draft_verify"),
     "progress": Field(
         check=check_bool,
         served=f"draft_verify {PICTURES} hf",
-        refused={"batch": "count the outputs as they come"},
+        refused={"batch": "count the outputs as they end"},
     ),
 })  # fmt: skip
 LIVE = tuple(name for name, said in FIELDS.items() if said.live)

@@ -66,6 +66,8 @@ REPLAYS = {
         "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
         "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
     },
+    "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
+    "autumn": {"models/text/test_rotary.py": "the_tables"},
 }
 """The tests of each family, by the name of its folder in tests/golden: files, and which tests of them ("" is all)."""
 

@@ -43,17 +43,17 @@ def generate(
     preset: Preset | None = None,
     **arguments: Unpack[Arguments],
 ) -> Output:
-    """Decode answers to one prompt or a batch of unequal ones.
+    """Decode answers to one prompt or a batch of prompts of any lengths.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
-        prompt: a text, a chat (list of {"role", "content"}), input ids, or a list of one of these kinds; or what a
-            tokenizer or its `apply_chat_template` returns.
-        input_ids: the same as `prompt`, under transformers' name. Positions that hold the mask id are filled as well;
-            all others stay as they are (see `infill`).
+        prompt: a text, a chat (list of {"role", "content"}), input ids, or a list of one of these kinds; or the
+            result of a tokenizer or its `apply_chat_template`.
+        input_ids: the same as `prompt`, under transformers' name. Positions that hold the mask id are filled too;
+            all others are not changed (see `infill`).
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
-        preset: a `paradec.Request`, or a file that `Request.save` wrote, whose values arguments override.
-        arguments: the fields of `paradec.Request`, which explains them: sampler, cache, steps, temperature, ...
+        preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values.
+        arguments: fields of `paradec.Request`, which documents them: sampler, cache, steps, temperature, ...
 
     Returns:
         An `Output`.
@@ -61,7 +61,7 @@ def generate(
     Raises:
         ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
         FloatingPointError: the model returned NaN or infinite logits.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds what was decoded.
+        Interrupted (a KeyboardInterrupt): on Ctrl-C; its `output` holds what was decoded.
     """
     check_model("generate", model, MADE)
     check_source(prompt, input_ids)

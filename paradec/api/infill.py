@@ -26,32 +26,31 @@ def infill(
     preset: Preset | None = None,
     **arguments: Unpack[Arguments],
 ) -> Output:
-    """Fill the masked tokens of a text; everything else stays as it is.
+    """Fill the masked tokens of a text; everything else is unchanged.
 
     >>> paradec.infill(model, "The cat <mask> on the <mask:2>.").text    # doctest: +SKIP
 
-    A bidirectional model sees what is on both sides of a hole. By default all holes are one block; with
-    `block_length` blocks count from the first mask, and those without a mask are passed over (`steps` counts them all
-    the same). An end token inside a hole would end nothing, given text comes after it, and would be left out of the
-    text, like every special token: holes are filled without end tokens. Masks that nothing given follows, those of
-    `max_new_tokens` among them, are an answer, which may end.
+    A bidirectional model sees the text on both sides of a hole. By default all holes are one block. With
+    `block_length` blocks count from the first mask, and blocks without a mask are skipped (`steps` still counts them).
+    Holes are filled without end tokens, because given text follows and special tokens are left out of the text. Masks
+    with no given text after them, those of `max_new_tokens` among them, are an answer and may have an end token.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
         prompt: text, a chat whose contents hold masks, input ids that hold the mask id, or a list of any one of these.
-            Text is taken as it is (with the special tokens around it that a masked language model was trained on); a
+            Text gets no chat template (only the special tokens that a masked language model was trained with). A
             chat's last turn, if it is the assistant's, is the text that is completed.
         input_ids, attention_mask: as in `generate`.
-        mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. A space
-            before it is left to the model.
+        mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. The
+            model decides about a space before it.
         constraints: what each hole must be, in reading order and None where it is free, or a mapping of the numbers of
             holes, from 0, that are not; an answer after the text is the last one. `constraint` says the same of every
             hole.
-        preset, arguments: as in `generate`, but for two defaults: `max_new_tokens` is 0 (masks appended after the
+        preset, arguments: as in `generate`, with two other defaults: `max_new_tokens` is 0 (masks appended after the
             text), and `holes_eos_inf` True (False lets the model leave a part of a hole empty).
 
     Returns:
-        An `Output`: `text` is the completed text, `fills` the text of each hole, `filled` where holes were.
+        An `Output`: `text` is the completed text, `fills` the text of each hole, `filled` the positions of holes.
 
     Raises:
         ValueError: a prompt without a mask, a model or tokenizer without a mask token. Otherwise as `generate`.

@@ -46,8 +46,7 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
     preset: Preset | None = None,
     **arguments: Unpack[Arguments],
 ) -> Many:
-    """Decode answers to any number of prompts, `batch_size` at a time; the slot of a row that has ended goes to the
-    next prompt.
+    """Decode answers to any number of prompts, `batch_size` at a time; when a row ends, the next prompt takes its slot.
 
     >>> for out in paradec.generate_many(model, prompts, batch_size=16, seed=0):     # doctest: +SKIP
     ...     print(out.index, out.error or out.text)
@@ -57,37 +56,37 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; of image models the autoregressive and the masked ones.
-        prompts: any iterable, also one without an end: no more is read than is decoded and held back. An entry is one
-            of what `generate` takes (text, a chat, ids, what a tokenizer returns); a mapping {"prompt": ...} of one,
-            with any fields of `paradec.Request` for it alone and an "id" that its `Output` will bear; or a pair
-            (prompt, Request), of whose fields those count that differ from the defaults. Entries that differ in nothing
-            but seed, max_new_tokens, stop_strings and, with masked samplers, suppress_tokens share their model calls;
-            others are decoded beside them.
-        batch_size: rows that are decoded at once, at most.
-        order: "input" gives answers in the order of the prompts; "completed" as they come, which `Output.index` tells
-            apart. (The field of that name, the order in which models of any order decode, is said by an entry or the
+        prompts: any iterable, even an endless one: prompts are read only as they are needed. An entry is a prompt as
+            `generate` takes it (text, a chat, ids, the result of a tokenizer); or a mapping {"prompt": ...} with any
+            fields of `paradec.Request` for this prompt and an "id" for its `Output`; or a pair (prompt, Request), whose
+            fields apply where they differ from the defaults. Entries that differ only in seed, max_new_tokens,
+            stop_strings and, with masked samplers, suppress_tokens share their model calls; others are decoded beside
+            them.
+        batch_size: the most rows that are decoded at once.
+        order: "input" gives answers in the order of the prompts, "completed" as they end; `Output.index` is the number
+            of the prompt. (The request field of the same name, for models of any order, is set by an entry or the
             preset.)
         errors: "output" gives an `Output` with `error` for a prompt that fails (one that is too long, ids outside the
-            vocabulary, NaN logits): it fails alone, and the others go on. "raise" raises that error in its place;
-            the iteration may go on after it.
-        look_ahead: answers that are held back at most while an earlier one is missing; by default 8 times the batch
-            size. More keeps the batch full where answers differ much in length.
+            vocabulary, NaN logits), and the others continue. "raise" raises the error in its place; the iteration can
+            be continued.
+        look_ahead: the most answers that are held back while an earlier one is missing; by default 8 times the batch
+            size. A larger number keeps the batch full when answers differ much in length.
         max_memory: bytes that keys, values and the method's memory may take; as many rows as fit are decoded at once.
-            None leaves it to `batch_size`, and to the device: what does not fit is decoded in smaller batches.
+            With None `batch_size` and the device decide: rows that do not fit are decoded in smaller batches.
         calls_per_step: as in `paradec.batching.Batch`.
         height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
-            or a class label, and its mapping may hold a "negative_prompt" of its own.
+            or a class label, and its mapping may hold its own "negative_prompt".
         preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`;
-            `paradec.batching.REFUSED` lists those that have no meaning here.
+            `paradec.batching.REFUSED` lists those that are refused here.
 
     Returns:
         An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture each; `index` is
-        the number of the prompt. Its `cancel` takes a prompt back, and `close` all that are left.
+        the number of the prompt. Its `cancel` cancels one prompt, and `close` all that are left.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any prompt is read; the message names it.
-        Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of the answers that are
-            whole and were not given yet (pictures as codes: `images` is None). Iterating on goes on, and gives them.
+        Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of complete
+            answers that were not given yet (pictures as codes: `images` is None). Continued iteration gives them.
     """
     of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
     of_batch |= {"preset": preset, **arguments}

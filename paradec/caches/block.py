@@ -17,11 +17,11 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class BlockCache(RangeCache):
-    """A row's first step evaluates the prompt and the open block, the others the block alone; nothing right of it is
-    ever evaluated. Exact: under block-causal attention no block sees a later one.
+    """A row's first step evaluates the prompt and the open block, the others only the block. Nothing right of the block
+    is evaluated. Exact: under block-causal attention no block sees a later one.
 
     When a block is full, its final tokens are evaluated in the next block's first step, beside that block, which sees
-    them; the public codes spend a forward of its own on that. Blocks here are the model's; a request's may be smaller.
+    them; the public codes take a separate forward for this. Blocks here are the model's; a request's may be smaller.
     """
 
     name = "block"

@@ -24,27 +24,27 @@ UNREAD = 1.0
 
 @dataclass(frozen=True)
 class D2Cache(SubsetCache):
-    """Evaluate `current_k` masks, what the last step decided, and what is in small gaps between; keep the rest. A
-    row's first step evaluates it whole, and no other does.
+    """Evaluate `current_k` masks, the positions that the last step decided, and small gaps between them; keep the rest.
+    Only a row's first step evaluates the whole row.
 
-    The masks are those with the highest confidence times certainty density, which is how much of what is near has been
-    decided (a Gaussian kernel; all left of a row counts as decided, all right of it if its last position is).
-    They are looked for from the open block on, up to the end of the block with the `current_k`-th mask, and those
-    of the open block come first. Only what is evaluated can be decided. Models that predict shifted have the position
-    left of each of these masks evaluated in its place, since its logits are there.
+    The masks are those with the highest confidence times certainty density: the share of near positions that are
+    decided (a Gaussian kernel; everything left of a row counts as decided, and everything right of it if its last
+    position is). Candidates are the masks from the open block to the end of the block with the `current_k`-th mask;
+    those of the open block come first. Only what is evaluated can be decided. Models that predict shifted have the
+    position left of each of these masks evaluated in its place, since its logits are there.
 
-    Three things differ from the public code, two of them oversights of it. It never renews the confidences that it has
-    written at the first step; here they are those of the last step that read the mask, and where none has, density
-    alone decides (masks after the open block have no logits here). It takes what was undecided in the block before the
-    last step for the block's length, since its loop has cut the block down to that in place, so that masks at the end
-    of a half-filled block are not looked for, however dense; here blocks keep their length. And its third part is left
-    out: positions that a rollout of attention finds important. On two small models masks and new tokens carried the
-    method, and reading attention takes an attention that writes its weights.
+    Three things differ from the public code, two of them errors of that code. It never renews the confidences of its
+    first step; here they are those of the last step that read the mask, and if none has, density alone decides (masks
+    after the open block have no logits here). Its loop cuts the block in place to what is undecided, so that the cache
+    takes the block to be shorter and ignores masks at the end of a half-filled block, however dense; here blocks keep
+    their length. And its third part is left out: positions that a rollout of attention finds important. On two small
+    models masks and new tokens sufficed, and the rollout needs an attention that returns its weights.
 
     Args:
         current_k: masks that a step evaluates, at least 1.
         sigma: of the density's kernel, in positions, at most 100.
-        inflate_w: of two evaluated positions at most so far apart, those between are evaluated too; 0 leaves gaps.
+        inflate_w: positions between two evaluated ones that are at most this far apart are evaluated too; 0 leaves
+            gaps.
     """
 
     current_k: int = 32

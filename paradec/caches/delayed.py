@@ -18,26 +18,27 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class DelayedCache(RangeCache):
-    """Steps evaluate a row from the end of what is kept to its own end. A full block with nothing undecided left of it
+    """Evaluate a row from the end of the kept blocks to its own end. A full block with nothing undecided left of it
     waits `cache_delay_iter` steps, and whole rows are evaluated while it waits; the step after that evaluates it for
     the last time. The prompt waits as well: it is evaluated in the first `cache_delay_iter` steps.
 
-    Made for blocks of which several are open (`paradec.PipelinedBlocks`): the tokens of a block that has just been
-    filled still change its neighbours' keys and values. Works with all blocks.
+    Made for several open blocks (`paradec.PipelinedBlocks`), because the tokens of a block that has just been
+    filled still change its neighbours' keys and values. Works with all block policies.
 
     Args:
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts have 1 and 2.
-        refresh_interval: whole rows every so many steps of a row as well, unless a block is kept in that step; 10000,
-            the code's default, is never.
-        waiting: which full blocks wait. "all": each from when it is full, so that several are kept in one step, as in
-            the code for Dream. "first": the first one that is not kept, and the next one from the step that keeps it,
-            as in the code for LLaDA, which stops at the first one that waits. None is "first" for models that predict
-            in place and "all" for shifted ones.
+        refresh_interval: also evaluate whole rows every so many steps of a row, unless a block is kept in that step;
+            10000, the code's default, means never.
+        waiting: which full blocks wait. "all": each block from when it is full, so that several are kept in one step,
+            as in the code for Dream. "first": the first block that is not kept, and the next one from the step that
+            keeps it, as in the code for LLaDA, which stops at the first block that waits. None is "first" for models
+            that predict in place and "all" for shifted ones.
 
-    Approximate for bidirectional models: what is kept does not see what is decided later. The code for Dream stores, in
-    a whole step, blocks that still wait and counts them as not stored, so that later calls attend to them twice; here
-    there is one length, as in the code for LLaDA. For models that predict shifted, the position left of the first
-    undecided block is evaluated too; the public code uses the logits of the wrong position there.
+    Approximate for bidirectional models: kept keys and values do not depend on tokens that are decided later. The code
+    for Dream stores, in a whole step, blocks that still wait and counts them as not stored, so that later calls attend
+    to them twice; here a row has one stored length, as in the code for LLaDA. For models that predict shifted, the
+    position left of the first undecided block is evaluated too; the public code uses the logits of the wrong position
+    there.
     """
 
     cache_delay_iter: int = 1

@@ -19,17 +19,17 @@ SHIFT_TYPES = ("un_right", "un", "right")
 
 @dataclass(frozen=True)
 class DkvDecode(SubsetCache):
-    """Evaluate everything that is undecided, later blocks included, and what the last step decided; keep the rest.
+    """Evaluate all undecided positions, later blocks included, and those that the last step decided; keep the rest.
 
     A token's keys and values change most in the step in which it turns from mask to token, so they are computed once
     more, from the token, before they are kept: the one-step delay. Every `refresh_interval` steps the whole row is
-    evaluated. Those steps are counted in the block, whose first two steps are whole, for models that predict in place,
-    and in the row for models that predict shifted, as the public code for LLaDA and for Dream has it.
+    evaluated. For models that predict in place, steps are counted in the block, whose first two steps are whole; for
+    models that predict shifted they are counted in the row. The public codes for LLaDA and for Dream do the same.
 
-    Where logits are one to the left, a position's work is over when its right neighbour is decided, too:
+    Where logits are one position to the left, a position may be needed until its right neighbour is decided, too:
 
     - "un_right": keep a position when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
-    - "un": when its right neighbour is (76.34; what the paper runs, since its batches need equal counts);
+    - "un": when its right neighbour is (76.34; the paper's runs have this, since its batches need equal counts);
     - "right": when it is (32.68). Logits can be missing for undecided tokens then; a row that would have none is
       evaluated whole.
 

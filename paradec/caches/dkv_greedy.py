@@ -20,12 +20,13 @@ class DkvGreedy(SubsetCache):
     """Evaluate the positions that this step will decide, those that the last step decided, and a window of masks around
     the former; a block's first step and every `refresh_interval`-th evaluate whole rows.
 
-    The sampler must know what it will decide before the forward (`random` does). The window is centred on what comes
-    next, as in the public code (the paper's text centres it on what came last): walking outwards from each such
-    position, left first, the first `window` masks that are not evaluated yet.
+    The sampler must know what it will decide before the forward (`random` does). The window is centred on the
+    positions that come next, as in the public code (the paper's text centres it on the last ones). It has the first
+    `window` masks that are not evaluated yet, walking outwards from each such position, left first.
 
     Args:
-        refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 degrades.
+        refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 degrades
+            quality.
         window: masks beside each position to decide (the paper goes up to 6).
     """
 

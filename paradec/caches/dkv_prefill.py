@@ -17,7 +17,7 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class DkvPrefill(RangeCache):
-    """A row's first step evaluates it whole, the others all but the prompt, whose keys and values are never renewed.
+    """A row's first step evaluates the whole row; the others evaluate all but the prompt, which is never renewed.
 
     For models that predict shifted, the prompt's last position holds the answer's first logits and is evaluated too.
     """

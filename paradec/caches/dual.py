@@ -16,10 +16,10 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class DualCache(PrefixCache):
-    """As `prefix`, but the steps inside a block evaluate the block alone, over keys and values of both sides.
+    """As `prefix`, but the steps inside a block evaluate only the block, with kept keys and values of both sides.
 
-    Approximate for bidirectional models: the masks right of the block are stale too. The cheapest steps of the block
-    caches; the open block's own keys and values are always fresh.
+    Approximate for bidirectional models: keys and values of the masks right of the block are stale too. Of the caches
+    that refresh by block its steps are the cheapest; the open block's own keys and values are always fresh.
     """
 
     name = "dual"

@@ -17,7 +17,7 @@ from paradec.core.contract import CanvasState
 @dataclass(frozen=True)
 class HierarchicalCache(BlockCache):
     """As `block`, but when the request's blocks are smaller than the model's (8 in 32: `block_length=8`), only the
-    step that opens one evaluates the model's whole block; the others evaluate the small block over what that one kept.
+    step that opens one evaluates the model's whole block; the others evaluate the small block with what it kept.
 
     Approximate inside the model's block, exact across blocks. For models that predict shifted, the position left of the
     small block is evaluated too; the public code, which shifts inside what it evaluates, repeats whole blocks until the

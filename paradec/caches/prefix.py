@@ -17,13 +17,14 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class PrefixCache(RangeCache):
-    """A block's first forward evaluates the whole row (and serves the block's first step); the others evaluate the
-    block and everything right of it over the keys and values of everything left of it.
+    """A block's first forward evaluates the whole row, for the block's first step; the others evaluate the block and
+    everything right of it, with the kept keys and values of everything left of it.
 
     Approximate for bidirectional models: the prefix was encoded before the block was filled. The last tokens of a
     block get their own keys and values in the next block's first forward. For models that predict shifted, the position
-    left of the block is evaluated too, so that the block's first token has its own logits; the reference commits that
-    token from the full forward instead, unasked. On block-causal models ranges are widened to the model's blocks.
+    left of the block is evaluated too, so that the block's first token has its own logits; the reference instead
+    commits that token from the full forward, unconditionally. On block-causal models ranges are widened to the model's
+    blocks.
     """
 
     name = "prefix"

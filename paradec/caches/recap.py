@@ -20,11 +20,11 @@ from paradec.core.contract import CanvasState
 @dataclass(frozen=True)
 class RecapCache(StoredCache):
     """Evaluate whole rows where the sampler `recap` opens a group; in its local steps evaluate the group's targets,
-    those that are decided already and those that are not, over the stored keys and values of all other positions.
+    decided or not, with the stored keys and values of all other positions.
 
     Args:
         recompute_prompt: whether local steps evaluate the prompt too (its class token is evaluated again in the public
-            code); False reads it from the store. A long text prompt had better be read.
+            code); False reads it from the store. Choose False for a long text prompt.
     """
 
     recompute_prompt: bool = True

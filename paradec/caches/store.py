@@ -236,10 +236,13 @@ class KeyValueStore(Cache):
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
         """Empty the slots of `rows` [N] from `start` [N] on: these positions are no part of the sequence any more."""
-        slots = start - self.start
-        index, first = torch.as_tensor(np.stack((rows, slots)), device=self.token_at_write.device)
-        gone = torch.arange(self.slots + 1, device=first.device) >= first.unsqueeze(1)
-        self.token_at_write[index] = self.token_at_write[index].masked_fill(gone, -1)
+        slots, device = start - self.start, self.token_at_write.device
+        gone = torch.arange(self.slots + 1, device=device) >= torch.as_tensor(slots[:, None], device=device)
+        if (neighbours := self._selection(rows)) is not None:
+            self.token_at_write[neighbours].masked_fill_(gone, -1)
+        else:
+            index = torch.as_tensor(rows, device=device)
+            self.token_at_write[index] = self.token_at_write[index].masked_fill(gone, -1)
         self._filled_to[rows] = np.minimum(self._filled_to[rows], slots)
 
     def hide(self, rows: np.ndarray, absent: np.ndarray) -> None:

@@ -18,16 +18,16 @@ from paradec.core.contract import CanvasState
 
 @dataclass(frozen=True)
 class VicinityCache(RangeCache):
-    """Evaluate [block start - prefix_look, block end + after_look) over the keys and values of the rest; whole rows in
-    the first steps of a request and whenever a block opens.
+    """Evaluate [block start - prefix_look, block end + after_look) with the kept keys and values of the rest; whole
+    rows in the first steps of a request and whenever a block opens.
 
-    The reference runs a refresh and a partial forward in the same iteration and decodes from both; here a refresh
-    serves the step by itself.
+    The reference runs a refresh and a partial forward in the same iteration and decodes from both; here a step with a
+    refresh decodes from the refresh alone.
 
     Args:
         prefix_look, after_look: positions recomputed on either side of the block, at least 0.
         warmup_steps: a row's first steps evaluate it whole, and so does the one after them; at least 0.
-        cache_update_freq: refresh every so many steps of a block as well; None only when it opens.
+        cache_update_freq: also refresh every so many steps of a block; None refreshes only when it opens.
     """
 
     prefix_look: int = 16

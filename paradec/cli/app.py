@@ -114,7 +114,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Fast sampling from models that need not decode one token at a time: text from masked-diffusion and from "
+    help="Fast sampling from models that can decode several tokens at once: text from masked-diffusion and from "
     "causal models, and pictures. `paradec COMMAND --help` has the options of a command.",
 )
 
@@ -135,17 +135,17 @@ def _main(
 app.command()(generate)
 app.command()(infill)
 app.command(short_help="Talk to a model, turn by turn.")(chat)
-app.command(short_help="Make pictures, and say what it took.")(image)
+app.command(short_help="Make pictures and report the cost.")(image)
 app.command(short_help="Design protein sequences for backbones.")(design)
 app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
-app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
+app.command(short_help="Compare samplers by right answers and forwards.")(compare)
 app.command(short_help="Find settings for a model and its prompts.")(tune)
-app.command("eval", short_help="Score a model by lm-evaluation-harness.")(evaluate)
+app.command("eval", short_help="Score a model with lm-evaluation-harness.")(evaluate)
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
-app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
+app.command(short_help="Draw recorded runs as pages, animations or plots.")(trace)
 app.command(short_help="Compare a decoder with recorded traces.")(verify)
-app.command(short_help="List the samplers, or say all about one.")(samplers)
-app.command(short_help="List the caches, and what each works with.")(caches)
-app.command(short_help="What the packaged text model can do.")(tasks)
-app.add_typer(bench, name="bench", short_help="`bench parallel`: what parallel decoding costs a model.")
-app.add_typer(learn2pd, name="learn2pd", short_help="`learn2pd train`: a filter for the sampler learn2pd.")
+app.command(short_help="List the samplers, or describe one.")(samplers)
+app.command(short_help="List the caches and what each works with.")(caches)
+app.command(short_help="Show what the packaged text model can do.")(tasks)
+app.add_typer(bench, name="bench", short_help="`bench parallel` measures what parallel decoding costs.")
+app.add_typer(learn2pd, name="learn2pd", short_help="`learn2pd train` trains a filter for learn2pd.")

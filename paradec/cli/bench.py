@@ -10,7 +10,7 @@ import paradec
 from paradec.cli import options
 from paradec.cli.compare import Format, Limit, Out, Plot, Resume, Seed, check_files, check_format, measured, tell
 
-bench = typer.Typer(help="Measure what samplers are worth.", rich_markup_mode=None, no_args_is_help=True)
+bench = typer.Typer(help="Measure samplers.", rich_markup_mode=None, no_args_is_help=True)
 
 Samplers = Annotated[
     list[str] | None,
@@ -23,14 +23,14 @@ Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by comma
 Form = Annotated[
     str | None,
     typer.Option(
-        help="packaged asks in the packaged model's words (its default), names in plain ones (the default of others)."
+        help="packaged asks in the packaged model's words (its default), names in plain words (default of others)."
     ),
 ]
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure what samplers are worth."""
+    """Measure samplers."""
 
 
 @bench.command("parallel")
@@ -48,7 +48,7 @@ def parallel(
     format_: Format = None,
     **shared: Any,
 ) -> None:
-    """Sweep samplers over ParallelBench's waiting lines and Latin squares: score over tokens per forward, and AUP."""
+    """Sweep samplers over ParallelBench's waiting lines and Latin squares; report scores, tokens per forward, AUP."""
     check_files(out, plot, resume)
     check_format(format_, shared["as_json"])
 

@@ -13,9 +13,9 @@ import paradec
 from paradec.caches.table import MODELS, summary, verdict
 from paradec.cli import options, show, tables
 
-Name = Annotated[str | None, typer.Argument(help="One of them: what it does, its settings and its paper.")]
+Name = Annotated[str | None, typer.Argument(help="A cache to describe: its effect, settings and paper.")]
 Sampler = Annotated[
-    str | None, typer.Option(help="What becomes of each cache with this sampler, or a combination, and why.")
+    str | None, typer.Option(help="Whether each cache works with this sampler or combination, and why.")
 ]
 Model = Annotated[
     str | None,

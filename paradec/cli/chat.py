@@ -19,7 +19,7 @@ from paradec.cli.work import Work, prepare
 from paradec.core.checks import check_text
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-System = Annotated[str | None, typer.Option(help="Text before the first turn, in the system's name.")]
+System = Annotated[str | None, typer.Option(help="System prompt: text before the first turn.")]
 Cache = Annotated[
     str | None,
     typer.Option(
@@ -32,7 +32,7 @@ History = Annotated[
     bool | None,
     typer.Option(
         "--history/--no-history",
-        help="Whether the model sees the turns before. By default it does, but for the packaged model, which was "
+        help="Whether the model sees earlier turns. By default it does, except the packaged model, which was "
         "trained on single turns.",
     ),
 ]
@@ -58,7 +58,7 @@ def chat(
     history: History = None,
     **shared: Any,
 ) -> None:
-    """Talk to a model: a turn a line, /help for commands. Turns come from standard input where that is no terminal."""
+    """Talk to a model, one turn per line; /help lists commands. Without a terminal, standard input holds the turns."""
     if sys.stdin is None:
         raise ValueError("standard input is closed; chat reads turns from it")
     check_text("--system", system or "")
@@ -142,7 +142,7 @@ class Talk:
                 typer.echo("\n(/quit or Ctrl-D ends the chat)")
                 continue
             except UnicodeDecodeError as error:
-                raise ValueError(f"standard input is no UTF-8 text: {error.reason}") from None
+                raise ValueError(f"standard input is not UTF-8 text: {error.reason}") from None
             if line is None or line.strip() == "/quit":
                 return FAILED if failed and not terminal else 0
             if not line.strip():

@@ -32,16 +32,16 @@ Samplers = Annotated[
         "(FILE.py:NAME); by default every masked one."
     ),
 ]
-Defaults = Annotated[bool, typer.Option("--defaults", help="Every sampler with its defaults alone: a row for each.")]
+Defaults = Annotated[bool, typer.Option("--defaults", help="Only the defaults of every sampler: one row for each.")]
 Format = Annotated[
     str | None, typer.Option("--format", help="Print the table as markdown, latex (with booktabs) or csv.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
-Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the results, as they come.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write each result when it is measured.")]
 Plot = Annotated[
     Path | None, typer.Option(metavar="FILE.png", help="Draw accuracy over tokens per forward (needs matplotlib).")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --out holds.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the results in --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")]
 
 
@@ -60,7 +60,7 @@ def compare(
     format_: Format = None,
     **shared: Any,
 ) -> None:
-    """Compare samplers, each with several settings: right answers beside the forwards that they took."""
+    """Compare samplers, each with several settings, by right answers and forwards."""
     check_files(out, plot, resume)
     check_format(format_, as_json)
     options.check_readable("--prompts", prompts)

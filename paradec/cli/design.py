@@ -39,11 +39,11 @@ Designs = Annotated[int, typer.Option("--designs", "-n", help="Designs of each s
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest residue.")]
 Fixed = Annotated[
     str | None,
-    typer.Option(metavar="A12,A20-24", help="Residues that stay as they are: chain and number, as in the file."),
+    typer.Option(metavar="A12,A20-24", help="Residues that are kept: chain and number, as in the file."),
 ]
-Chains = Annotated[str | None, typer.Option(metavar="A,B", help="Chains to design; by default all. The others stay.")]
-Order = Annotated[str, typer.Option(help="Which residue comes when: random, or chain, one after the other.")]
-Batch = Annotated[int, typer.Option(help="Designs of a structure made together.")]
+Chains = Annotated[str | None, typer.Option(metavar="A,B", help="Chains to design; by default all. Others are kept.")]
+Order = Annotated[str, typer.Option(help="Order of the residues: random, or chain (first to last).")]
+Batch = Annotated[int, typer.Option(help="Designs of a structure that are decoded together.")]
 
 
 @options.takes("sampler set_ seed device as_json", sampler="jacobi")
@@ -58,10 +58,10 @@ def design(
     batch: Batch = 8,
     **shared: Any,
 ) -> None:
-    """Design sequences for backbones, and say what they are worth.
+    """Design sequences for backbones, and score them.
 
     score: minus the mean log-probability of the designed residues in the order in which they were decided (for masked
-    samplers: in a random one). recovery: the share of them that the file has too. A colon is between chains.
+    samplers: in a random one). recovery: the share of them that equals the file's. A colon separates chains.
     """
     check_int("-n", designs, low=1)
     check_int("--batch", batch, low=1)

@@ -28,7 +28,7 @@ DeviceName = Annotated[
 Batch = Annotated[int, typer.Option(help="Rows decoded together.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of each prompt.")]
 Answer = Annotated[int, typer.Option(help="Tokens of each answer.")]
-CacheName = Annotated[str, typer.Option("--cache", help="What is kept from step to step (`paradec caches`).")]
+CacheName = Annotated[str, typer.Option("--cache", help="A name that `paradec caches` lists.")]
 CacheSettings = Annotated[
     list[str] | None, typer.Option("--cache-set", metavar="NAME=VALUE", help="A setting of the cache.")
 ]
@@ -37,11 +37,13 @@ AttentionSettings = Annotated[
     list[str] | None, typer.Option("--attention-set", metavar="NAME=VALUE", help="A setting of the attention.")
 ]
 TokensPerForward = Annotated[float, typer.Option(help="Positions of a row that a step makes final, on average.")]
-Price = Annotated[float | None, typer.Option("--price-per-hour", help="Of one device, in any currency.")]
+Price = Annotated[float | None, typer.Option("--price-per-hour", help="Price of one device, in any currency.")]
 Block = Annotated[int | None, typer.Option(help="Positions of a block; the model's own by default.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the checkpoint's by default.")]
 Group = Annotated[int, typer.Option(help="Devices that share every matrix (tensor parallel).")]
-Efficiency = Annotated[float, typer.Option(help="Share of the peaks that is reached; at 1 times are bounds.")]
+Efficiency = Annotated[
+    float, typer.Option(help="Share of the device's peaks that is reached; with 1 the times are lower bounds.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the estimate as JSON.")]
 
 
@@ -67,7 +69,7 @@ def estimate(
 ) -> None:
     """Calculate what decoding takes on a device: time per step, memory, tokens per second, cost.
 
-    Nothing is run and no weights are read, but for a probe of this machine with --device cpu.
+    No model is run and no weights are read; --device cpu measures this machine.
     """
     settings = options.settings(cache_set, "--cache-set")
     with show.waiting("measuring this machine for ten seconds" if device == "cpu" else "calculating"):

@@ -16,7 +16,7 @@ from paradec.core.text_files import write_bytes
 
 RecipeFile = Annotated[
     Path | None,
-    typer.Argument(metavar="[RECIPE.yaml]", help="A recipe; options that are given win over what is in it."),
+    typer.Argument(metavar="[RECIPE.yaml]", help="A recipe; given options override it."),
 ]
 Tasks = Annotated[
     list[str] | None,
@@ -26,9 +26,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Shots = Annotated[int | None, typer.Option(help="Examples before each prompt; by default the task's number.")]
 Chat = Annotated[
     bool | None,
-    typer.Option(
-        "--chat/--no-chat", help="Whether prompts go through the chat template; by default where there is one."
-    ),
+    typer.Option("--chat/--no-chat", help="Whether prompts go through the chat template; by default if there is one."),
 ]
 Multiturn = Annotated[
     bool, typer.Option("--multiturn/--one-turn", help="Examples as turns of the chat, or in one turn.")
@@ -45,17 +43,17 @@ Cache = Annotated[
 ]
 Until = Annotated[bool, typer.Option("--until/--no-until", help="Whether the tasks' stop strings end answers.")]
 Judge = Annotated[
-    str | None, typer.Option("--likelihood", help="How masked models judge continuations: monte_carlo or chain.")
+    str | None, typer.Option("--likelihood", help="How masked models score continuations: monte_carlo or chain.")
 ]
 Samples = Annotated[int, typer.Option("--mc-num", help="Maskings of monte_carlo.")]
 Greedy = Annotated[
     bool,
     typer.Option(
-        "--check-greedy/--no-check-greedy", help="Say too whether continuations are what greedy decoding writes."
+        "--check-greedy/--no-check-greedy", help="Also report whether greedy decoding gives the continuation."
     ),
 ]
 Batch = Annotated[int, typer.Option(help="Prompts decoded together.")]
-Seed = Annotated[int, typer.Option(help="Of all draws.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
 Limit = Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")]
 Include = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Tasks of your own, as YAML.")]
 Unsafe = Annotated[
@@ -63,11 +61,11 @@ Unsafe = Annotated[
 ]
 UseCache = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Keep every answer as it comes; a run with equal options goes on from it."),
+    typer.Option(metavar="FILE", help="Store every answer; a run with the same options continues from the file."),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result, with the whole recipe.")]
-LogSamples = Annotated[bool, typer.Option("--log-samples", help="With all prompts and answers.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, and an estimate; no weights are loaded.")]
+LogSamples = Annotated[bool, typer.Option("--log-samples", help="Add all prompts and answers to the result.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would run, with an estimate; load no weights.")]
 On = Annotated[str, typer.Option("--estimate-on", help="The device of that estimate, as in `paradec estimate`.")]
 
 
@@ -99,7 +97,7 @@ def evaluate(
     estimate_on: On = "h100",
     **shared: Any,
 ) -> None:
-    """Run lm-evaluation-harness on a paradec model: tasks with scores, and the forwards that they took."""
+    """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
     options.check_readable("the recipe", recipe)
     options.check_readable("--preset", shared["preset"])
     options.check_writable("--out", out)

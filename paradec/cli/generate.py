@@ -31,25 +31,25 @@ Prompt = Annotated[
     list[str] | None,
     typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.'),
 ]
-Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole, adaptive or pipelined.")]
+Blocks = Annotated[str | None, typer.Option(help="Blocks of the answer: fixed, whole, adaptive or pipelined.")]
 BlockAdd = Annotated[
     float | None,
-    typer.Option(help="Of pipelined blocks: the decided share of the last open one from which on the next opens."),
+    typer.Option(help="Pipelined blocks: the next one opens when this share of the last open one is decided."),
 ]
 BlockFull = Annotated[
     float | None,
-    typer.Option(help="Of pipelined blocks: the decided share from which on the next one must progress too."),
+    typer.Option(help="Pipelined blocks: when this share is decided, the next one must progress too."),
 ]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")]
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Of speculative: a smaller causal model of the same vocabulary, an EAGLE or DFlash drafter of --model, or "
-        "prompt_lookup."
+        help="For speculative: a smaller causal model of the same vocabulary, an EAGLE or DFlash drafter of --model, "
+        "or prompt_lookup."
     ),
 ]
-Lines = Annotated[bool, typer.Option("--lines", help="Every line of the prompt is a prompt of its own.")]
+Lines = Annotated[bool, typer.Option("--lines", help="Take every line of the prompt as a separate prompt.")]
 In = Annotated[
     Path | None,
     typer.Option(
@@ -59,10 +59,13 @@ In = Annotated[
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(metavar="FILE.jsonl", help="Where the answers to --in go, a line each, as they come.")
+    Path | None,
+    typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one per line, written as they end."),
 ]
-BatchSize = Annotated[int | None, typer.Option("--batch", help="Rows decoded together at most; by default what fits.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --out holds; failed prompts are tried again.")]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch", help="The most rows decoded together; by default as many as fit.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the answers in --out; retry failed prompts.")]
 
 
 @options.takes(
@@ -88,7 +91,7 @@ def generate(
     resume: Resume = False,
     **shared: Any,
 ) -> None:
-    """Answer a prompt, and say what it took."""
+    """Answer a prompt and report the forwards and time."""
     trace, live, as_json = (shared.pop(name) for name in ("trace", "live", "as_json"))
     asked = None if in_ is None else file_job(in_, out, prompt, resume, live=live, trace=trace, lines=lines)
     if asked is None and (out is not None or resume):

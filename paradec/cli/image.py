@@ -31,7 +31,7 @@ NEED_A_DRAFTER = {
 LONGEST_SIDE = 2**16
 """Pixels that --height and --width may be."""
 
-Out = Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")]
+Out = Annotated[Path, typer.Option(metavar="FILE.png", help="File for the pictures, on one sheet.")]
 Model = Annotated[
     str,
     typer.Option(
@@ -39,9 +39,10 @@ Model = Annotated[
         "digits-maskgit and digits-dit are inside the package."
     ),
 ]
-Prompts = Annotated[list[str] | None, typer.Option(help="What to show; may be repeated.")]
+Prompts = Annotated[list[str] | None, typer.Option(help="Text that describes the picture; may be repeated.")]
 Classes = Annotated[
-    str | None, typer.Option("--class", "--class-labels", metavar="N,N,...", help="Classes, by commas; N-M is a range.")
+    str | None,
+    typer.Option("--class", "--class-labels", metavar="N,N,...", help="Classes, separated by commas; N-M is a range."),
 ]
 Sampler = Annotated[
     str | None,
@@ -51,27 +52,27 @@ Sampler = Annotated[
         "pipelines: taylorseer."
     ),
 ]
-Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]
-Order = Annotated[int | None, typer.Option(help="Of taylorseer: of the expansion.")]
-Steps = Annotated[int | None, typer.Option(help="Solver steps, or forwards planned; not autoregressive.")]
+Interval = Annotated[int | None, typer.Option(help="For taylorseer: evaluate one step in this many.")]
+Order = Annotated[int | None, typer.Option(help="For taylorseer: order of the expansion.")]
+Steps = Annotated[int | None, typer.Option(help="Solver steps, or planned forwards; not for autoregressive models.")]
 Cache = Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")]
 NumImages = Annotated[int, typer.Option("--num-images", "-n", help="Pictures for each prompt or class.")]
 Side = Annotated[int | None, typer.Option(help="In pixels; by default the model's own.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="Text that guidance moves the picture away from.")]
 GuidanceScale = Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")]
 Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 takes all.")]
-Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: the plain run's pictures are above.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens; 0 takes all.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: show the plain run's pictures above.")]
 Columns = Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")]
 Enlarge = Annotated[
     int | None,
-    typer.Option(help="Pixels that a pixel becomes, along each side; by default enough to see small pictures."),
+    typer.Option(help="Factor by which each side is enlarged; by default enough to see small pictures."),
 ]
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Of speculative, lantern and cspd: a smaller model of the family, digits-ar-drafter say, or EAGLE's; of "
-        "code: the larger VAR; of distilled: the student's teacher."
+        help="For speculative, lantern and cspd: a smaller model of the family, such as digits-ar-drafter, or EAGLE's; "
+        "for code: the larger VAR; for distilled: the student's teacher."
     ),
 ]
 VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
@@ -80,8 +81,8 @@ TracePictures = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Which step made which token final: .png draws it, dark to yellow; .html is a page to step through, .gif "
-        "an animation, .json data for `paradec trace`.",
+        help="Record the step of each token: .png draws it, dark to yellow, .html is a page to step through, "
+        ".gif an animation, .json data for `paradec trace`.",
     ),
 ]
 
@@ -113,7 +114,7 @@ def image(
     trace: TracePictures = None,
     **shared: Any,
 ) -> None:
-    """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
+    """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and report the cost."""
     options.check_writable("--out", out)
     options.check_writable("--trace", trace)
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
@@ -341,8 +342,8 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     Raises:
         ValueError: a model of another kind.
     """
-    from paradec.models.eagle import load_drafter
     from paradec.models.images.loading import FAMILIES, image_adapter
+    from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load
 
     model_type = image_type(source)

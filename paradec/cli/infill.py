@@ -11,9 +11,7 @@ from paradec.cli.constraints import Holes, of_holes
 from paradec.cli.generate import decode
 from paradec.cli.work import one_prompt
 
-Prompt = Annotated[
-    str | None, typer.Option(help="A user's turn of a chat, to which the text is the assistant's answer.")
-]
+Prompt = Annotated[str | None, typer.Option(help="A user's turn; the text is then the assistant's answer.")]
 Text = Annotated[
     list[str] | None,
     typer.Argument(
@@ -39,7 +37,7 @@ def infill(
     hole: Holes = None,
     **shared: Any,
 ) -> None:
-    """Fill the masks in a text, and say what it took."""
+    """Fill the masks in a text and report the forwards and time."""
     given = options.read_text(one_prompt(text, "infill"))
     turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": given}]
     shared |= of_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}

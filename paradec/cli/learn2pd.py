@@ -13,7 +13,7 @@ from paradec.cli import options, show
 from paradec.core.checks import check_int
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-Out = Annotated[Path, typer.Option(metavar="FILE.safetensors", help="Where the filter goes.")]
+Out = Annotated[Path, typer.Option(metavar="FILE.safetensors", help="File for the filter.")]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -25,16 +25,16 @@ Prompts = Annotated[
 PerTask = Annotated[int, typer.Option(help="Packaged prompts per task.")]
 Kind = Annotated[str, typer.Option(help="block (the paper's, one block length) or features (any).")]
 Caches = Annotated[
-    list[str] | None, typer.Option("--cache", help="A cache that the filter is to serve; may be repeated.")
+    list[str] | None, typer.Option("--cache", help="A cache that the filter will be used with; may be repeated.")
 ]
 Epochs = Annotated[int, typer.Option(help="Passes over all records; 40000 in the paper.")]
 LearningRate = Annotated[float, typer.Option(help="AdamW's learning rate.")]
-Threshold = Annotated[float, typer.Option(help="Acceptance that precision and recall are measured at.")]
-FalseAcceptWeight = Annotated[float, typer.Option(help="How much more a token weighs that is not final.")]
+Threshold = Annotated[float, typer.Option(help="Acceptance threshold for precision and recall.")]
+FalseAcceptWeight = Annotated[float, typer.Option(help="Extra weight of tokens that are not final.")]
 Seed = Annotated[int, typer.Option(help="Seed of the split and the weights.")]
 Records = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.safetensors", help="Keep what is collected here, and go on with what it holds."),
+    typer.Option(metavar="FILE.safetensors", help="Store the collected records here, and continue from them."),
 ]
 
 learn2pd = typer.Typer(help="Filters for the sampler learn2pd.", rich_markup_mode=None, no_args_is_help=True)

@@ -29,7 +29,7 @@ Preset = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="A request that `paradec tune` or `Request.save` wrote; options that are given win over what is in it.",
+        help="A request that `paradec tune` or `Request.save` wrote; given options override it.",
     ),
 ]
 Set = Annotated[
@@ -51,11 +51,11 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Write what each step evaluated and made final: .html is a page to step through, .gif an animation, "
+        help="Record what each step evaluated and made final: .html is a page to step through, .gif an animation, "
         ".json data for `paradec trace`.",
     ),
 ]
-Live = Annotated[bool, typer.Option("--live", help="Show the tokens being filled in, on a terminal.")]
+Live = Annotated[bool, typer.Option("--live", help="Show tokens on the terminal as they are decided.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 
@@ -191,7 +191,7 @@ def sampler_names(given: list[str] | None) -> list[str] | None:
 
 
 def from_file(option: str, text: str) -> Any:
-    """The function or class that FILE.py:NAME, or MODULE:NAME, names.
+    """The function or class that FILE.py:NAME, or MODULE:NAME, names; modules of the working directory are found.
 
     Raises:
         ValueError: another form, no such file, one that fails, or no such name in it.
@@ -199,6 +199,8 @@ def from_file(option: str, text: str) -> Any:
     place, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier() or not place:
         raise ValueError(f"{option} {text!r} must be FILE.py:NAME or MODULE:NAME")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         module = _module_of(option, text, place) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:

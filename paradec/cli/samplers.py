@@ -11,7 +11,7 @@ import typer
 import paradec
 from paradec.cli import options, show, tables
 
-Name = Annotated[str | None, typer.Argument(help="One of them: what it does, its settings and its paper.")]
+Name = Annotated[str | None, typer.Argument(help="A sampler to describe: its effect, settings and paper.")]
 
 
 LISTING = Path(paradec.__file__).parent / "samplers" / "listing.json"

@@ -13,11 +13,11 @@ from paradec.cli import options, show
 from paradec.core.checks import LARGEST_INT64, check_int, check_number
 from paradec.core.text_files import read_text
 
-Host = Annotated[str, typer.Option(help="Where to listen; by default this machine alone.")]
-Port = Annotated[int, typer.Option(help="0 takes a free one.")]
-BatchSize = Annotated[int, typer.Option("--batch", help="Rows decoded together at most.")]
-MaxMemory = Annotated[int | None, typer.Option(help="Bytes that keys and values may take; fewer rows then.")]
-Name = Annotated[str | None, typer.Option(help="What clients call the model; by default what --model says.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; by default only this machine.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")]
+BatchSize = Annotated[int, typer.Option("--batch", help="The most rows decoded together.")]
+MaxMemory = Annotated[int | None, typer.Option(help="Bytes that keys and values may take; limits the rows.")]
+Name = Annotated[str | None, typer.Option(help="Name of the model for clients; by default that of --model.")]
 Presets = Annotated[
     Path | None,
     typer.Option(
@@ -26,10 +26,12 @@ Presets = Annotated[
 ]
 KeyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The API key that clients must send; PARADEC_API_KEY is another place for it."),
+    typer.Option(
+        metavar="FILE", help="File with the API key that clients must send; PARADEC_API_KEY can hold it instead."
+    ),
 ]
-MaxAnswer = Annotated[int, typer.Option(help="Tokens that a client may ask for.")]
-MaxBody = Annotated[int, typer.Option(help="Bytes of a request at most.")]
+MaxAnswer = Annotated[int, typer.Option(help="The most tokens of an answer.")]
+MaxBody = Annotated[int, typer.Option(help="The most bytes of a request.")]
 MaxRequests = Annotated[int, typer.Option(help="Requests answered or waiting at once; more get 429.")]
 Timeout = Annotated[float, typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")]
 LOCAL = ("127.0.0.1", "localhost", "::1")

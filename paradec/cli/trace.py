@@ -10,19 +10,21 @@ import typer
 
 from paradec.cli import options
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What `--trace FILE.json` wrote; up to 4.")]
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE.json...", help="Files that `--trace FILE.json` wrote; up to 4.")
+]
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE", help=".html (a page to step through), .gif, or .png, .pdf, .svg (a plot)."),
 ]
-Names = Annotated[list[str] | None, typer.Option("--name", help="What to call a run; once for each file.")]
-Title = Annotated[str, typer.Option(help="Of a page.")]
+Names = Annotated[list[str] | None, typer.Option("--name", help="Name of a run; once for each file.")]
+Title = Annotated[str, typer.Option(help="Title of a page.")]
 
 
 def trace(
     files: Files, out: Out = None, name: Names = None, title: Title = "", as_json: options.AsJson = False
 ) -> None:
-    """Draw recorded runs, side by side where there are several. Without --out, say what they took."""
+    """Draw recorded runs, several side by side. Without --out, print their forwards."""
     from paradec.core.trace import Trace
     from paradec.tools.traces.files import PAGES, check_suffix, save
     from paradec.tools.traces.html import page

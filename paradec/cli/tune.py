@@ -23,7 +23,7 @@ Prompts = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(help="Prompts that are taken: of a file the first, of the packaged ones so many a task.")
+    int | None, typer.Option(help="Number of prompts: the first of a file, or this many of each packaged task.")
 ]
 Samplers = Annotated[
     list[str] | None,
@@ -34,7 +34,7 @@ Samplers = Annotated[
 ]
 Caches = Annotated[
     list[str] | None,
-    typer.Option(help="Caches, separated by commas; by default none for forwards, and all for seconds."),
+    typer.Option(help="Caches, separated by commas; by default none for forwards, all for seconds."),
 ]
 Blocks = Annotated[
     list[str] | None,
@@ -44,28 +44,30 @@ Objective = Annotated[str, typer.Option(help="forwards, seconds (measured here),
 Score = Annotated[
     str | None,
     typer.Option(
-        help="answers, checker, or agreement with one token per step; by default answers where all prompts have one."
+        help="answers, checker, or agreement with one token per step; by default answers if all prompts have one."
     ),
 ]
 Checker = Annotated[
     str | None,
-    typer.Option(metavar="FILE.py:NAME", help="A function of prompt and answer that says how good it is, from 0 to 1."),
+    typer.Option(metavar="FILE.py:NAME", help="A function that scores an answer to a prompt, from 0 to 1."),
 ]
 Mask = Annotated[str | None, typer.Option(help="Text that represents a token to fill, as in `paradec infill`.")]
-Trials = Annotated[int, typer.Option(help="Settings to propose, beyond those set by hand, which are tried first.")]
-Minutes = Annotated[float | None, typer.Option(help="Begin nothing new later than this; the report comes on top.")]
+Trials = Annotated[int, typer.Option(help="Settings to propose after the preset ones.")]
+Minutes = Annotated[float | None, typer.Option(help="Start no new trial after this time; the report takes extra time.")]
 StudyFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.db", help="Keep everything here; the same command goes on with it, whatever ended it."),
+    typer.Option(metavar="FILE.db", help="Store the search here; the same command continues it."),
 ]
 PresetOut = Annotated[
     Path | None, typer.Option("--out", metavar="FILE.json", help="Write the preset, for --preset of other commands.")
 ]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all that was measured.")]
-PointNumber = Annotated[int | None, typer.Option(help="Which point of the front --out is; by default the chosen one.")]
+PointNumber = Annotated[
+    int | None, typer.Option(help="The point of the front that --out gets; by default the chosen one.")
+]
 Tolerance = Annotated[
     float,
-    typer.Option(help="Points of score that the preset may be below the best set by hand."),
+    typer.Option(help="Points of score that the preset may be below the best hand-set one."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]
@@ -93,8 +95,8 @@ def tune(
     as_json: AsJson = False,
     **shared: Any,
 ) -> None:
-    """Find the sampler, settings, cache and blocks that suit a model and its prompts; half of them choose, the other
-    half is reported."""
+    """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
+    chooses, the other half is reported."""
     from paradec.tools.tuning.study import check_installed
 
     # Everything is checked before the model is loaded, which may take minutes.

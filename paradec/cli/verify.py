@@ -15,7 +15,7 @@ from paradec.core.text_files import write_json
 
 Place = Annotated[
     str | None,
-    typer.Option("--target", metavar="MODULE:FUNCTION", help="A Python function, from a request to an answer."),
+    typer.Option("--target", metavar="FILE.py:NAME", help="A Python function, from a request to an answer."),
 ]
 Line = Annotated[
     str | None,
@@ -27,16 +27,16 @@ DataPath = Annotated[
     Path | None,
     typer.Option("--data", metavar="PATH", help="The archive of the cases, or its folder; a checkout has them."),
 ]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="Cases of this method alone; may be repeated.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", help="Run only cases of this method; may be repeated.")]
 Groups = Annotated[
-    list[str] | None, typer.Option("--group", help="traces, rows, ties, laws or canvases alone; may be repeated.")
+    list[str] | None, typer.Option("--group", help="Run only traces, rows, ties, laws or canvases; may be repeated.")
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="One case of each file of traces, and a tenth of the draws.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Run one case of each file of traces, and a tenth of the draws.")]
 Tolerance = Annotated[
     float | None,
-    typer.Option(help="Differences of decisions nearer to a tie are undecided; 1e-5 by default, for float32."),
+    typer.Option(help="Margin below which a difference is undecided; 1e-5 by default, for float32."),
 ]
-Draws = Annotated[int | None, typer.Option(help="Of each distribution; 10000 by default.")]
+Draws = Annotated[int | None, typer.Option(help="Draws of each distribution; 10000 by default.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that an answer of --command may take.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every case's outcome as JSON.")]
 
@@ -55,7 +55,7 @@ def verify(
 ) -> None:
     """Compare a decoder with recorded traces of published code, case by case; without a target, paradec itself.
 
-    Exit status: 0 where nothing differs and nothing failed, else 1.
+    Exit status: 0 if nothing differs and nothing failed, else 1.
     """
     if target is not None and command is not None:
         raise ValueError("give --target or --command, not both")
@@ -67,7 +67,7 @@ def verify(
         from paradec.tools.conformance import archive, report
         from paradec.tools.conformance.cases import cases
         from paradec.tools.conformance.run import DRAWS, TOLERANCE, Run, run
-        from paradec.tools.conformance.targets import Command, Ours, imported
+        from paradec.tools.conformance.targets import Command, Ours
 
     narrowed: dict[str, Any] = {"quick": True} if quick else {}
     narrowed |= {"method": "+".join(method)} if method else {}
@@ -76,7 +76,7 @@ def verify(
         chosen = list(cases(kit, method or (), group or (), quick))
         asked: Any = Ours()
         if target is not None:
-            asked = imported(target)
+            asked = options.from_file("--target", target)
         elif command is not None:
             asked = Command(command, timeout)
         show.quiet_loading()

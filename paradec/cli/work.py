@@ -189,7 +189,7 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """A smaller causal model, a drafter that reads the base's hidden states (EAGLE, DFlash), or "prompt_lookup" as it
     is. options: as for `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
-    from paradec.models.eagle import load_drafter
+    from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.lookup import PromptLookup
 
     if source == PromptLookup.name and not os.path.exists(source):

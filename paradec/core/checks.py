@@ -125,11 +125,11 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise ValueError for bytes that are no UTF-8, which Python hands on as surrogates."""
+    """Raise ValueError for bytes that are not UTF-8, which Python represents as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name}={shown(text)} is no UTF-8 text") from None
+        raise ValueError(f"{name}={shown(text)} is not UTF-8 text") from None
 
 
 def is_finite(value: Any) -> bool:

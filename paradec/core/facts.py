@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class ModelFacts:
         pad_token_id: the id after the end of an answer; by default the first end id, and without one the lowest
             id that is not the mask.
         max_length: positions the model can take, prompt and answer together; None if unlimited.
+        trained_length: positions that the model was trained for, where it can take more: longer rows are warned of.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
         topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
             encoder of what is final, and a bidirectional block of noise after it (DiffusionGemma).
@@ -48,6 +50,7 @@ class ModelFacts:
     block_length: int | None = None
     block_align: str = "absolute"
     name: str = "model"
+    trained_length: int | None = None
 
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size, low=1)
@@ -68,7 +71,8 @@ class ModelFacts:
             raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
         if self.block_align != "absolute" and self.topology != "block_causal":
             raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
-        check_int("max_length", self.max_length, low=1, high=LARGEST_INT64, none=True)
+        for name in ("max_length", "trained_length"):
+            check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
 
     @property
     def mask_id(self) -> int:
@@ -89,11 +93,17 @@ class ModelFacts:
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:
-        """Raise ValueError where a row of `longest` positions, `new` of them new, is more than the model can take."""
+        """Raise ValueError where a row of `longest` positions, `new` of them new, is more than the model can take; warn
+        where it is more than the model was trained for."""
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
                 f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
                 f"({self.max_length})"
+            )
+        if self.trained_length is not None and longest > self.trained_length:
+            warnings.warn(
+                f"a row of {longest} positions is longer than {self.name} was trained for ({self.trained_length})",
+                stacklevel=2,
             )
 
     @property

@@ -25,7 +25,7 @@ def decoded(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def read_text(file: str | os.PathLike[str]) -> str:

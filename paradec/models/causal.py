@@ -54,7 +54,7 @@ def load_causal(
     Raises:
         CheckpointError: files that are missing, wrong, or of another kind of model.
     """
-    for name in ("mask_token_id", "block_length", "topology", "adapter"):
+    for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
         if (value := options.pop(name, None)) is not None:
             value = getattr(value, "source", value)
             raise CheckpointError(f"{name}={value} is for masked models; {source!r} holds a causal language model")

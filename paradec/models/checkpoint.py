@@ -194,35 +194,6 @@ def token_id(name: str, value: Any, vocab_size: int) -> int | None:
     return value
 
 
-def rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary angles: `rope_theta`, or the one in `rope_parameters`, where transformers 5 writes it.
-
-    Raises:
-        CheckpointError: none, two that differ, or angles that are scaled, which the families here do not have.
-    """
-    found = {} if config.get("rope_theta") is None else {"rope_theta": float(positive(config, "rope_theta"))}
-    for name in ("rope_parameters", "rope_scaling"):
-        fields = config.get(name)
-        if fields is None:
-            continue
-        if not isinstance(fields, dict):
-            raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object or null")
-        for field, value in fields.items():
-            neutral = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}.get(field)
-            if field != "rope_theta" and value is not None and value != neutral:
-                raise CheckpointError(
-                    f"config.json: {name}={shown(fields)} is not supported: {shown(field)}={shown(value)} changes the "
-                    "rotary angles; supported: rope_type='default' with a rope_theta"
-                )
-        if fields.get("rope_theta") is not None:
-            found[name] = float(positive(fields, "rope_theta"))
-    if not found:
-        raise CheckpointError("config.json has no 'rope_theta', nor 'rope_parameters' with one")
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"config.json states two bases of the rotary angles: rope_theta is {found}")
-    return next(iter(found.values()))
-
-
 def stored_weights(source: str, revision: str | None) -> dict[str, Stored]:
     """Names, shapes and dtypes of the stored weights, read from the headers alone. Shards on the hub are downloaded.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -64,6 +65,11 @@ class FeatureDrafter:
         needed = store_bytes(self.module.config, rows, length, self.dtype)
         check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
         return KeyValueStore(rows, length, self.device)
+
+    def fused(self, features: Tensor) -> Tensor:
+        """What is carried from position to position [R, F, D] of what the model left [R, F, layers * D]: the same, but
+        for drafters that read several layers and say otherwise."""
+        return features
 
     def bound(self, model: Model) -> Self:
         """The drafter over what `base` became for one request (image models know its rows in a copy).

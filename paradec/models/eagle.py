@@ -1,7 +1,8 @@
 """EAGLE drafters: one decoder layer that carries a model's hidden states on by a position at a time.
 
 Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077, section 4.1.
-EAGLE-2, arXiv 2406.16858, and LANTERN, arXiv 2410.03355, draft with the same network. (EAGLE-3's is another one.)
+EAGLE-2, arXiv 2406.16858, and LANTERN, arXiv 2410.03355, draft with the same network; EAGLE-3's is in
+`paradec.models.eagle3`.
 
 The feature of a position is the model's last hidden state there, after the final norm. The drafter reads the feature
 of position i - 1 beside the embedding of the token at i, and its output represents the feature of position i: the
@@ -31,21 +32,11 @@ from paradec.core.checks import shown
 from paradec.core.query import Query
 from paradec.models.base import Model
 from paradec.models.calls import take_columns
-from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
-from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
+from paradec.models.checkpoint import CheckpointError, check_fit, positive
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.models.images.llamagen_network import angles
 from paradec.models.layout import lay
-from paradec.models.weights import read_weights
-
-FILES = ("model.safetensors", "pytorch_model.bin")
-UNUSED = "rotary_emb.inv_freq"
-"""Ending of a name that old checkpoints hold and nothing needs."""
-EAGLE_3 = ("midlayer.", "d2t", "t2d")
-"""Beginnings of names that only EAGLE-3's drafters have."""
-NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(d2t|t2d)"
-"""Names whose tensors are no weights here, and may be integers."""
 
 
 class EagleHead(nn.Module):
@@ -159,49 +150,19 @@ class EagleDrafter(FeatureDrafter):
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def load_drafter(
-    source: str | os.PathLike[str],
-    *,
-    base: Model,
-    dtype: torch.dtype | None = None,
-    revision: str | None = None,
-) -> EagleDrafter | DFlashDrafter:
-    """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, or of DFlash
-    (z-lab's format, with `dflash_config`, or transformers'; safetensors, and transformers 5.23 or newer).
-
-    `.bin` files are read with `weights_only=True`. The network goes to the base's device.
-
-    Args:
-        source: the folder or repository.
-        base: the model that it was trained for: a transformers decoder that paradec loaded or wrapped as causal, a
-            LlamaGen, or an image model on a Llama-like backbone. Its output matrix makes the drafter's logits.
-        dtype: of the parameters; the base's by default.
-        revision: of a hub repository.
+def load_eagle(
+    source: str, config: Mapping[str, Any], weights: dict[str, Tensor], base: Model, dtype: torch.dtype | None
+) -> EagleDrafter:
+    """What `load_drafter` does for EAGLE's drafters.
 
     Raises:
-        CheckpointError (a ValueError): missing or corrupt files, weights that are missing, unexpected or of another
-            shape (named), another hidden size or vocabulary than the base's, EAGLE-3's or DFlash 2's format.
-        TypeError, ValueError: a base that the drafter cannot draft for.
+        CheckpointError: as there.
     """
-    check_base(base)
-    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
-        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
-    source = os.fspath(source)
-    stated = read_json(source, "config.json", revision, required=True)
-    if is_dflash(stated):
-        return load_dflash(source, stated, base, dtype, revision)
-    config = _config(source, stated, base)
-    path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
-    if path is None:
-        raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")
-    weights = {name: tensor for name, tensor in read_weights(path, NO_WEIGHTS)[0].items() if not name.endswith(UNUSED)}
-    if any(name.startswith(EAGLE_3) for name in weights):
-        raise CheckpointError(f"{source!r} is an EAGLE-3 drafter, which is not read; EAGLE's and EAGLE-2's are")
-    module = EagleHead(config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
-    needed = module.state_dict()
-    check_fit(needed, weights, source, "config.json")
+    own = _config(source, config, base)
+    module = EagleHead(own, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
+    check_fit(module.state_dict(), weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
-        weights = halves_of_pairs(weights, config.head_dim)
+        weights = halves_of_pairs(weights, own.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
     lay(module)
@@ -227,14 +188,24 @@ def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
     layers = config.get("num_hidden_layers", 1)
     if layers != 1:
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
-    hidden, vocab, heads, inner = (
-        positive(config, name) for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
-    )
+    hidden, vocab = (positive(config, name) for name in ("hidden_size", "vocab_size"))
     for name, own, needed in (("hidden_size", hidden, base.hidden_size), ("vocab_size", vocab, base.facts.vocab_size)):
         if own != needed:
             raise CheckpointError(
                 f"{source!r} has {name}={own}, {base.facts.name} {needed}: it drafts for another model"
             )
+    return layer_config(source, config)
+
+
+def layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:
+    """The sizes of a drafter's one layer.
+
+    Raises:
+        CheckpointError: a field that is missing or out of its range.
+    """
+    hidden, vocab, heads, inner = (
+        positive(config, name) for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    )
     defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6}
     given = {**defaults, **{name: value for name, value in config.items() if value is not None}}
     kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.models import causal, lora
 from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
@@ -44,6 +44,7 @@ def load(
     mask_token_id: int | None = None,
     block_length: int | None = None,
     topology: str | None = None,
+    rope_theta: float | None = None,
     adapter: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     gguf_file: str | None = None,
@@ -61,50 +62,52 @@ def load(
     executed.
 
     Any causal language model in transformers' own format ("qwen3", "llama", "gemma3_text", ...) runs on its own class,
-    and ends and pads as transformers' `generate` does. GGUF files are read as far as transformers reads them (with the
-    package gguf), and are unpacked to plain numbers.
+    with the end and padding ids of transformers' `generate`. GGUF files that transformers can read (with the package
+    gguf) are unpacked to plain numbers.
 
     The ids of a masked model's mask, padding and end tokens come from the checkpoint's files: config.json, then
-    generation_config.json, then the tokenizer. Where these disagree on the mask or the padding, the first one counts
-    (and the logger "paradec" says so). Every end token that one of them names counts, the tokenizer's turn ends too.
+    generation_config.json, then the tokenizer. If these disagree on the mask or the padding, the first one is used (and
+    the logger "paradec" reports it). Every end token that one of them names is used, the tokenizer's turn ends too.
 
     Image models (for `paradec.generate_images`) load from the published files and folders of LlamaGen, MAR, VAR, LPD
-    and kin (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon and Janus. Five small ones
-    are inside the package: "digits-ar", "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked),
+    and others (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon and Janus. Five small
+    ones are inside the package: "digits-ar", "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked),
     "digits-var" and "digits-var-small" (by scales).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
             "folder/file.gguf" or "owner/repository/file.gguf", or a LoRA adapter alone, which names its base.
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
-        device: where to put the model; None is the CPU, or what `device_map`/`tp_plan` say.
+        device: where to put the model; None is the CPU, or the devices of `device_map`/`tp_plan`.
         device_map, quantization_config, revision: as in transformers' `from_pretrained`.
         tp_plan: "auto", in each of the processes that `torchrun` started: every one reads a part of each matrix and
             decodes together with the others (docs/engines.md). A mapping changes transformers' plan, as there.
         tp_timeout: seconds that such a process waits for the others in a request; None is 600.
         attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD with its defaults for requests that do not
-            say which attention they want (`generate(attention=...)`).
-        mask_token_id: overrides the checkpoint's; needed where it names none.
+            choose an attention (`generate(attention=...)`).
+        mask_token_id: overrides the checkpoint's; needed if it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
-            where it names none. (How an answer is cut is for `generate(block_length=...)`.)
+            if it names none. (`generate(block_length=...)` sets the blocks of an answer.)
         topology: "block_causal" for LLaDA's and Dream's formats with weights that were trained with blocks which see
-            the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None is what
-            the format says, and for adapters with D2F's published names that, in blocks of 32.
+            the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None takes
+            the format's topology, and for adapters with D2F's published names "block_causal" in blocks of 32.
+        rope_theta: another base of the rotary angles than the checkpoint's, for masked models: a larger one stretches
+            them over longer texts (LongLLaDA). Rows may then be longer than the model was trained for, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format (adapter_config.json and
-            adapter_model.safetensors), which is merged into the weights; for LLaDA's and Dream's formats and kin.
+            adapter_model.safetensors), which is merged into the weights; for LLaDA's, Dream's and similar formats.
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
         weight_layout: how float32 matrices lie in memory on a CPU. "rows" leaves them as they were read: pages of the
-            file, which all processes share. "columns" copies them, which costs a second for each gigabyte and makes
-            products of few positions faster (docs/performance.md says by how much). None is "columns" for models of up
-            to 64 MiB, and for matrices that are in no file's pages, being converted or read from a pickle.
-        image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
-            `paradec.models.images.llamagen.load_llamagen` and its kin.
+            file, which all processes share. "columns" copies them, which takes a second per gigabyte and makes
+            products of few positions faster (docs/performance.md has measurements). None is "columns" for models of up
+            to 64 MiB, and for matrices that are not pages of a file, because they are converted or read from a pickle.
+        image_options: further arguments of image models, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
+            `paradec.models.images.llamagen.load_llamagen` and the loaders beside it.
 
     Raises:
         CheckpointError (a ValueError): not a checkpoint of these formats, corrupt or truncated files, missing or
-            unexpected weights, a configuration whose maths is not supported, no mask id.
+            unexpected weights, an unsupported configuration, no mask id.
         ValueError: an argument out of its range.
     """
     for_text = {
@@ -115,6 +118,7 @@ def load(
         "mask_token_id": mask_token_id,
         "block_length": block_length,
         "topology": topology,
+        "rope_theta": rope_theta,
         "adapter": adapter,
         "offload_folder": offload_folder,
     }
@@ -169,6 +173,7 @@ def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str
         check_choice("weight_layout", layout, LAYOUTS)
     check_int("mask_token_id", given["mask_token_id"], low=0, none=True)
     check_int("block_length", given["block_length"], low=1, none=True)
+    check_number("rope_theta", given["rope_theta"], low=0, open_low=True, none=True)
     topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]
     if topology is not None:
         check_choice("topology", topology, ("bidirectional", "block_causal"))
@@ -216,7 +221,7 @@ def _load_canvases(
     **options: Any,
 ) -> Model:
     """What `load` does for models that decode canvases of noise."""
-    for name in ("mask_token_id", "block_length", "topology", "adapter"):
+    for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
         if options.pop(name) is not None:
             raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
     if tp_plan is not None:

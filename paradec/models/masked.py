@@ -29,6 +29,7 @@ from paradec.models.decoder import Decoder
 from paradec.models.family import Family
 from paradec.models.lora import LoRA
 from paradec.models.pretrained import read_module, reason
+from paradec.models.rotary import with_base
 from paradec.models.saving import Published
 from paradec.models.text import d2f, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
 from paradec.models.text.qwen import stated_block
@@ -75,10 +76,14 @@ def load_masked(
     block_length: int | None,
     topology: str | None,
     adapter: str | LoRA | None,
+    rope_theta: float | None = None,
     **options: Any,
 ) -> Decoder:
     """What `load` does for masked language models; `options` are for `from_pretrained`."""
+    if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
+        config = {**config, sdar.GIVEN: block_length}
     family = _family(source, config)
+    config = with_base(config, rope_theta)
     hf_config = family.config(config)
     if family.fused is not None:
         _check_fused(source, hf_config, options)
@@ -101,7 +106,8 @@ def load_masked(
         scales = adapter.scales(source, stored)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
-    facts = facts_of(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
+    ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
+    facts = facts_of(*ids, raised=rope_theta is not None)
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if adapter is not None:
@@ -175,6 +181,12 @@ def known_family(config: Mapping[str, Any]) -> Family | None:
 def _family(source: str, config: dict[str, Any]) -> Family:
     """Raises CheckpointError: a model_type that `load` does not read."""
     model_type, known = config.get("model_type"), known_family(config)
+    if known in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
+        raise CheckpointError(
+            f"{source!r} has model_type={model_type!r}, and is I-DLM by its name or by block_size="
+            f"{shown(config.get(sdar.BLOCK_NAME))}: a causal model that verifies its last drafts in the call that "
+            "makes new ones, which no sampler here does. For an SDAR with such blocks give load(..., block_length=...)"
+        )
     if known is not None:
         return known
     if isinstance(model_type, str) and model_type in REFUSED:

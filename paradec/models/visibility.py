@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, WindowQuery
+from paradec.models.rotary import BY_CALL
 
 
 def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
@@ -56,9 +57,12 @@ def beyond_plain(module: Any) -> dict[str, Any]:
     """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
     config = module.config
     layers = getattr(config, "layer_types", None)
-    found = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
+    found: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
     if layers is None:
         found["sliding_window"] = getattr(config, "sliding_window", None)
     if getattr(module, "_is_stateful", False):
         found["model_type"] = config.model_type
+    angles = getattr(config, "rope_parameters", None) or {}
+    if angles.get("rope_type") in BY_CALL:  # stored keys would be those of another length
+        found["rope_parameters"] = angles
     return {field: value for field, value in found.items() if value is not None}

@@ -10,6 +10,7 @@ from typing import Any
 from paradec.core.facts import ModelFacts
 from paradec.models.checkpoint import TURN_ENDS, CheckpointError, fetch, token_id
 from paradec.models.family import Family
+from paradec.models.rotary import lengths
 
 logger = logging.getLogger("paradec")
 
@@ -23,8 +24,10 @@ def facts_of(
     family: Family,
     mask_token_id: int | None,
     block_length: int | None,
+    raised: bool = False,
 ) -> ModelFacts:
-    """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer."""
+    """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer.
+    `raised` says whether `load` was given another base of the rotary angles."""
     vocab = hf_config.vocab_size
     known = {} if tokenizer is None else tokenizer.get_vocab()
     mask = _first_stated(source, "mask_token_id", config, generation, tokenizer, mask_token_id)
@@ -36,13 +39,15 @@ def facts_of(
     pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
     for name, value in (("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", end) for end in ends)):
         token_id(name, value, vocab)
+    longest, trained = lengths(hf_config, raised)
     try:
         return ModelFacts(
             vocab_size=vocab,
             mask_token_id=mask,
             eos_token_ids=tuple(dict.fromkeys(ends)),
             pad_token_id=pad,
-            max_length=hf_config.max_position_embeddings,
+            max_length=longest,
+            trained_length=trained,
             prediction=family.prediction,
             topology=family.topology,
             block_length=block_length,

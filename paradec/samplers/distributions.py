@@ -1,4 +1,4 @@
-"""Operations on logits and distributions [..., V] that methods share: temperatures, logarithms, divergence, sorting."""
+"""Operations on logits and distributions [..., V] that methods share: temperatures, logarithms, sorting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
 """The same on the CPU: what stays in its caches is twice as fast."""
-TINY = 1e-12
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -40,15 +39,6 @@ def chunks(logits: Tensor) -> tuple[Tensor, ...]:
     """[..., V] as pieces [n, V] of a bounded size."""
     rows = max(1, (CPU_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
     return logits.reshape(-1, logits.shape[-1]).split(rows)
-
-
-def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with 1e-12 added to both within
-    the logarithm: tokens that `previous` excludes count finitely."""
-    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
-    pairs = zip(chunks(p), chunks(previous), strict=True)
-    kl = [torch.linalg.vecdot(now, ((now + TINY) / (before + TINY)).log_()) for now, before in pairs]
-    return p, torch.cat(kl).view(p.shape[:-1])
 
 
 def ascending(values: Tensor) -> Tensor:

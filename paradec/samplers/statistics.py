@@ -6,6 +6,7 @@ are so confident of many positions that float32 probabilities tie at 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -88,8 +89,18 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best.squeeze(-1), p.gather(-1, best).squeeze(-1)
 
 
+class Unread(ABC):
+    """Logits [..., V] that a stage leaves unwritten, with `token_statistics` of what it leaves; None of what has to be
+    read."""
+
+    @abstractmethod
+    def written(self) -> Tensor: ...
+    @abstractmethod
+    def statistics(self, reads: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]] | None: ...
+
+
 @dataclass(frozen=True)
-class Raised:
+class Raised(Unread):
     """Logits of which a few tokens per position are raised, unwritten: a confidence follows from what was read of the
     logits before, without reading them again. Shapes: `K` tokens of every position."""
 
@@ -109,8 +120,10 @@ class Raised:
         copy = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32), copy=True)
         return copy.scatter_add_(-1, self.ids.clamp(min=0), self.by.where(self.ids >= 0, 0).to(copy.dtype))
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def statistics(self, reads: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]] | None:
         """The best token [...] int64 after raising (the lowest id on ties), and its probability [...] float64."""
+        if reads != ("confidence",):
+            return None
         best = self.best.unsqueeze(-1)
         tokens = torch.cat((best, self.ids.clamp(min=0)), -1)
         z = self.logits.gather(-1, tokens).double()
@@ -126,12 +139,12 @@ class Raised:
         most = raised.amax(-1)
         first = tokens.where(counted & (raised == most.unsqueeze(-1)), torch.iinfo(torch.int64).max).amin(-1)
         # where a logit is NaN no token is the first one
-        return first.where(most.isfinite(), self.best), most / total
+        return first.where(most.isfinite(), self.best), {"confidence": most / total}
 
 
-def written(logits: Tensor | Raised) -> Tensor:
+def written(logits: Tensor | Unread) -> Tensor:
     """Logits [..., V], written out if they are not."""
-    return logits.written() if isinstance(logits, Raised) else logits
+    return logits.written() if isinstance(logits, Unread) else logits
 
 
 def raise_tokens(logits: Tensor, best: Tensor, prob: Tensor, ids: Tensor, by: Tensor) -> Tensor | Raised:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,6 +19,7 @@ from causal_models import close_model, tiny_llama, wrapped
 from image_families import MODELS, made
 from image_models import tiny_llamagen
 from scheduler_runs import TEXT
+from scipy.stats import chisquare
 from torch import Tensor
 
 import paradec
@@ -100,6 +102,91 @@ def answer(name: str, model: Table, filter_file: str, block: int, **request: Any
     tokens = out.new_tokens
     assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded token was taken"
     return tokens
+
+
+# ---- the distribution itself ----------------------------------------------------------------------------------------
+
+DRAWN_FROM: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 6})
+DRAWS = 100_000
+CASES = len(DRAWN_FROM) * 3 * len(MASKED + DRAFTING)
+
+
+def left(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10**9) -> Tensor:
+    """[V]: what a token is drawn from, token by token."""
+    weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
+    order, before = sorted(range(len(weights)), key=lambda token: -weights[token]), 0.0
+    found = torch.zeros(len(weights), dtype=torch.float64)
+    for rank, token in enumerate(order):
+        if rank < top_k and before <= top_p * math.fsum(weights):
+            found[token] = weights[token]
+        before += weights[token]
+    return found / found.sum()
+
+
+def p_value(tokens: Tensor, p: Tensor) -> float:
+    """Of tokens drawn from p [V]; rare ones count together, and what has no probability is drawn never."""
+    counts = tokens.bincount(minlength=len(p))
+    assert len(counts) == len(p) and (counts[p == 0] == 0).all()
+    often = p * len(tokens) >= 20
+    both = [torch.cat((of[often], of[~often].sum()[None])).double() for of in (counts, p * len(tokens))]
+    kept = both[1] > 5
+    expected = both[1][kept] * (both[0][kept].sum() / both[1][kept].sum())
+    return float(chisquare(both[0][kept], expected).pvalue) if kept.sum() > 1 else 1.0
+
+
+class Constant(Table):
+    """Says the same of every position: what is drawn anywhere is one more draw from one distribution."""
+
+    embedding = torch.rand(50, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(50, torch.float64, 3.0, **facts)
+
+    def token_embeddings(self) -> Tensor:
+        return self.embedding
+
+    codebook = token_embeddings
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        return self.table[0].repeat(*query.wanted.shape, 1)
+
+
+UNCHANGED: dict[str, dict[str, Any]] = {
+    "credit": {"fusion": 0.0},
+    "union": {"rules": ("threshold", "localleap")},
+    **{name: {"window": 1} for name in ("gsd", "lantern", "lantern++")},
+}
+"""Settings that leave the model's distribution alone, of methods whose defaults draw from another one."""
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:delimiters=")
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("name", MASKED + [name for name in DRAFTING if name != "zipar"])  # which needs a grid
+def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
+    """Blocks of one masked position, whatever the rule; windows whose drafts are rejected or not. A row draws what it
+    draws alone in a batch."""
+    causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
+    model = Constant(**({} if name in MASKED else causal))
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
+    sampler = with_drafter(name, lambda: table_drafter(causal), **settings, **UNCHANGED.get(name, {}))
+    logits = model.table[0].clone()
+    if name in MASKED:
+        logits[model.facts.mask_token_id] = -torch.inf
+    request: dict[str, Any] = {"sampler": sampler, "temperature": temperature, "max_new_tokens": 50, "seed": 3}
+    request |= {"block_length": 1} if name in MASKED else {}
+    rows = DRAWS // 50 // (20 if name == "lpd" else 1)  # which orders positions row by row
+    for filters in DRAWN_FROM:
+        tokens = paradec.generate(model, [[1, 2]] * rows, **request, **filters).new_tokens
+        assert p_value(tokens.flatten(), left(logits, temperature, **filters)) > 0.01 / CASES, filters
+        assert torch.equal(paradec.generate(model, [1, 2], **request, **filters).new_tokens[0], tokens[0])
+
+
+def table_drafter(causal: dict[str, Any]) -> Constant:
+    """Of other logits than `Constant`'s."""
+    drafter = Constant(**causal)
+    drafter.table = (drafter.table + drafter.table.roll(1, 1)) / 2
+    return drafter
 
 
 # ---- masked samplers ------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_what_cannot_be_a_chat() -> None:
     assert "did you mean 'threshold'" in refused("chat", "--sampler", "treshold")
     assert "no-such-cache" in refused("chat", "--cache", "no-such-cache")
     assert "temperature" in refused("chat", "--temperature", -1)
-    assert "no UTF-8" in run("chat", stdin=b"Sort: \xe4pfel\n").stderr
+    assert "not UTF-8" in run("chat", stdin=b"Sort: \xe4pfel\n").stderr
 
 
 def work_of(model: Any, cache: str = "none") -> Work:

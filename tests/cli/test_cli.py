@@ -590,11 +590,11 @@ def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("caf\u00e9".encode("latin-1"), "standard input is no UTF-8 text: unexpected end of data at byte 3"),
-        (b"Sort: \xe4pfel\n", "standard input is no UTF-8 text: invalid continuation byte at byte 6"),
+        ("caf\u00e9".encode("latin-1"), "standard input is not UTF-8 text: unexpected end of data at byte 3"),
+        (b"Sort: \xe4pfel\n", "standard input is not UTF-8 text: invalid continuation byte at byte 6"),
         (b"\x7fELF\x02\x01\x01\x00", "standard input is no text: it has a zero byte at position 7"),
-        (b"\x89PNG\r\n\x1a\n\x00", "standard input is no UTF-8 text: invalid start byte at byte 0"),
-        ("Sort: fig".encode("utf-16"), "standard input is no UTF-8 text: invalid start byte at byte 0"),
+        (b"\x89PNG\r\n\x1a\n\x00", "standard input is not UTF-8 text: invalid start byte at byte 0"),
+        ("Sort: fig".encode("utf-16"), "standard input is not UTF-8 text: invalid start byte at byte 0"),
     ],
 )
 def test_binary_standard_input_gives_one_line(data: bytes, message: str) -> None:
@@ -609,7 +609,7 @@ def test_arguments_that_are_no_text_give_one_line() -> None:
                       ["infill", "<mask>", "--prompt", odd], ["infill", "<mask>", "--mask", odd]):  # fmt: skip
         result = run(*arguments)
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), arguments
-        assert "is no UTF-8 text" in result.stderr
+        assert "is not UTF-8 text" in result.stderr
 
 
 def test_empty_standard_input_gives_one_line() -> None:

@@ -251,7 +251,7 @@ def test_a_prompt_that_is_no_unicode_fails_alone(tmp_path: Path) -> None:
     for resume in ((), ("--resume",)):
         assert run("generate", "--in", source, "--out", out, *resume).exit_code == 1
         found = lines(out)
-        assert ["is no UTF-8 text" in entry.get("error", "") for entry in found] == [True, True, False]
+        assert ["is not UTF-8 text" in entry.get("error", "") for entry in found] == [True, True, False]
         assert (found[0]["prompt"], found[0]["id"], found[2]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
 
 

@@ -70,7 +70,7 @@ def test_a_line_of_text_ends_at_one_character(prompts: list[str], end: str, tmp_
         ('{"prompt": ' + "[" * 101 + "]" * 101 + "}", "line 2: .* more than 100 deep"),
         ("{", "line 2: no JSON: Expecting"),
         ('{"prompt": ' + "1" * 5000 + "}", "line 2: no JSON: Exceeds the limit"),
-        ('{"prompt": "\\ud800", "answer": ""}', r"line 2: prompt='\\ud800' is no UTF-8 text"),
+        ('{"prompt": "\\ud800", "answer": ""}', r"line 2: prompt='\\ud800' is not UTF-8 text"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(name: str, line: str, message: str, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_line_that_cannot_be_used_is_named(name: str, line: str, message: str,
     with pytest.raises(ValueError, match=f"prompts.jsonl', {message}"):
         JSON_LINES[name](file)
     file.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="prompts.jsonl' is no UTF-8 text: invalid start byte at byte 12"):
+    with pytest.raises(ValueError, match="prompts.jsonl' is not UTF-8 text: invalid start byte at byte 12"):
         JSON_LINES[name](file)
 
 

@@ -575,7 +575,6 @@ def wrong_checkpoints() -> list[Any]:
         case(lambda c, w: w.pop("fc.weight"), "missing weights: fc.weight"),
         case(lambda c, w: w.update({"layers.0.input_layernorm.weight": torch.ones(16)}), "unexpected weights: layers"),
         case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), r"fc.weight \[16, 16\] instead of \[16, 32\]"),
-        case(lambda c, w: w.update({"midlayer.hidden_norm.weight": torch.ones(16)}), "EAGLE-3"),
     ]
 
 

@@ -110,6 +110,7 @@ def test_every_adapter_says_what_it_is(given: dict[str, Any]) -> None:
     found -= {Model, Encoder, Opaque, ImageModel, TextToImageModel, FeatureDrafter}
     assert found - {type(given[name]) for name in OURS} == {
         importlib.import_module("paradec.models.eagle").EagleDrafter,
+        importlib.import_module("paradec.models.eagle3").Eagle3Drafter,
         importlib.import_module("paradec.models.dflash").DFlashDrafter,
     }
 

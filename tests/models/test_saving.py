@@ -666,7 +666,28 @@ def test_rope_parameters_instead_of_rope_theta(source: Path, tmp_path: Path, nam
         ({"rope_parameters": {"rope_theta": "10"}}, "rope_theta='10' must be a positive number"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 must be"),
         ({"rope_parameters": {"rope_theta": 10.0}, "rope_theta": 20.0}, "two bases of the rotary angles"),
-        ({"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*'linear'"),
+        (
+            {"rope_theta": 10.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling=.*'dynamic'.*neighbours",
+        ),
+        (
+            {"rope_theta": 10.0, "rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type='longrope'.*stored keys",
+        ),
+        ({"rope_theta": 10.0, "rope_scaling": {"type": "spiral"}}, "rope_type='spiral' is not known"),
+        ({"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": "x"}}, r"\['factor'\]='x' must be"),
+        (
+            {"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}},
+            "'beta_fast'=3 has no",
+        ),
+        ({"rope_theta": 10.0, "rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "must name one rope_type"),
+        (
+            {
+                "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0},
+                "rope_scaling": {"factor": 2.0},
+            },
+            "original_max_position_embeddings'",
+        ),
     ],
 )
 def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:

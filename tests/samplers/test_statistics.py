@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.causal.gsd import around
-from paradec.samplers.distributions import argmax, ascending, divergence, divided, log_of, tempered
+from paradec.samplers.distributions import argmax, ascending, divided, log_of, tempered
+from paradec.samplers.divergences import divergence
 from paradec.samplers.filters import HEAD, draw_filtered, filter_logits
 from paradec.samplers.statistics import Raised
 
@@ -145,9 +146,10 @@ def test_tokens_may_be_raised_by_any_amount(by: float, dtype: torch.dtype) -> No
     ids[2, 0] = best[2]
     raised = Raised(logits, best, prob, ids, by * torch.tensor([1.0, 0.5, 1.0], dtype=dtype).expand(3, -1))
     written = raised.written().double().softmax(-1)
-    token, found = raised.statistics()
+    token, found = raised.statistics(("confidence",))
     assert torch.equal(token, written.argmax(-1))
-    torch.testing.assert_close(found, written.amax(-1), rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0)
+    rtol = 1e-4 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(found["confidence"], written.amax(-1), rtol=rtol, atol=0)
 
 
 def test_divergence_of_logits_beyond_float32() -> None:

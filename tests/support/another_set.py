@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,29 @@ def proteins(folder: Path) -> None:
     (folder / "weights.pt").symlink_to(GOLDEN / "proteins" / "small.pt")
 
 
+def drafters(folder: Path) -> None:
+    """EAGLE-3: every second case, of drafters of other names."""
+    source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
+    shutil.copytree(source / "base", target / "base")
+    cases = {key: case for key, case in read(source / "cases.json").items() if case["drafter"].startswith("eagle3")}
+    tensors, kept = load_file(source / "cases.safetensors"), {}
+    shared = {name: value for name, value in tensors.items() if "/" not in name}
+    for number, (key, case) in enumerate(list(cases.items())[::2]):
+        name = case["drafter"].replace("eagle3", "eagle3 other")
+        if not (target / name).exists():
+            shutil.copytree(source / case["drafter"], target / name)
+        kept[f"{number}"] = case | {"drafter": name}
+        shared |= {f"{number}/{part}": tensors[f"{key}/{part}"] for part in ("fused", "q")}
+    write(target / "cases.json", kept)
+    save_file(shared, target / "cases.safetensors")
+
+
+def autumn(folder: Path) -> None:
+    """Every second table of scaled rotary angles."""
+    tables = read(GOLDEN / "autumn" / "rope" / "tables.json")
+    write(folder / "rope" / "tables.json", tables | {"cases": dict(list(tables["cases"].items())[::2])})
+
+
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "traces": (text, ("llada/of first 1", "lopa/of second 1", "test_logits[full-second]")),
     "moe": (mixtures, ("llada20_generate/number 1", "sdar_generate/number 0", "test_logits[three-full]")),
@@ -233,6 +257,8 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "recap": (recap, ("run 0", "run 1")),
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
+    "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
+    "autumn": (autumn, ("[default]",)),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
         for family in ("sjd", "gsd", "scd", "lantern")

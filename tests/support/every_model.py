@@ -47,8 +47,8 @@ MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
 IMAGES = [*IMAGE_MODELS, "nar", "distilled", "distilled var", "digits-maskgit", "mar", "lpd", "var", "dit"]
-CANVAS, PROTEIN = "diffusion_gemma", "protein"
-EVERY = [*TEXT, CANVAS, PROTEIN, *IMAGES]
+CANVAS, PROTEIN, IN_ORDER = "diffusion_gemma", "protein", "protein in a row's order"
+EVERY = [*TEXT, CANVAS, PROTEIN, IN_ORDER, *IMAGES]
 
 
 def make(kind: str) -> Any:
@@ -58,7 +58,7 @@ def make(kind: str) -> Any:
             return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
     if kind == CANVAS:
         return paradec.wrap(copy.deepcopy(tiny_module(dtype=torch.float64, canvas=4)))
-    if kind == PROTEIN:
+    if kind in (PROTEIN, IN_ORDER):
         return tiny_protein()
     if kind in MIXTURES:
         return paradec.load(MOE / kind, dtype="float64", **told(kind))
@@ -129,8 +129,10 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == CANVAS:
         given = {"sampler": short_canvases(), "max_new_tokens": 8, "seed": seed}
         return paradec.generate(model, ROWS, **(given | request)).new_tokens
-    if kind == PROTEIN:
-        given = {"sampler": "random", "temperature": 0.7, "seed": seed, "steps": 4}
+    if kind in (PROTEIN, IN_ORDER):
+        given = {"sampler": "jacobi", "temperature": 0.7, "seed": seed}
+        if kind == PROTEIN:
+            given |= {"sampler": "random", "steps": 4}
         return paradec.generate(model, designs(model), **(given | request)).sequences
     given = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
     if model.facts.topology == "causal":
@@ -196,8 +198,8 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
         sampler = short_canvases()
         state = sampler.start(model, encode(model, ROWS, None, None), max_new_tokens=8, seed=0, trace=True)
         return sampler, model, state, lambda state: state.canvas
-    if kind == PROTEIN:
-        sampler = paradec.samplers.create("random")
+    if kind in (PROTEIN, IN_ORDER):
+        sampler = paradec.samplers.create("random" if kind == PROTEIN else "jacobi")
         state = sampler.start(model, designs(model), temperature=0.7, seed=0, trace=True)
         return sampler, model, state, lambda state: state.canvas
     causal = model.facts.topology == "causal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, TypeVar
@@ -13,6 +14,11 @@ from torch import Tensor
 MASK32 = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
+PAIR = np.array(MULTIPLIERS, np.uint64)
+KEYS = np.multiply.outer(np.arange(10), WEYL).astype(np.uint32)
+"""[10, 2]: what is added to a key in each round."""
+LOWER = int(sys.byteorder == "big")
+"""Where the lower half of a 64-bit number lies."""
 CACHED = 3 * 2**12
 """Calls of philox at once on the CPU."""
 
@@ -47,69 +53,71 @@ def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple
     """The same of arrays. Entries 0 and 2 of the counter take the same steps, and so do 1 and 3: pairs of them are half
     as many calls, which is what few numbers cost."""
     shape, narrow = np.broadcast(*counter, *key).shape, np.broadcast(*key).shape
-    even, odd = np.empty((2, 2, *shape), np.uint64)
+    even, odd, mixed = np.empty((2, *shape), np.uint64), *np.empty((2, 2, *shape), np.uint32)
     even[0], odd[0], even[1], odd[1] = counter
-    keys = np.empty((2, *[1] * (len(shape) - len(narrow)), *narrow), np.uint64)
+    keys = np.empty((2, *[1] * (len(shape) - len(narrow)), *narrow), np.uint32)
     keys[0], keys[1] = key
-    multiplier, weyl = (np.array(pair, np.uint64).reshape(2, *[1] * len(shape)) for pair in (MULTIPLIERS, WEYL))
-    upper, mask = np.uint64(32), np.uint64(MASK32)
-    for key_of_round in (keys + np.multiply.outer(np.arange(10, dtype=np.uint64), weyl)) & mask:
-        product = (even * multiplier)[::-1]
-        even = product >> upper
-        even ^= odd
-        even ^= key_of_round
-        even &= mask
-        odd = product
-    odd &= mask
-    return even[0], odd[0], even[1], odd[1]
+    halves = even.view(np.uint32).reshape(*even.shape, 2)[::-1]  # of the products, which change places
+    lower, upper = halves[..., LOWER], halves[..., 1 - LOWER]
+    multipliers = PAIR.reshape(2, *[1] * len(shape))
+    for key_of_round in keys + KEYS.reshape(10, 2, *[1] * len(shape)):
+        even *= multipliers
+        np.bitwise_xor(upper, odd, out=mixed)
+        mixed ^= key_of_round
+        odd[...] = lower
+        even[...] = mixed
+    first, third = odd.astype(np.uint64)
+    return even[0], first, even[1], third
 
 
-def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int) -> Tensor:
+def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int | Tensor) -> Tensor:
     """Uniform float64 draws in (0, 1) with 53 random bits.
 
     Args:
         keys: [R, 2] int64 row keys.
-        step: [R] int64 steps of the rows.
+        step: [R] int64 steps of the rows; or [R, W], of each position.
         position: [R, W] int64 positions.
         size: how many draws per position (the vocabulary for Gumbel noise, 1 for a score).
-        stream: `TOKEN_STREAM` or `POSITION_STREAM`.
+        stream: `TOKEN_STREAM` or `POSITION_STREAM`; or [W] int64, of each position.
 
     Returns:
         [R, W, size] float64.
     """
     rows, width = position.shape
     count = (size + 1) // 2
+    step = step if step.ndim == 2 else step.unsqueeze(1)
     if keys.is_cpu:
-        each = (position.numpy(), step.numpy()[:, None], *keys.numpy().T[:, :, None])
-        host = np.empty((4, rows, width), np.uint64)
+        kind = stream.numpy() if isinstance(stream, Tensor) else stream
+        each = (position.numpy(), step.numpy(), *keys.numpy().T[:, :, None], kind)
+        host = np.empty((5, rows, width), np.uint64)
         for index, numbers in enumerate(each):
             host[index] = numbers
-        draws = torch.from_numpy(_on_host(host.reshape(4, -1, 1), count, stream))
+        draws = torch.from_numpy(_on_host(host.reshape(5, -1, 1), count))
     else:
-        wide = (position, step.unsqueeze(1), *keys.T.unsqueeze(-1))
-        place = [part.expand(rows, width).reshape(-1, 1) for part in wide]
-        bits = torch.stack(_bits(torch.arange(count, device=keys.device), place, stream), -1)
+        wide = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
+        place: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in wide]
+        place += [] if isinstance(stream, Tensor) else [stream]  # a tensor of it would wait for the device
+        bits = torch.stack(_bits(torch.arange(count, device=keys.device), place), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]
 
 
-def _bits(calls: Integers, place: Sequence[Integers], stream: int) -> tuple[Integers, Integers]:
-    """Two draws of 53 bits per call; one of philox gives four 32-bit words. place: position, step and both keys."""
-    position, step, key0, key1 = place
+def _bits(calls: Integers, place: Sequence[Any]) -> tuple[Integers, Integers]:
+    """Two draws of 53 bits per call; one of philox gives four 32-bit words. place: position, step, keys, stream."""
+    position, step, key0, key1, stream = place
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
-def _on_host(place: np.ndarray, count: int, stream: int) -> np.ndarray:
+def _on_host(place: np.ndarray, count: int) -> np.ndarray:
     """Draws [N, count, 2] of N places; in pieces that stay in the processor's cache, which is several times faster."""
-    position, step, key0, key1 = place
-    draws = np.empty((len(position), count, 2))
+    draws = np.empty((place.shape[1], count, 2))
     wide = min(max(count, 1), CACHED)
     tall = CACHED // wide
     for top, left in product(range(0, len(draws), tall), range(0, count, wide)):
-        part, rows = draws[top : top + tall, left : left + wide], slice(top, top + tall)
+        part = draws[top : top + tall, left : left + wide]
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _bits(calls, (position[rows], step[rows], key0[rows], key1[rows]), stream)
+        part[..., 0], part[..., 1] = _bits(calls, [*place[:, top : top + tall]])
         part += 0.5
         part *= 2.0**-53
     return draws

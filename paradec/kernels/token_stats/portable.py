@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, draw_among
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
-CPU_CHUNK = 2**17
-"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, which pays for the calls and is
-still near the core, twice and beside the logits."""
+CPU_CHUNK = 2**19
+"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 2 MB, which pays for the calls."""
 SEARCH_CHUNK = 2**22
 """Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
@@ -31,6 +32,10 @@ NOTHING = 2.0**-105.9
 MOST_APART = 700.0
 """Where the best token's difference to the second best is cut off in draws: its weight stays a number."""
 LOG2_E = 1 / math.log(2)
+VECTORS = 64
+"""Numbers of float32 of which torch computes all by whole vectors."""
+MOST_WHOLE = 2.0**10
+"""Powers of two up to which differences are taken in one pass, in either direction."""
 LANES = 3 * SEGMENT
 """Powers are taken of multiples of so many numbers: 1, 2, 3 or 4 threads have whole vectors each."""
 PART = 170 * LANES
@@ -98,6 +103,21 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
             yield from _pieces(part, on_cpu, elsewhere)
 
 
+_kept = threading.local()
+
+
+def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Memory for float32 numbers that nothing holds when the caller returns. A thread keeps that on the CPU: a system
+    that gives it back and asks for it again at every call takes as long over it as some passes do."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    numbers = getattr(_kept, "numbers", None)
+    if numbers is None or len(numbers) < math.prod(shape):
+        with torch.inference_mode(False):  # else inference mode alone could write to it
+            numbers = _kept.numbers = torch.empty(math.prod(shape), dtype=torch.float32)
+    return numbers[: math.prod(shape)].view(shape)
+
+
 class _Sums(NamedTuple):
     """What the portable path reads of rows [N, V]; all else follows from it at once for all rows. Each [N] if nothing
     else is said, float64 but for `token`. Shares are exp((logit - second) / temperature): what is far below the second
@@ -118,6 +138,49 @@ class _Sums(NamedTuple):
     """[N, S]: of shares at the temperature that tokens are drawn at, the best token's among them, by `SEGMENT`."""
 
 
+class _Base(NamedTuple):
+    """What differences of rows are to, as powers of two: the second best logit, or a whole power beside it, which one
+    pass subtracts while it scales. Each [n, 1]."""
+
+    logit: Tensor
+    scale: float
+    """Times a difference of logits."""
+    near: list[bool]
+    """Of each row: whether differences are to the whole power. Empty where none are."""
+    whole: Tensor
+    """That power, with the other sign."""
+    beyond: Tensor
+    """Float64: how far the second best is above it."""
+    share: Tensor
+    """Float64: 2 ** beyond."""
+
+    @classmethod
+    def to(cls, logit: Tensor, temperature: float) -> _Base:
+        scale = float(np.float32(LOG2_E / temperature))
+        beyond = torch.zeros_like(logit, dtype=torch.float64)
+        if not logit.is_cpu:  # which would be waited for
+            return cls(logit, scale, [], logit, beyond, beyond + 1)
+        whole = (logit * -scale).round_()
+        near = whole.abs() <= MOST_WHOLE
+        # as all others are computed, so that tokens as likely as the second best have its share
+        found = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale).masked_fill_(~near, 0)
+        beyond, share = found[:, :1].double(), found.exp2()[:, :1].double()
+        return cls(logit, scale, near[:, 0].tolist(), whole, beyond, share)
+
+    def of(self, rows: slice) -> _Base:
+        """That of some of the rows."""
+        return self._replace(logit=self.logit[rows], near=self.near[rows], whole=self.whole[rows])
+
+
+def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
+    """Differences of rows [n, V], all of them near or none."""
+    if rows.dtype != base.logit.dtype:
+        rows = out.copy_(rows)
+    if base.near and base.near[0]:  # the product is not rounded: processors multiply and add at once
+        return torch.add(base.whole, rows, alpha=base.scale, out=out)
+    return torch.sub(rows, base.logit, out=out).mul_(base.scale)
+
+
 class _Piece:
     """Memory for the shares of a few rows, with the views of it that every piece of so many rows takes.
 
@@ -136,12 +199,14 @@ class _Piece:
         """The memory of the first so many rows."""
         return _Piece(self._scratch[:, :rows], self.share.shape[-1])
 
-    def subtract(self, rows: Tensor, base: Tensor, temperature: float) -> Tensor:
-        """`apart`, of rows [n, V] and base [n, 1]."""
-        apart = self.apart
-        if rows.dtype != base.dtype:
-            rows = apart.copy_(rows)
-        return torch.sub(rows, base, out=apart).mul_(LOG2_E / temperature)
+    def subtract(self, rows: Tensor, base: _Base) -> Tensor:
+        """`apart`, of rows [n, V]."""
+        near = base.near
+        if any(near) and not all(near):  # each by itself, so that a row depends on no other
+            for at in range(len(rows)):
+                _difference(rows[at : at + 1], base.of(slice(at, at + 1)), self.apart[at : at + 1])
+            return self.apart
+        return _difference(rows, base, self.apart)
 
     def raise_to(self, sums: Tensor) -> None:
         """Make `share` 2 ** apart, and `sums` [n, S] its sums. On some processors exp takes three times as long."""
@@ -162,9 +227,7 @@ def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpn
     width = -(-vocab // LANES) * LANES
     most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // width))
     reads_shares = "entropy" in wanted or "smoothed_entropy" in wanted
-    # in one piece: of two, allocators give both back and ask for them again at every call
-    scratch = torch.empty((1 + reads_shares, most, width), dtype=torch.float32, device=logits.device)
-    piece = _Piece(scratch, vocab)
+    piece = _Piece(scratch((1 + reads_shares, most, width), logits.device), vocab)
     return _Sums(*_joined(_sums(group, wanted, temperature, sharpness, piece) for group in groups))
 
 
@@ -179,19 +242,21 @@ def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness:
     weighs = smoothed or "entropy" in wanted
     size = -(-piece.share.shape[-1] // LANES) * LANES // SEGMENT
     sums = torch.empty((1 + weighs + (sharpness is not None), len(logits), size), device=logits.device)
-    others, start = [], 0
-    for rows, own, best in zip(*(each.split(len(piece.share)) for each in (logits, base, at)), strict=True):
-        here = slice(start, start + len(rows))
-        start = here.stop
+    others: list[Tensor] = []
+    own = _Base.to(base, temperature)
+    drawn_from = own if sharpness is None or sharpness == temperature else _Base.to(base, sharpness)
+    for start in range(0, len(logits), len(piece.share)):
+        here = slice(start, start + len(piece.share))
+        rows, best = logits[here], at[here]
         if len(rows) < len(piece.share):
             piece = piece.of(len(rows))
-        piece.subtract(rows, own, temperature).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
+        piece.subtract(rows, own.of(here)).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
         piece.raise_to(sums[0, here])
         if smoothed:
             # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
             scale = ((second[here] - top[here]) / temperature).exp()  # of the second best beside the best
             mass = sums[0, here].sum(-1, keepdim=True, dtype=torch.float64)
-            half = (EPSILON / 2 * (1 + scale * mass) / scale).clamp(max=1e30)
+            half = (EPSILON / 2 * (own.share[here] + scale * mass) / scale).clamp(max=1e30)
             least = torch.add(piece.share, half.float()).reciprocal_().sum(-1)
             others.append(rows.shape[-1] - half.squeeze(-1) * least)
         if sharpness == temperature:
@@ -202,18 +267,22 @@ def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness:
             piece.share.mul_(piece.apart)
             piece.add_up(sums[1, here])
         if sharpness is not None and sharpness != temperature:
-            apart = piece.subtract(rows, own, sharpness)
+            apart = piece.subtract(rows, drawn_from.of(here))
             torch.threshold_(apart, FLOOR * LOG2_E, -torch.inf).scatter_(-1, best, -torch.inf)
             piece.raise_to(sums[-1, here])
-    mass = sums[0].sum(-1, dtype=torch.float64)
-    weight = sums[1].sum(-1, dtype=torch.float64).div_(LOG2_E) if weighs else None
+    mass, weight = sums[0].sum(-1, dtype=torch.float64), None
+    share = own.share.squeeze(-1)
+    if weighs:
+        weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), mass, value=-1)
+        weight.div_(LOG2_E * share)
+    mass.div_(share)
     drawn = None
     if sharpness is not None:
-        drawn = sums[-1].double()
+        drawn = sums[-1].double().div_(drawn_from.share)
         apart = ((top - second) / sharpness).clamp_(max=MOST_APART).exp_()
         drawn.scatter_add_(-1, torch.div(at, SEGMENT, rounding_mode="floor"), apart)
-    beyond = _one(others).double() if smoothed else None
-    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, beyond, drawn)
+    counted = _one(others).double() if smoothed else None
+    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, counted, drawn)
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:

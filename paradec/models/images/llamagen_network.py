@@ -115,8 +115,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [R, heads, Q, head_dim]
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        turned, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
+        q, k = rotate(turned, *rotation).split((self.heads, self.kv_heads), 1)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         h = scaled_dot_product_attention(

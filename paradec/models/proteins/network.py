@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, one_hot
+from torch.nn.functional import embedding, gelu, linear
 
 from paradec.models.proteins.structure import ATOMS, LETTERS, Structure
 
@@ -33,8 +33,10 @@ PAIRS = (
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
 )
 """Atoms whose distance an edge knows, of the residue itself and of its neighbour."""
-AT_ONCE = 64
+AT_ONCE = 32
 """Residues whose messages the CPU makes together."""
+LEAST = -60.0
+"""Exponents of basis functions from here on: what is smaller still adds nothing, and such numbers slow a CPU down."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
 """Where an ideal CB is: factors of (CA - N) x (C - CA), CA - N and C - CA."""
 
@@ -84,8 +86,8 @@ class ProteinMPNN(nn.Module):
         weight = self.W_e.weight
         complete = structure.complete.to(weight.device)
         edges, neighbours = self.features(structure, self.neighbours, weight.device)
-        edges = self.W_e(edges)
-        nodes = edges.new_zeros(len(structure), edges.shape[-1])
+        edges = [self.W_e(part) for part in edges]
+        nodes = edges[0].new_zeros(len(structure), edges[0].shape[-1])
         for layer in self.encoder_layers:
             nodes, edges = layer(nodes, edges, neighbours, complete)
         return Encoding(
@@ -158,8 +160,8 @@ class Features(nn.Module):
         self.edge_embedding = nn.Linear(POSITIONS + BASES * len(PAIRS), width, bias=False)
         self.norm_edges = nn.LayerNorm(width)
 
-    def forward(self, structure: Structure, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Edges [L, K, D], and the neighbours [L, K] int64 that they lead to."""
+    def forward(self, structure: Structure, count: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Edges [L, K, D] in parts, and the neighbours [L, K] int64 that they lead to."""
         dtype = self.edge_embedding.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         complete = structure.complete.to(device)
@@ -175,24 +177,29 @@ class Features(nn.Module):
         apart = _distance(atoms["CA"], atoms["CA"][None].expand(len(structure), -1, -1)) * both
         apart = torch.where(both, apart, apart.amax(1, keepdim=True))  # incomplete residues come last
         nearest, neighbours = apart.topk(min(count, len(structure)), dim=1, largest=False)
-        found = [nearest]
-        for pair in PAIRS[1:]:
-            own, other = pair.split("-")
-            found.append(_distance(atoms[own], atoms[other][neighbours]))
-        centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=wide, device=device)
-        distances = torch.stack(found, -1).unsqueeze(-1)  # [L, K, pairs, 1]
+        own, other = ([name[side] for name in (pair.split("-") for pair in PAIRS)] for side in (0, 1))
+        ours, theirs = (torch.stack([atoms[name] for name in names], 1) for names in (own, other))  # [L, pairs, 3]
+        apart = torch.zeros((), dtype=wide, device=device)
+        for axis in range(3):
+            apart = apart + (ours[:, None, :, axis] - embedding(neighbours, theirs[..., axis])).square_()
+        width = (FARTHEST - NEAREST) / BASES
+        centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=wide, device=device) / width
+        distances = torch.cat((nearest.unsqueeze(-1), (apart[..., 1:] + 1e-6).sqrt_()), -1)
+        distances = (distances / width).unsqueeze(-1)  # [L, K, pairs, 1]
 
         number = torch.tensor(structure.index, device=device)
         label = {chain: place for place, chain in enumerate(dict.fromkeys(structure.chains or ()))}
         chain = torch.tensor([label[each] for each in structure.chains or ()], device=device)
         offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
-        position = self.embeddings(one_hot(offset, 2 * REACH + 2).to(dtype))
+        # what an offset adds to an edge, [offsets, D]: the product with a column of each
+        near, far = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
+        offsets = linear(self.embeddings(torch.eye(2 * REACH + 2, dtype=near.dtype, device=device)), near)
         edges = []
         for some in _parts(distances):
-            bases = (-(((distances[some] - centres) / ((FARTHEST - NEAREST) / BASES)) ** 2)).exp().flatten(2)
-            edges.append(self.norm_edges(self.edge_embedding(torch.cat((position[some], bases.to(dtype)), -1))))
-        return torch.cat(edges), neighbours
+            bases = (distances[some] - centres).square_().neg_().clamp_(min=LEAST).exp_().flatten(2)
+            edges.append(self.norm_edges(linear(bases.to(dtype), far).add_(embedding(offset[some], offsets))))
+        return edges, neighbours
 
 
 class Layer(nn.Module):
@@ -226,21 +233,20 @@ class EncoderLayer(Layer):
         self.W11 = nn.Linear(3 * width, width)
         self.W12, self.W13 = nn.Linear(width, width), nn.Linear(width, width)
 
-    def forward(self, nodes: Tensor, edges: Tensor, neighbours: Tensor, complete: Tensor) -> tuple[Tensor, Tensor]:
-        """nodes [L, D], edges [L, K, D], neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete residues
-        are heard by nobody."""
+    def forward(
+        self, nodes: Tensor, edges: list[Tensor], neighbours: Tensor, complete: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """nodes [L, D], edges [L, K, D] in parts, neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete
+        residues are heard by nobody."""
         heard = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
-        sums = [
-            (message * heard[some]).sum(-2) for some, message in _messages(self.W1, self.W2, nodes, edges, neighbours)
-        ]
+        heard_in = [heard[some] for some in _parts(heard)]
+        messages_in = _messages(self.W1, self.W2, nodes, edges, neighbours)
+        sums = [(message * some).sum(-2) for message, some in zip(messages_in, heard_in, strict=True)]
         # the last product is linear, so that messages are added up before it
         messages = torch.cat(sums) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
         nodes = self._added(nodes, messages) * complete.unsqueeze(-1)
-        renewed = [
-            self.norm3(edges[some] + self.W13(message))
-            for some, message in _messages(self.W11, self.W12, nodes, edges, neighbours)
-        ]
-        return nodes, torch.cat(renewed)
+        messages_in = _messages(self.W11, self.W12, nodes, edges, neighbours)
+        return nodes, [self.norm3(part + self.W13(message)) for part, message in zip(edges, messages_in, strict=True)]
 
 
 class DecoderLayer(Layer):
@@ -256,9 +262,9 @@ class DecoderLayer(Layer):
     def _part(self, number: int, x: Tensor) -> Tensor:
         return x @ self.W1.weight.chunk(4, 1)[number].T
 
-    def of_edges(self, edges: Tensor) -> Tensor:
-        """[L, K, D] -> [L, K, D]."""
-        return self._part(1, edges) + self.W1.bias
+    def of_edges(self, edges: list[Tensor]) -> Tensor:
+        """[L, K, D] in parts -> [L, K, D]."""
+        return torch.cat([linear(part, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for part in edges])
 
     def of_letters(self, embedded: Tensor) -> Tensor:
         """[R, L, D] -> [R, L, D]."""
@@ -273,8 +279,8 @@ class DecoderLayer(Layer):
         [L, K, D] at place [N]."""
         part, sums = self._part(0, nodes).unsqueeze(1), []
         for some in _parts(nodes):
-            message = table[heard[some]]
-            message += edges[place[some]]
+            message = embedding(heard[some], table)
+            message += edges.index_select(0, place[some])
             message += part[some]
             sums.append(gelu(self.W2(gelu(message))).sum(1))
         messages = torch.cat(sums) @ self.W3.weight.T + heard.shape[1] * self.W3.bias
@@ -282,17 +288,17 @@ class DecoderLayer(Layer):
 
 
 def _messages(
-    first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: Tensor, neighbours: Tensor
-) -> Iterator[tuple[slice, Tensor]]:
-    """Some residues, and their [., K, D]: two layers of the residue, the edge and the neighbour, side by side. Their
-    first product is a sum of three, of which two are found residue by residue, and not edge by edge."""
+    first: nn.Linear, second: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
+) -> Iterator[Tensor]:
+    """[., K, D] of each part: two layers of the residue, the edge and the neighbour, side by side. Their first product
+    is a sum of three, of which two are found residue by residue, and not edge by edge."""
     own, along, other = first.weight.chunk(3, 1)
     mine, theirs = linear(nodes, own, first.bias).unsqueeze(1), linear(nodes, other)
-    for some in _parts(nodes):
-        found = linear(edges[some], along)
+    for part, some in zip(edges, _parts(nodes), strict=True):
+        found = linear(part, along)
         found += mine[some]
-        found += theirs[neighbours[some]]
-        yield some, gelu(second(gelu(found)))
+        found += embedding(neighbours[some], theirs)
+        yield gelu(second(gelu(found)))
 
 
 def _parts(residues: Tensor) -> list[slice]:

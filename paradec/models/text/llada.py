@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import is_finite
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.family import Family
+from paradec.models.rotary import rope_parameters
 
 KEY_MAPPING = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
@@ -88,7 +89,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         intermediate_size=_mlp_size(config, hidden),
         vocab_size=_embedding_size(config),
         max_position_embeddings=positive(config, "max_sequence_length"),
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
+        rope_parameters=rope_parameters(config),
         rms_norm_eps=float(positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps")),
         hidden_act="silu",
         attention_bias=False,

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.family import Family
+from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import experts_per_token, stated_block
 
 KEY_MAPPING = {
@@ -126,11 +127,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
         n_shared_experts=positive(config, "num_shared_experts"),
         routed_scaling_factor=float(positive(config, "routed_scaling_factor")),
         **_routing(config),
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": rope_theta(config),
-            "partial_rotary_factor": factor,
-        },
+        rope_parameters=rope_parameters(config, factor),
         rms_norm_eps=float(positive(config, "rms_norm_eps")),
         hidden_act="silu",
         use_qk_norm=True,

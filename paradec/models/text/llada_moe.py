@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.family import Family
+from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import experts_per_token
 
 ONLY = {
@@ -99,7 +100,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
         norm_topk_prob=False,
         decoder_sparse_step=1,
         mlp_only_layers=dense,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
+        rope_parameters=rope_parameters(config),
         rms_norm_eps=float(positive(config, "rms_norm_eps")),
         hidden_act="silu",
         attention_bias=False,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, require, rope_theta
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, require
+from paradec.models.rotary import rope_parameters
 
 ONLY = {
     "hidden_act": ("silu",),
@@ -132,7 +133,7 @@ def _sizes(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[s
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = [name for name in REQUIRED if name != "rms_norm_eps"]
     return {name: positive(config, name) for name in sizes} | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta(config)},
+        "rope_parameters": rope_parameters(config),
         "rms_norm_eps": float(positive(config, "rms_norm_eps")),
         "hidden_act": "silu",
         "use_sliding_window": False,

@@ -23,6 +23,22 @@ PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|
 """Published names: `-b16` means blocks of 16, no ending for blocks of 4; their config.json may not say it."""
 
 BLOCK_NAME = "block_size"
+I_DLM = re.compile(r"\bI-DLM\b|^IDLM", re.IGNORECASE)
+"""How I-DLM (arXiv 2604.11035) names its checkpoints, whose config.json says SDAR's model_type."""
+GIVEN = "block_length"
+"""The field of config.json that says that `load` was told the block: no published file has it."""
+SHORTEST = 4
+"""The shortest block of a published SDAR; I-DLM's training configs state 1 to 3."""
+
+
+def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
+    """Whether a checkpoint of SDAR's model_type is I-DLM's: by its names, or by a block that no SDAR has."""
+    stated = config.get(BLOCK_NAME)
+    short = isinstance(stated, int) and 0 < stated < SHORTEST and config.get(GIVEN) is None
+    architectures = config.get("architectures")
+    named = [*architectures] if isinstance(architectures, list) else []
+    names = (os.path.basename(source.rstrip("/")), config.get("_name_or_path"), *named)
+    return short or any(I_DLM.search(name) for name in names if isinstance(name, str))
 
 
 def block_length(config: Mapping[str, Any], source: str) -> int | None:

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.family import Family
+from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED, stated_block
 
 ONLY = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
@@ -55,7 +56,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     return LlamaConfig(
         **sizes,
         head_dim=width,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
+        rope_parameters=rope_parameters(config),
         rms_norm_eps=float(positive(config, "rms_norm_eps")),
         hidden_act="silu",
         attention_bias=False,

@@ -32,7 +32,7 @@ from paradec.core.order_draws import keyed
 from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.request import Request
-from paradec.samplers.causal.state import ALL_SLOTS, CausalState
+from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.starting import answer_starts, new_tokens, trace_of
 
@@ -160,6 +160,7 @@ class OrderedState(CausalState):
     spoken: AnswerTexts | None = field(init=False, default=None)
     """Of a request with stop strings."""
 
+    guesses: ClassVar[bool] = False
     OF_ROWS: ClassVar[tuple[str, ...]] = (*CausalState.OF_ROWS, "order", "known", "new", "reached", "answer_start")
 
     @property
@@ -220,29 +221,14 @@ class OrderedState(CausalState):
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def calls(
-        self,
-        store: Any,
-        pads: bool,
-        rows: np.ndarray,
-        drafts: Tensor,
-        begin: np.ndarray,
-        stop: np.ndarray,
-        first: np.ndarray,
-        count: int,
-        fresh: np.ndarray | None = None,
-    ) -> list[Any]:
-        """As `CausalState.calls`; over a store rows evaluate what is undecided alone, wherever it is, and the last
-        final token, which no call has seen."""
-        begin = np.zeros_like(begin) if store is None else begin
-        sizes = self.length[rows] - begin
-        groups = [np.arange(len(rows))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
-        return [self._ordered(store, rows[i], i, drafts, begin[i], stop[i]) for i in groups]
+    def _groups(self, store: Any, pads: bool, spans: Spans) -> list[np.ndarray]:
+        sizes = self.length[spans.rows] - spans.begin
+        return [np.arange(len(sizes))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
-    def _ordered(
-        self, store: Any, rows: np.ndarray, index: np.ndarray, drafts: Tensor, begin: np.ndarray, stop: np.ndarray
-    ) -> AnyOrderQuery:
-        """Evaluate the positions whose ranks are begin [R] or above, with drafts [., W] at the ranks below stop [R]."""
+    def _call(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
+        """Evaluate the positions whose ranks are `begin` or above, with drafts at the ranks below `stop`: over a store
+        what is undecided alone, wherever it is, and the last final token, which no call has seen."""
+        rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
         places = self.places(rows[:, None], self.committed[rows, None] + np.arange(self.width))
         asked = (ranks >= begin[:, None]) & (ranks < self.length[rows, None])
@@ -258,7 +244,7 @@ class OrderedState(CausalState):
         drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
         tokens = self.context[torch.as_tensor(rows, device=device)]
         slots, fed = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
-        own = drafts[torch.as_tensor(index, device=device)][:, : self._period]
+        own = spans.drafts[torch.as_tensor(index, device=device)][:, : self._period]
         tokens = tokens.scatter(1, slots, torch.where(fed, own, tokens.gather(1, slots)))
         query = AnyOrderQuery(
             rows=rows,

@@ -229,7 +229,7 @@ class CausalSampler(Sampler):
         Raises:
             FloatingPointError: NaN or infinite logits. Nothing is written then.
         """
-        ended = torch.zeros_like(count)
+        ended = torch.zeros_like(count, dtype=torch.bool)
         if len(state.ends):
             slot = torch.arange(tokens.shape[1], device=tokens.device)
             is_end = torch.isin(tokens, state.ends) & (slot < count)
@@ -238,9 +238,9 @@ class CausalSampler(Sampler):
         # a distribution without an allowed token is NaN, whatever the others' logits
         healthy = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
         broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
-        columns = [count, ended.long(), broken.long()]
+        columns = [count, ended, broken]
         if state.drafting is not None and state.drafting.broken is not None:
-            columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].long().unsqueeze(1))
+            columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].unsqueeze(1))
         flags = len(columns)
         if state.texts is not None:
             columns.append(tokens)
@@ -274,12 +274,11 @@ class CausalSampler(Sampler):
         columns = state.context.shape[1]
         positions, tokens = positions[:, :columns], tokens[:, :columns]
         every = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
-        at = torch.as_tensor(every, device=tokens.device).unsqueeze(1)
+        begin = torch.as_tensor(every.reshape(state.branches, -1, 1) * columns, device=tokens.device)
         shift = torch.as_tensor(state.shift[:, rows, None], device=tokens.device)
         # slots past the end wrap around, so that the positions of a row are distinct and can be written to
-        place = ((positions + shift) % columns).flatten(0, 1)
-        tokens = tokens.repeat(state.branches, 1)
-        state.context[at, place] = torch.where(tokens >= 0, tokens, state.context[at, place])
+        place, context = (positions + shift) % columns + begin, state.context.view(-1)
+        context[place] = torch.where(tokens >= 0, tokens, context.take(place))
 
     def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
         """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The

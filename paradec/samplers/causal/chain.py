@@ -23,7 +23,7 @@ from paradec.core.protocol import Commit, Proposal
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
-from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.state import CausalState, Spans
 from paradec.samplers.causal.verification import (
     UNIFORM,
     DraftDistributions,
@@ -104,7 +104,8 @@ class ChainSampler(CausalSampler):
         fresh = state.row_step[rows] == 0
         begin = np.where(fresh, 0, committed - 1)
         stop = committed - 1 + self._evaluated(state)
-        return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width, fresh)
+        spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, fresh)
+        return state.calls(state.store, state.pads, spans)
 
     def _evaluated(self, state: CausalState) -> np.ndarray:
         """[R] int64: slots of each running row's window that this step evaluates."""
@@ -115,19 +116,26 @@ class ChainSampler(CausalSampler):
         per query.
 
         Quantities: "p" [R, W, V], the target distributions; "uniform" [R, W, 2], the numbers that verify each draft and
-        that resample a rejected one; "top_logit" [R, W]; with `logprobs` "log_p" [R, W, V].
+        that resample a rejected one; "guesses" [R, .], those of `_uniform`; "top_logit" [R, W]; with `logprobs` "log_p"
+        [R, W, V].
         """
         rows, logits = state.rows, read_logits(state, outputs, queries)
         positions = state.positions(rows)
         p = state.distribution(logits, rows, positions)
-        uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
+        uniform, guesses = self._uniform(state, positions)
         fresh = self._fresh(state, p, positions, uniform[..., 0])
         answered = state.answered(self._evaluated(state))
         available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
-        quantities = {"p": p, "uniform": uniform[..., 1:], "top_logit": logits.amax(-1)}
+        quantities = {"p": p, "uniform": uniform[..., 1:], "guesses": guesses, "top_logit": logits.amax(-1)}
         if state.logprobs is not None:
             quantities["log_p"] = state.log_distribution(p, logits, rows, positions)
         return proposed(state, queries, fresh, positions, probability(p, fresh), available, quantities)
+
+    def _uniform(self, state: CausalState, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers [R, W, 3] of a step, for positions [R, W]: for the fresh token, u, and for the residual's; and those
+        of guesses after the step, which some methods draw at once."""
+        found = state.uniform(state.rows, positions, 3, rng.TOKEN_STREAM)
+        return found, found[:, :0, 0]
 
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         """Tokens [R, W] drawn from p [R, W, V] with uniform [R, W]."""

@@ -1,13 +1,13 @@
-"""Drafts of another model: how a chain or a tree of them is made, verified and committed.
+"""Drafts of another model: how a chain or a tree of them is verified and committed.
 
-The base of the methods that can take a drafter (`speculative.py`, `lantern.py`). The model evaluates all drafts in one
+The base of the methods that can take a drafter (`speculative.py`, `lantern.py`). Where drafts come from is a file each
+in `paradec.samplers.causal.drafts`. The model evaluates all drafts in one
 forward; a chain is verified by the loop of `chain.py` and the method's `accept`, a tree by its `node_rule` and the walk
 of `trees.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,16 +22,19 @@ from paradec.core.checks import check_model, shown
 from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Proposal
-from paradec.core.query import Cost
-from paradec.kernels.token_stats import draw
 from paradec.request import Request
-from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
-from paradec.samplers.causal.block_drafts import draft_block
+from paradec.samplers.causal.base import check_causal, proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.drafts.block import DraftBlock
+from paradec.samplers.causal.drafts.chain import DraftChain
+from paradec.samplers.causal.drafts.dynamic_tree import GrownTree
+from paradec.samplers.causal.drafts.recurrent import RecurrentChain
+from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
+from paradec.samplers.causal.drafts.static_tree import StaticTree
 from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.state import CausalState, Drafting, Spans
 from paradec.samplers.causal.tree_query import tree_query
-from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, walk
+from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 
 PROBED = 256
@@ -174,7 +177,7 @@ class DraftingSampler(ChainSampler):
         """Of the running rows' trees."""
         if isinstance(self.tree, DynamicTree):
             widest = min(self.tree.top_k, state.facts.vocab_size)
-            parents = _drafting(state).parents
+            parents = drafting_of(state).parents
             assert parents is not None
             return TreeLayout(parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
         return tree_of(self.tree).layout
@@ -212,179 +215,26 @@ class DraftingSampler(ChainSampler):
     def _draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows. features: [branches * R, F, D], hidden states for a drafter that reads them: of the tokens
         before those that became final, from the first that it has not read."""
-        going = np.flatnonzero(_drafts_left(state, rows) > 0)
+        going = np.flatnonzero(drafts_left(state, rows) > 0)
         if not len(going) or state.width == 1:
             return
         if features is not None:
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
-            features = features[(every + torch.as_tensor(going, device=features.device)).flatten()]
+            features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
         rows = rows[going]
+        self._source(state).fill(state, rows, features)
+
+    def _source(self, state: CausalState) -> DraftSource:
+        """Where the next drafts come from."""
         if self._looks_up:
-            self.drafter.draft(state, rows)
-        elif self._own_slots is not None and features is not None:
-            _checked(_drafting(state), rows, draft_block(state, _drafting(state), rows, features))
-        elif isinstance(self.tree, DynamicTree):
-            self._grow_tree(state, rows, self.tree, features)
-        elif self.tree is not None:
-            self._draft_tree(state, rows, tree_of(self.tree), self.node_rule(state), features)
-        elif features is not None:
-            self._draft_chain_from(state, rows, features)
-        else:
-            self._draft_chain(state, rows)
-
-    def _draft_chain(self, state: CausalState, rows: np.ndarray) -> None:
-        """One token after the other, each row as many as it has slots for."""
-        own = _drafting(state)
-        # what the store holds beyond the final tokens before the last belongs to rejected drafts
-        fed = own.fed[rows] = np.minimum(own.fed[rows], state.committed[rows] - 1)
-        if own.store is not None:
-            for branch in range(state.branches):
-                shift = np.where(fed > 0, state.shift[branch, rows], 0)
-                own.store.forget(rows + branch * state.batch, fed + shift)
-        drafts, every_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
-        for slot in range(state.width - 1):
-            rows = rows[state.slots(rows) - 1 > slot]
-            if not len(rows):
-                break
-            index = torch.as_tensor(rows, device=drafts.device)
-            stop = state.committed[rows] + slot
-            calls = state.calls(own.store, own.model.pads, rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
-            positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
-            q = _checked(own, rows, state.distribution(self._read(state, calls), rows, positions))
-            drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
-            every_q[index, slot] = q.squeeze(1).to(every_q.dtype)
-            own.fed[rows] = stop
-        state.memory["drafts"], state.memory["draft_distribution"] = drafts, every_q
-        state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
-
-    def _read(self, state: CausalState, calls: list[CausalQuery]) -> Tensor:
-        """The drafter's guided logits for the calls."""
-        own = _drafting(state)
-        with torch.no_grad():
-            outputs = [own.model(call) if own.store is None else own.model(call, own.store) for call in calls]
-        own.nfe += Cost(calls, state.batch).nfe
-        return read_logits(state, outputs, calls)
-
-    def _draft_chain_from(self, state: CausalState, rows: np.ndarray, features: Tensor) -> None:
-        """A chain from hidden states: a tree with one child everywhere, whose node i is slot i - 1."""
-        chain = tree_of((1,) * (state.width - 1))
-        self._draft_tree(state, rows, chain, RULES["recursive"], features)
-        state.memory["drafts"] = state.memory["drafts"].roll(-1, 1).clamp(min=0)  # nothing is drafted for the last
-        state.memory["draft_source"] = torch.arange(state.width, device=features.device).expand(state.batch, -1)
-
-    def _draft_tree(
-        self, state: CausalState, rows: np.ndarray, tree: Tree, rule: Rule, features: Tensor | None
-    ) -> None:
-        """All children of one depth after the other.
-
-        Args:
-            features: [branches * R, F, D]: the model's hidden states from the first final token on that the drafter has
-                not read, less one position; None for drafters that read none.
-        """
-        own, device = _drafting(state), state.context.device
-        index = torch.as_tensor(rows, device=device)
-        depths, children = np.array(tree.depths), tree.children
-        drawn_from = _softened(state) if isinstance(rule, Naive) else state
-        drafts = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
-        every_q = state.memory["draft_distribution"][index]
-        begin, last = self._unread(state, rows)
-        made = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
-        committed = torch.as_tensor(state.committed[rows, None], device=device)
-        for depth in range(min(tree.depth, _drafts_left(state, rows).max())):
-            nodes = np.flatnonzero(depths == depth)
-            known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
-            query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
-            logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
-            q = _checked(own, rows, q)
-            every_q[:, nodes] = q.to(every_q.dtype)
-            counts = (children[nodes] >= 0).sum(1)
-            most = int(counts.max())
-            noise = state.uniform(rows, committed + depth, len(nodes) * most, DRAFT_STREAM).reshape(-1, most)
-            drawn = rule.children(q.flatten(0, 1), most, noise).unflatten(0, (len(rows), len(nodes)))
-            for at, node in enumerate(nodes):
-                below = children[node][: counts[at]].to(device)
-                drafts[:, below] = drawn[:, at, : counts[at]]
-                if made is not None and out is not None:
-                    made[:, below] = out[:, at : at + 1]
-            own.fed[rows], begin = state.committed[rows], last
-        state.memory.write("drafts", rows, drafts)
-        state.memory.write("draft_distribution", rows, every_q)
-
-    def _grow_tree(self, state: CausalState, rows: np.ndarray, tree: DynamicTree, features: Tensor | None) -> None:
-        """See `DynamicTree`; `features` as in `_draft_tree`."""
-        own, device, top = _drafting(state), state.context.device, min(tree.top_k, state.facts.vocab_size)
-        soft = _softened(state)
-        committed = torch.as_tensor(state.committed[rows, None], device=device)
-        begin, last = self._unread(state, rows)
-        root = torch.full_like(committed, -1)
-        # what the drafter reads: the root, then `top` nodes of each level; their places are among all that it named
-        parents, tokens, place, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
-        made = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
-        left = _drafts_left(state, rows)
-        limit = torch.as_tensor(left, device=device).unsqueeze(1)  # what a row names does not depend on its neighbours
-        wanted = np.arange(1)
-        named: list[tuple[Tensor, Tensor, Tensor]] = []
-        for level in range(min(tree.depth, left.max())):
-            known = tokens.shape[1] - 1
-            layout = TreeLayout(parents, level, top)
-            query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
-            logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            q = _checked(own, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
-            best = q.topk(top, -1)
-            total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)
-            first = 1 + sum(part.shape[1] for part, *_ in named)
-            named.append((best.indices.flatten(1), total, place[:, wanted].repeat_interleave(top, 1)))
-            score, at = total.topk(top, -1)
-            above = torch.as_tensor(wanted, device=device)[at // top]
-            parents, place = torch.cat((parents, above), 1), torch.cat((place, first + at), 1)
-            tokens = torch.cat((tokens, named[-1][0].gather(1, at)), 1)
-            if made is not None and out is not None:
-                source = (at // top).repeat(state.branches, 1).unsqueeze(-1)
-                made = torch.cat((made, out.take_along_dim(source, 1)), 1)
-            wanted = np.arange(known + 1, known + 1 + top)
-            own.fed[rows], begin = state.committed[rows], last
-        tokens, score, place = (torch.cat(part, 1) for part in zip(*named, strict=True))
-        # a parent is as likely as its child or likelier, and named before it: it is kept too
-        kept = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.size - 1].sort(1).values
-        drafts = tokens.gather(1, kept).masked_fill(score.gather(1, kept).isinf(), -1)
-        above = torch.searchsorted(torch.cat((torch.zeros_like(root), kept + 1), 1), place.gather(1, kept))
-        count = 1 + kept.shape[1]
-        every = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
-        every[:, 1:count] = drafts
-        state.memory.write("drafts", rows, every)
-        index = torch.as_tensor(rows, device=device)
-        assert own.parents is not None  # `_first_drafts` has made them
-        own.parents = own.parents.clone()
-        own.parents[index, 1:count] = above
-
-    def _unread(self, state: CausalState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[branches, R] int64: the first final token that the drafter has not read, and the one after the last."""
-        fed, shift = _drafting(state).fed[rows], state.shift[:, rows]
-        return np.where(fed > 0, fed + shift, int(self._reads_features)), state.committed[rows] + shift
-
-    def _read_tree(
-        self,
-        state: CausalState,
-        query: CausalQuery,
-        known: int,
-        fresh: np.ndarray,
-        features: Tensor | None,
-        made: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The drafter's guided logits, and what it made of the wanted nodes [branches * R, W, D] if it reads features.
-
-        Args:
-            known: drafts in the query. fresh: [branches, R]: final tokens in it.
-            features: see `_draft_tree`. made: [branches * R, N, D]: what was made of each node's parent.
-        """
-        if features is None or made is None:
-            return self._read(state, [query]), None
-        own = _drafting(state)
-        beside = _right_aligned(features, fresh.reshape(-1), query.tokens.shape[1] - known)
-        logits, out = own.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), own.store)
-        own.nfe += Cost([query], state.batch).nfe
-        return read_logits(state, [logits], [query]), out
+            return self.drafter
+        if self._own_slots is not None:
+            return DraftBlock()
+        if isinstance(self.tree, DynamicTree):
+            return GrownTree(self.tree)
+        if self.tree is not None:
+            return StaticTree(tree_of(self.tree), self.node_rule(state))
+        return RecurrentChain() if self._reads_features else DraftChain()
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
@@ -399,7 +249,8 @@ class DraftingSampler(ChainSampler):
         elif self._undrafted(state):
             rows, committed = state.rows, state.committed[state.rows]
             drafts, begin = state.memory.read(rows)["drafts"], np.zeros_like(committed)
-            queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
+            spans = Spans(rows, drafts, begin, committed, committed - 1, state.width)
+            queries = state.calls(state.store, state.pads, spans)
         else:
             queries = super().query(state)
         if not self._reads_features:
@@ -407,7 +258,7 @@ class DraftingSampler(ChainSampler):
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def _tree_query(self, state: CausalState) -> CausalQuery:
-        rows, held = state.rows, _drafting(state).held[state.rows]
+        rows, held = state.rows, drafting_of(state).held[state.rows]
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
         wanted = np.arange(state.width) * (not self._undrafted(state))
         drafts = state.memory.read(rows)["drafts"]
@@ -473,7 +324,7 @@ class DraftingSampler(ChainSampler):
         count, written = self._written(state, proposal, tokens, proposal.quantities["accepted"] + 1)
         selected = torch.arange(tokens.shape[1], device=tokens.device) < count
         self._write(state, proposal.positions, rows, torch.where(selected, tokens, -1))
-        _drafting(state).held[rows] = state.committed[rows]
+        drafting_of(state).held[rows] = state.committed[rows]
         state.committed[rows] += written
         said = self._note(state, proposal, tokens, selected)
         self._advance(state, proposal)
@@ -505,41 +356,3 @@ def _check_vocabulary(model: Any, drafter: Any) -> None:
                 f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "
                 f"{tokens[1]!r}, not {tokens[0]!r}; a drafter must have the same"
             )
-
-
-def _drafting(state: CausalState) -> Drafting:
-    assert state.drafting is not None  # a request of a sampler with a drafter has one
-    return state.drafting
-
-
-def _checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
-    """Distributions of the drafter for rows, [R, ..., V]; whether one was NaN is found out with the next commit's
-    transfer."""
-    broken = q[..., 0].isnan().flatten(1).any(1)
-    if own.broken is None:
-        own.broken = torch.zeros(len(own.nfe), dtype=torch.bool, device=q.device)
-    index = torch.as_tensor(rows, device=q.device)
-    own.broken = own.broken.index_copy(0, index, own.broken[index] | broken)
-    return q
-
-
-def _drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: how many drafts one after the other can become final; a step makes one token more than
-    it accepts."""
-    return state.end[rows] - state.committed[rows] - 1
-
-
-def _softened(state: CausalState) -> CausalState:
-    """The state with temperature 1 in the place of 0, for drafts that are taken: a one-hot distribution
-    names no second token."""
-    if state.request.temperature:
-        return state
-    soft = copy.copy(state)
-    soft.request = dataclasses.replace(state.request, temperature=1.0)
-    return soft
-
-
-def _right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
-    """[R, width, D]: the first `counts` [R] of features [R, F, D], so that the last of them is at the end."""
-    column = np.maximum(np.arange(width) - (width - counts)[:, None], 0)
-    return features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)

@@ -44,14 +44,14 @@ class GSD(SJD):
 
     G: of the tokens ordered by p, the `group_half_width` before x, x, and `group_half_width - 1` after it; of these,
     those whose probability differs by less than `p_threshold` and whose input embedding lies within `d_threshold`
-    (squared Euclidean distance). With fewer tokens than that below x it is x alone. Groups follow the model's current
+    (squared Euclidean distance). With fewer tokens than that below x, G is x alone. Groups follow the model's current
     distribution.
 
-    Not lossless: the output leans towards the draft distribution. `benchmarks/exactness.py` measures by how much.
+    Not lossless: the output is biased towards the draft distribution. `benchmarks/exactness.py` measures this bias.
 
     Args:
-        group_half_width, p_threshold, d_threshold: of the group; d_threshold None compares no embeddings, which ids
-            from 10000 on never do (as in the public code).
+        group_half_width, p_threshold, d_threshold: define the group. With d_threshold None no embeddings are compared;
+            those of ids from 10000 on never are (as in the public code).
         guess_distribution: "one_hot" gives a random guess q(G) = 1, from which most of the gain comes.
         window, init, refresh: see `JacobiSampler` in `window.py`.
     """

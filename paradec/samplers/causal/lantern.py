@@ -50,11 +50,11 @@ def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) ->
 
 @dataclass(frozen=True)
 class Lantern(DraftingSampler, JacobiSampler):
-    """A draft x is accepted with probability min(1, m(x) / q(x)), m(x) = p(x) and that of as many of the `k` codes
-    nearest to x as stay within `delta` together. A rejected one is resampled from norm(max(0, p - q)).
+    """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of as many of the
+    `k` codes nearest to x as stay within `delta` together. A rejected one is resampled from norm(max(0, p - q)).
 
     Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
-    variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD (with a drafter:
+    variation; `benchmarks/exactness.py` measures the effect on the output. delta=0 is SJD (with a drafter:
     speculative decoding), delta=1 no bound at all. At temperature 0 it is greedy decoding for every delta: one-hot
     distributions have no neighbours to add. (The public code relaxes untempered distributions there.)
 
@@ -64,14 +64,14 @@ class Lantern(DraftingSampler, JacobiSampler):
     after a rejected node, and is not exact at delta=0 either where tokens have no probability.
 
     Args:
-        k: neighbours looked at.
+        k: number of neighbours that are read.
         delta: the most probability that they may add.
         drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
         tree: of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None is a chain of `window - 1`.
         guess_distribution: "one_hot" lets a random guess be accepted with m(x). Under the uniform distribution nearly
             every guess would be, since `delta` is far above one token's share.
-        window, init, refresh: see `JacobiSampler` in `window.py`. Where a model drafts, `init`, `refresh` and
-            `guess_distribution` have no meaning, and must be left alone.
+        window, init, refresh: see `JacobiSampler` in `window.py`. If a model drafts, `init`, `refresh` and
+            `guess_distribution` have no meaning, and must not be given.
     """
 
     guess_distribution: str = "one_hot"

@@ -76,8 +76,8 @@ class PromptLookup:
         except TypeError as error:
             raise ValueError(f"drafter={shown(dict(given))}: {error}") from None
 
-    def draft(self, state: CausalState, rows: np.ndarray) -> None:
-        """Fill the next windows of rows [R]."""
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
+        """Draft for rows [R]: see `paradec.samplers.causal.drafts.source.DraftSource`."""
         index = torch.as_tensor(rows, device=state.canvas.device)
         tokens = state.canvas[index]
         length = torch.as_tensor(state.committed[rows, None], device=tokens.device)

@@ -20,8 +20,8 @@ class SCD(SJD):
     """SJD with coupled drafts: "gumbel" keeps one noise vector per position, "maximal" keeps the draft of every slot
     with probability min(1, p / q) (`paradec.samplers.causal.verification.coupled`).
 
-    Lossless under the conditions of SJD: a coupling leaves each draft's own distribution alone. The q of a draft that
-    was kept is this step's p; the public code of the maximal coupling leaves the old q there and is therefore biased.
+    Lossless under the conditions of SJD, since a coupling does not change each draft's own distribution. The q of a
+    kept draft is this step's p; the public code of the maximal coupling keeps the old q and is therefore biased.
 
     Args:
         refresh: the coupling. See `JacobiSampler` in `window.py` for the rest.

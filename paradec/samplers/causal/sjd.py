@@ -18,11 +18,11 @@ from paradec.samplers.causal.window import JacobiSampler
 @dataclass(frozen=True)
 class SJD(JacobiSampler):
     """A draft x is accepted with probability min(1, p(x) / q(x)); the first rejected one is resampled from norm(max(0,
-    p - q)), and after it the window is drawn anew from p.
+    p - q)), and the window after it is drawn again from p.
 
     Lossless: the output has the distribution of token-by-token decoding, in batches too and with every filter. The
-    public code is so for one row at temperature 1 without top-p: in a batch it verifies tokens twice against an old q,
-    and it applies temperature and top-p again to the residual.
+    public code is lossless for one row at temperature 1 without top-p: in a batch it verifies tokens twice against an
+    old q, and it applies temperature and top-p to the residual again.
 
     Args:
         window, init, refresh, guess_distribution: see `JacobiSampler` in `window.py`. The public code's random guesses

@@ -24,7 +24,7 @@ class Speculative(DraftingSampler):
     """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules verify them. A draft
     x of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
 
-    Lossless for any drafter, at any temperature, top-k, top-p, guidance and structure; these shape the draft
+    Lossless for any drafter, at any temperature, top-k, top-p, guidance and structure; these apply to the draft
     distribution too. `nfe` counts the model's forwards; the drafter's are in `state.draft_nfe`.
 
     Args:
@@ -33,7 +33,7 @@ class Speculative(DraftingSampler):
             from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what followed the
             same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
-            window by themselves (prompt lookup, DFlash) say how many there are; leave it out with these.
+            window by themselves (prompt lookup, DFlash) set their number; leave `window` out with these.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
             EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",

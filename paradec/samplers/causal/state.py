@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,23 @@ if TYPE_CHECKING:
 
 ALL_SLOTS = np.iinfo(np.int64).max - 1
 """Instead of a number of drafts: as many as there are slots for."""
+
+
+class Spans(NamedTuple):
+    """What a step evaluates of rows."""
+
+    rows: np.ndarray
+    """[R] int64."""
+    drafts: Tensor
+    """[R, W] int64: tokens from `committed` on."""
+    begin: np.ndarray
+    stop: np.ndarray
+    """[R] int64 both: the positions to evaluate; from 0 on this is the branch's own whole prompt."""
+    first: np.ndarray
+    wanted: int
+    """Logits are wanted of so many positions from `first` [R] on; those past the span repeat its last."""
+    fresh: np.ndarray | None = None
+    """[R] bool: rows whose prompts are evaluated, which over a store have a call of their own."""
 
 
 class DraftModel(Protocol):
@@ -141,6 +158,8 @@ class CausalState(State):
     """Of a request with stop strings."""
 
     revises: ClassVar[bool] = False
+    guesses: ClassVar[bool] = True
+    """Whether slots come into the window that nothing is known of, and that are guessed."""
     attention_state: ClassVar[None] = None
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
 
@@ -245,9 +264,22 @@ class CausalState(State):
             self.store.forget(every, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
         self.rows = np.flatnonzero(self.committed < self.end)
 
-    def uniform(self, rows: np.ndarray, positions: Tensor, count: int, stream: int, ahead: int = 0) -> Tensor:
-        """[R, W, count] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""
-        steps = torch.as_tensor(self.row_step[rows] + ahead, device=positions.device)
+    @property
+    def prescribes(self) -> bool:
+        """Whether there are positions whose tokens the grid says."""
+        return self.grid is not None and self.grid.length > self.grid.height * self.grid.width
+
+    def uniform(
+        self,
+        rows: np.ndarray,
+        positions: Tensor,
+        count: int,
+        stream: int | Tensor,
+        ahead: np.ndarray | None = None,
+    ) -> Tensor:
+        """[R, W, count] float64 draws for `positions` at the rows' steps, or so many steps `ahead` [W] of these."""
+        steps = self.row_step[rows] if ahead is None else self.row_step[rows, None] + ahead
+        steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
     def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
@@ -262,7 +294,7 @@ class CausalState(State):
         """What tokens are drawn from at positions [R, W], under the request's filters and the grid: logits [R, W, V] ->
         [R, W, V]."""
         found = token_distribution(logits, self.request, self.allowed)
-        if self.grid is not None and self.grid.length > self.grid.height * self.grid.width:
+        if self.prescribes:
             forced = self.forced(rows, positions).unsqueeze(-1)
             found = found.masked_fill(forced >= 0, 0)
             found.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(found.dtype))
@@ -277,50 +309,29 @@ class CausalState(State):
             p = own.distribution(logits, rows, positions)
         return log_of(p)
 
-    def calls(
-        self,
-        store: KeyValueStore | None,
-        pads: bool,
-        rows: np.ndarray,
-        drafts: Tensor,
-        begin: np.ndarray,
-        stop: np.ndarray,
-        first: np.ndarray,
-        count: int,
-        fresh: np.ndarray | None = None,
-    ) -> list[CausalQuery]:
+    def calls(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
         """Evaluate spans of rows: one call, or one per length for models without padding.
 
         Args:
             store: where what lies before a span is read from and the span is written; None evaluates rows from 0.
-            drafts: [R, W] int64: tokens from `committed` on.
-            begin, stop: [R] int64: the positions to evaluate; from 0 on this is the branch's own whole prompt.
-            first: [R] int64: logits are wanted of `count` positions from here on; those past the span repeat its last.
-            fresh: [R] bool: rows whose prompts are evaluated, which over a store have a call of their own.
+            pads: whether a call may hold rows of several lengths.
         """
-        begin = np.zeros_like(begin) if store is None else begin
-        groups = [np.arange(len(rows))]
-        if store is not None and fresh is not None and fresh.any() and not fresh.all():
-            groups = [np.flatnonzero(fresh), np.flatnonzero(~fresh)]
-        if not pads:
-            spans = np.stack((begin, stop), 1)
-            groups = [np.flatnonzero((spans == span).all(1)) for span in np.unique(spans, axis=0)]
-        return [
-            self._call(store, rows[index], index, drafts, begin[index], stop[index], first[index], count)
-            for index in groups
-        ]
+        if store is None:
+            spans = spans._replace(begin=np.zeros_like(spans.begin))
+        return [self._call(store, spans, index) for index in self._groups(store, pads, spans)]
 
-    def _call(
-        self,
-        store: KeyValueStore | None,
-        rows: np.ndarray,
-        index: np.ndarray,
-        drafts: Tensor,
-        begin: np.ndarray,
-        stop: np.ndarray,
-        first: np.ndarray,
-        count: int,
-    ) -> CausalQuery:
+    def _groups(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
+        """Which of the spans each call evaluates."""
+        if not pads:
+            ends = np.stack((spans.begin, spans.stop), 1)
+            return [np.flatnonzero((ends == own).all(1)) for own in np.unique(ends, axis=0)]
+        fresh = spans.fresh
+        if store is not None and fresh is not None and fresh.any() and not fresh.all():
+            return [np.flatnonzero(fresh), np.flatnonzero(~fresh)]
+        return [np.arange(len(spans.rows))]
+
+    def _call(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
+        rows, begin, stop, first = (each[index] for each in (spans.rows, spans.begin, spans.stop, spans.first))
         device, shift = self.context.device, self.shift[:, rows]
         # [branches * N], branch after branch, as all that follows
         committed, stop, first = ((each + shift).reshape(-1) for each in (self.committed[rows], stop, first))
@@ -329,12 +340,15 @@ class CausalState(State):
         column = begin[:, None] + np.arange((stop - begin).max())
         valid = column < stop[:, None]
         # slots past a row's end ask for any logits
-        wanted = np.minimum(first[:, None] + np.arange(count), stop[:, None] - 1) - begin[:, None]
+        wanted = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
         store_rows = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
         at = torch.as_tensor(store_rows, device=device)
         positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
         slot = torch.as_tensor(column - committed[:, None], device=device)
-        drafted = drafts[torch.as_tensor(index, device=device)].repeat(self.branches, 1)
+        drafted = spans.drafts
+        if len(index) < len(drafted):
+            drafted = drafted[torch.as_tensor(index, device=device)]
+        drafted = drafted.repeat(self.branches, 1)
         final = self.context[at.unsqueeze(1), positions]
         query = CausalQuery(
             rows=rows,

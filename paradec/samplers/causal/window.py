@@ -107,6 +107,19 @@ class JacobiSampler(ChainSampler):
 
     # ---- step and commit ------------------------------------------------------------------------------------------
 
+    def _uniform(self, state: CausalState, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As for all; and numbers [R, 2 W] for guesses, since the next window begins within this one or after it: few
+        numbers take as long as several times as many."""
+        if not state.guesses:
+            return super()._uniform(state, positions)
+        rows, width = state.rows, state.width
+        ranks = state.committed[rows, None] + np.arange(2 * width)
+        after = torch.as_tensor(state.places(rows[:, None], ranks), device=positions.device)
+        ahead = np.repeat((0, 1), (width, 2 * width))
+        stream = torch.as_tensor(np.where(ahead, DRAFT_STREAM, rng.TOKEN_STREAM), device=positions.device)
+        found = state.uniform(rows, torch.cat((positions, after), 1), 3, stream, ahead)
+        return found[:, :width], found[:, width:, 0]
+
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         if self.refresh != "gumbel" or state.request.temperature == 0:
             return super()._fresh(state, p, positions, uniform)
@@ -121,7 +134,8 @@ class JacobiSampler(ChainSampler):
     ) -> None:
         """What was not committed is drafted next, with this step's p as its q; slots new to the window are guessed."""
         rows, p, drafts = proposal.rows, window.p, window.drafts
-        self._put_noise(state, rows, state.accepted[-1][rows])
+        if state.guesses:
+            self._put_noise(state, rows, state.accepted[-1][rows])
         slot = torch.arange(state.width, device=p.device)
         dense, source = p, slot.expand(len(rows), -1)
         if found.kept is not None:
@@ -137,23 +151,30 @@ class JacobiSampler(ChainSampler):
         evaluated = proposal.available.sum(1, keepdim=True)
         known, at = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
         moved = found.tokens.gather(1, at)
-        guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved)
+        noise = proposal.quantities.get("guesses") if state.guesses else None
+        noise = None if noise is None else noise.gather(1, slot + count)
+        guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved, noise)
         state.memory.write("drafts", rows, torch.where(known, moved, guess))
         state.memory.write("draft_source", rows, torch.where(known, source.gather(1, at), guessed_from))
 
     # ---- guesses --------------------------------------------------------------------------------------------------
 
-    def _guess(self, state: CausalState, rows: np.ndarray, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    def _guess(
+        self, state: CausalState, rows: np.ndarray, known: Tensor, drafts: Tensor, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Guesses for every slot of the next window, of which the first known [R, 1] hold drafts [R, W]; and which
-        distributions they have, as `DraftDistributions.source`."""
+        distributions they have, as `DraftDistributions.source`. noise: their numbers [R, W], where these are drawn."""
+        if not state.guesses:
+            return drafts, torch.full_like(drafts, ONE_HOT)
         positions = state.positions(rows)
-        noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
+        if noise is None:
+            noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
         guess = self._random(state, rows, noise)
         source = torch.full_like(guess, UNIFORM if self.guess_distribution == "uniform" else ONE_HOT)
         if self._copies:
             copied = self._copied(state, rows, positions, known, drafts)
             guess, source = torch.where(copied >= 0, copied, guess), torch.where(copied >= 0, ONE_HOT, source)
-        if state.layout is not None:
+        if state.prescribes:
             forced = state.forced(rows, positions)
             guess, source = torch.where(forced >= 0, forced, guess), torch.where(forced >= 0, ONE_HOT, source)
         return guess, source
@@ -206,35 +227,35 @@ class JacobiSampler(ChainSampler):
 
 @dataclass(frozen=True)
 class Jacobi(PooledChain, JacobiSampler):
-    """Jacobi decoding: a draft is accepted when it is the very token that this step draws at its slot.
+    """Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
 
     Lossless at every temperature: what is committed is always this step's own draw from p. With fresh draws at every
     iteration (`refresh="resample"`) it saves next to nothing at a temperature above 0; the noise of a position is
     therefore kept (`refresh="gumbel"`), so that the iteration has a fixed point.
 
     By default the window slides: every step commits the tokens that are known to be right. With `group` whole blocks
-    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code): the prompt is evaluated
-    by itself and gives a block's first token; the block is evaluated, each token becomes what the one before it says,
-    and so on until an iteration changes nothing, which takes `group` iterations at most. The last one also gives the
-    next block's first token. After i iterations the first i + 1 tokens are those of token-by-token decoding. A block's
-    keys and values leave the store after every iteration but its last; the public code has the line that does so
-    commented out, so that its fixed point is another. A row ends its block as soon as an end token is among the tokens
-    that are known to be right.
+    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code). The prompt is evaluated
+    by itself and gives a block's first token. Then iterations evaluate the block and replace each token by the one that
+    the token before it predicts, until an iteration changes nothing; that takes at most `group` iterations. The last
+    one also gives the next block's first token. After i iterations the first i + 1 tokens are those of token-by-token
+    decoding. A block's keys and values leave the store after every iteration except its last. In the public code the
+    line that does so is commented out, so that its fixed point differs. A row ends its block as soon as an end token is
+    among the tokens that are known to be right.
 
-    With `pool`, up to so many n-grams that earlier steps have said are beside the sliding window as further drafts
-    (`paradec.samplers.causal.pool`): the same tokens in fewer forwards, each of `pool * (ngram - 1)` slots more.
+    With `pool`, that many n-grams of earlier steps are further drafts beside the sliding window
+    (`paradec.samplers.causal.pool`): the same tokens in fewer forwards, each with `pool * (ngram - 1)` more slots.
 
     Args:
-        group: tokens of a block; None slides a window over the answer. At temperatures above 0 it is the noise of the
-            positions that makes a fixed point: `refresh` must be "gumbel".
-        max_iterations: iterations of a block at most, with `group`; None is as many as the block has tokens, after
+        group: tokens of a block; None slides a window over the answer. At temperatures above 0 a fixed point needs
+            fixed noise at the positions: `refresh` must be "gumbel".
+        max_iterations: the most iterations of a block, with `group`; None is as many as the block has tokens, after
             which it does not change any more.
-        early_exit: what becomes of a block that still changes in its last iteration. "prefix" commits the tokens that
+        early_exit: what happens to a block that still changes in its last iteration. "prefix" commits the tokens that
             are known to be right, and the others begin the next block: lossless. "published" commits the whole block as
-            this iteration leaves it, together with the keys and values of the tokens that it evaluated, which are
-            others: lossless only where `max_iterations` is `group` or more. Needs a key/value store.
-        init: see `JacobiSampler`; with `group`, "random" draws from the row's own text so far (prompt and answer) where
-            it holds what may be drawn.
+            this iteration leaves it, with the keys and values of the tokens that it evaluated, which are different
+            tokens: lossless only if `max_iterations` is `group` or more. Needs a key/value store.
+        init: see `JacobiSampler`; with `group`, "random" draws from the row's own text so far (prompt and answer) if
+            that has tokens that may be drawn.
         pool, ngram, pool_size: see `PooledChain`; needs `refresh` "gumbel", whose draws all branches share.
     """
 

@@ -76,11 +76,11 @@ class ZipARState(CausalState):
 
 @dataclass(frozen=True)
 class ZipAR(CausalSampler):
-    """A row begins once `window` tokens of the row above are there; all open rows grow by one token a step.
+    """A row begins once `window` tokens of the row above are decided; all open rows grow by one token per step.
 
-    Not lossless: tokens do not see what is right of them in the rows above, and where rows have no end token the first
-    token of a row takes the latest token of the row above for the one before it. With `window` at least the width of
-    the image it is token-by-token decoding. Nothing is drafted. Needs a grid and a model with a key/value store.
+    Not lossless: tokens do not see undecided tokens to their right in the rows above. If rows have no end token, the
+    first token of a row takes the latest token of the row above for the one before it. With `window` at least the width
+    of the image it is token-by-token decoding. Nothing is drafted. Needs a grid and a model with a key/value store.
 
     Args:
         window: the lead of a row over the next one, in tokens.

@@ -194,20 +194,20 @@ class CSpD(ContinuousSampler):
     their positions in one call, and accepts or replaces each token on its own. Both heads use the same noise at a
     position, so that their tokens are close.
 
-    Lossy, for two reasons. The model judges all tokens of a call from the context before them; and the heads' last step
-    adds no noise, so that the distributions that are compared are points, which `inner_temperature` makes comparable:
-    at its default most drafts of a close model are accepted, and the result is close to that model's distribution. The
-    model alone, given the positions of a verification as one step, makes as many calls and needs no draft model: `nfe`
-    of the output are the model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model
-    alone under the same noise.
+    Lossy, for two reasons. The model judges all tokens of a call from the context before them. And the heads' last step
+    adds no noise, so that the compared distributions are points, which only `inner_temperature` makes comparable: at
+    its default most drafts of a close model are accepted, and the result is close to that model's distribution. The
+    model alone, given the positions of a verification as one step, makes as many calls and needs no draft model. `nfe`
+    of the output counts the model's calls, `draft_nfe` the draft model's. Compare with `ratio=1` at `steps=nfe`, the
+    model alone under the same noise.
 
-    Of T steps the first 1 + floor(ratio T) are the model's own. Step s is the last one before a verification where
-    `num_draft` divides it, and where it is the last of all.
+    Of T steps the first 1 + floor(ratio T) are the model's own. A verification follows step s if `num_draft` divides s,
+    and after the last step.
 
-    `mended` (the default) changes three things in the rule of the public code (`mended=False`): a token that was taken
-    is not drawn again, where the code goes on to draw for all tokens of all rows until each was taken once; a token
-    that no round took is the value that the model's own chain ended with, where the code writes zeros; and so a row
-    does not depend on its neighbours, while it does in the code, whose rounds go on until the last row is through.
+    `mended` (the default) changes three things in the rule of the public code (`mended=False`). An accepted token is
+    not drawn again; the code draws for all tokens of all rows until each was accepted once. A token that no round
+    accepts is the value that the model's own chain ended with; the code writes zeros. And so a row does not depend on
+    its neighbours; in the code it does, because rounds continue until all rows are accepted.
     Redrawn tokens have the noise of the last step in both, without which their distribution would have no density.
 
     Args:
@@ -222,13 +222,13 @@ class CSpD(ContinuousSampler):
             evenly spaced, in each of as many equal parts of the training steps.
         temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the distributions are
             points: no draft is accepted, and all tokens are the values that the model's own chains end with.
-        guidance_schedule: "linear" grows from 1 towards the request's scale with what is decided; of m undecided
-            positions of S it is 1 + (scale - 1) (S - m) / S, and m is 1 at the last step, as in the code. "constant"
-            does not. A verification takes the scale of its last step.
+        guidance_schedule: "linear" grows from 1 towards the request's scale; with m undecided
+            positions of S the scale is 1 + (scale - 1) (S - m) / S, and m is 1 at the last step, as in the code.
+            "constant" does not grow. A verification takes the scale of its last step.
 
     The preset "demo" is that of the code's demonstration, which takes 256 steps and a guidance scale of 4.
 
-    Random numbers are counter-based: an image depends on its seed and class, but for what is said of `mended=False`.
+    Random numbers are counter-based: an image depends only on its seed and class, except with `mended=False`.
 
     Raises:
         ValueError: a setting out of its range. TypeError: a draft model of another kind.

@@ -43,12 +43,12 @@ class MARProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class MAR(ContinuousSampler):
-    """Per step, decide the next positions of a random order that is drawn per image. Of S positions
-    floor(S cos(pi / 2 * (t + 1) / T)) are left after step t of T, at least one fewer than before.
+    """Per step, decide the next positions of a random order that is drawn per image. After step t of T,
+    floor(S cos(pi / 2 * (t + 1) / T)) of S positions are left, at least one fewer than before.
 
     With `local_steps` > 0 steps come in groups, as in ReCAP: the first of a group evaluates everything, keeps keys and
-    values of encoder and decoder, and decides the first of the group's positions; the others evaluate the group's
-    positions alone, over what was kept, with fewer steps of the diffusion head.
+    values of encoder and decoder, and decides the first of the group's positions; the others evaluate only the
+    group's positions, with what was kept and fewer steps of the diffusion head.
 
     Args:
         local_steps: l; 0 is MAR, 1 ReCAP's scripts.
@@ -56,12 +56,12 @@ class MAR(ContinuousSampler):
         head_steps: steps of the diffusion head, 1 to 1000.
         fast_ratio: share of them that local steps take, in (0, 1], rounded down (at least 1).
         temperature: scales the noise that the head's steps add.
-        guidance_schedule: "linear" grows from 1 to the request's scale with what is decided, as in the paper;
-            "constant" does not.
+        guidance_schedule: "linear" grows from 1 to the request's scale with the number of decided positions, as in the
+            paper; "constant" does not grow.
         chunk_order: which of a group's positions each of its steps decides: "raster" takes them row by row, a quirk of
             ReCAP's code; "order" goes on in the random order.
-        keep_buffer: whether local steps read the class tokens' keys and values; else they evaluate these again (the
-            scripts).
+        keep_buffer: whether local steps read the class tokens' keys and values; otherwise they evaluate these again (as
+            in the scripts).
 
     Random numbers are counter-based: an image depends on its seed and class, not on its neighbours.
 

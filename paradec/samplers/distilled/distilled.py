@@ -105,14 +105,13 @@ class DistilledProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class Distilled(Sampler):
-    """Per stage t of `t_list`, one call of the student: tokens after the first K(t) become the initial noise again,
-    and the student says for all at once which code and which vector they are. The first K(split) become codes, the
-    others stay vectors; they are decoded as they are. K(t) is t tokens of a student of LlamaGen, t scales of one of
-    VAR.
+    """Each stage t of `t_list` is one call of the student. Tokens after the first K(t) become the initial noise again,
+    and the student predicts code and vector of all of them at once. The first K(split) become codes; the others stay
+    vectors and are decoded as vectors. K(t) is t tokens for a student of LlamaGen, t scales for one of VAR.
 
-    A student is not guided, and its noise is all that is random. With a `teacher`, that one draws the tokens from stage
-    `teacher_start` up to the second stage itself, over the nearest codes of what the first call gave (which is left out
-    where the teacher starts at 0); `guidance_scale`, `temperature`, `top_k` and `top_p` of the request are its own.
+    A student has no guidance, and only its noise is random. A `teacher` draws the tokens from stage `teacher_start` up
+    to the second stage, over the codes nearest to the first call's vectors (a teacher that starts at 0 replaces the
+    first call). `guidance_scale`, `temperature`, `top_k` and `top_p` of the request apply to the teacher.
 
     Args:
         t_list: the stages, ascending from 0; None is (0,) or (0, t) for a request of one or two `steps`, with the
@@ -120,8 +119,8 @@ class Distilled(Sampler):
         split: None is the student's own.
         teacher: the model that the student was distilled from; `to_dict` names it only.
         teacher_start: its first stage.
-        masked_prefix: whether a teacher of scales (VAR) reads its prefix as in its training, every scale without those
-            that are finer; the public code has no mask there. Without effect where there is no prefix, and on LlamaGen.
+        masked_prefix: whether a teacher of scales (VAR) reads its prefix as in its training, where no scale sees finer
+            ones; the public code has no such mask. No effect without a prefix, and on LlamaGen.
 
     Random numbers are counter-based: a picture depends on its seed and class, not on its neighbours.
 

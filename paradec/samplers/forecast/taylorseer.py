@@ -34,12 +34,12 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class TaylorSeer(ForecastSampler):
-    """Evaluate every `interval`-th solver step, forecast the others from finite differences of what was evaluated.
+    """Evaluate every `interval`-th solver step and forecast the others from finite differences of evaluated features.
 
-    Attached to a diffusers pipeline (`paradec.accelerate`), it forecasts inside the transformer. In paradec's own loop
-    it forecasts the whole output, under guidance the guided one. By default evaluations are spread evenly, as the
-    public code has it for Wan and HunyuanVideo: that came nearest to the full run at equally many evaluations wherever
-    it was measured (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for FLUX.1-dev; other
+    In a diffusers pipeline (`paradec.accelerate`) it forecasts features inside the transformer. In paradec's own loop
+    it forecasts the whole output, under guidance the guided one. By default evaluations are spread evenly, as in the
+    public code for Wan and HunyuanVideo. In every measurement with equally many evaluations this came nearest to the
+    full run (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for FLUX.1-dev; other
     presets have those of other models ("lite_*" are set for the whole output).
 
     Args:
@@ -53,8 +53,8 @@ class TaylorSeer(ForecastSampler):
             cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`).
         refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
             `AccumulatedChange`, or one that decides inside a call, over `target="stack"`: `FirstBlock`, `DBCache`,
-            `MagCache`, `DiCache`. `first_enhance` holds with all of them.
-        schedule: steps of every module by itself, as `paradec.integrations.diffusers.hooks.bac.calibrate` finds them: a
+            `MagCache`, `DiCache`. `first_enhance` applies to all of them.
+        schedule: separate steps for every module, as `paradec.integrations.diffusers.hooks.bac.calibrate` finds them: a
             `BlockSchedule` or its file.
         basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
             is taylor, or what `refresh` was published with (reuse, for most rules that decide inside a call).
@@ -64,12 +64,13 @@ class TaylorSeer(ForecastSampler):
             gates), "block" (each block's residual), "stack" (what all blocks add, as one), or "output" (the transformer
             is skipped as a whole; least memory). None is "module" there, or what `refresh` needs; paradec's own loop
             knows the output only.
-        modules: patterns (`re.fullmatch` on names within the transformer) of what is forecast, instead of `target`.
-        skip: patterns of modules that are left out at forecast steps, since a forecast after them replaces what they
-            feed; goes with `modules`.
-        derivative_dtype: what differences are kept in, "bfloat16", say; None keeps the features' own type.
-        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". A lower order, or a target
-            that needs less, is taken where the asked-for one does not fit, and the session says so.
+        modules: patterns (`re.fullmatch` on names within the transformer) of modules that are forecast, instead of
+            `target`.
+        skip: patterns of modules that are skipped at forecast steps, because a forecast replaces everything that they
+            feed; used with `modules`.
+        derivative_dtype: dtype in which differences are kept, such as "bfloat16"; None keeps the features' own type.
+        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". If the requested order or
+            target does not fit, a smaller one is used, and the session says so.
     """
 
     interval: int = 5

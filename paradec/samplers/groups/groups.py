@@ -25,16 +25,16 @@ from paradec.samplers.groups.base import GroupSampler, GroupState
 @dataclass(frozen=True)
 class Groups(GroupSampler):
     """Per call, evaluate the tokens of the last group (at first the class) and a mask at every position of the next
-    one; draw that group's tokens, each on its own.
+    one; draw that group's tokens independently.
 
-    Keys and values are written at the ranks: those of the masks are overwritten in the next call, by the same positions
-    as tokens. Tokens see all ranks up to their own group's end; masks see these, and each other.
+    Keys and values are written at ranks of the order. The next call overwrites those of masks by those of the tokens at
+    the same positions. Tokens see all ranks up to their own group's end; masks also see each other.
 
     Args:
         order: which positions are decided together: a name of `paradec.core.orders.names()`, one made by
-            `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). Where it
-            says no sizes, the request's `steps` says how many groups there are; without these LPD's order has its
-            published sizes, and others one position each.
+            `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). If it
+            has no sizes, the request's `steps` is the number of groups. Without `steps`, LPD's order has its
+            published sizes, and other orders have groups of one position.
         guidance_schedule: "linear" grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published; "constant"
             does not grow.
 

@@ -61,17 +61,17 @@ class NARState(WrittenState):
 
 @dataclass(frozen=True)
 class NAR(GroupWriter):
-    """Per step, decide a diagonal of the picture: of g x g cells in 2g - 1 forwards. A cell's logits are the mean of
-    what the right head of its left neighbour and the lower head of its upper neighbour say; on the first row and in the
-    first column one of them alone speaks, and of the first cell both heads of the condition. Tokens of a diagonal are
-    drawn independently of each other; keys and values are kept.
+    """Per step, decide a diagonal of the picture; g x g cells take 2g - 1 forwards. A cell's logits are the mean of
+    those from the right head of its left neighbour and the lower head of its upper neighbour. Cells of the first row
+    and column have only one of these; the first cell takes both heads of the condition. Tokens of a diagonal are drawn
+    independently of each other; keys and values are kept.
 
     Guidance u + s (c - u) is applied to the means; as in the public code it is off for any s up to 1. The filters are
     applied in the order temperature, top-k, top-p.
 
     Args:
-        cfg_interval: guidance ends with the first diagonal before which more than so many tokens are decided; -1 guides
-            all. From there on the unconditional branch is not evaluated.
+        cfg_interval: guidance ends with the first diagonal before which more than this many tokens are decided; -1
+            guides all. After that the unconditional branch is not evaluated.
 
     Raises:
         ValueError: a setting out of its range.

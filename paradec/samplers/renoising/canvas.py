@@ -15,14 +15,14 @@ from paradec.samplers.renoising.base import CanvasSampler
 
 @dataclass(frozen=True)
 class Canvas(CanvasSampler):
-    """Keep what the rule selects, of all positions and anew at every step.
+    """At every step, keep the positions that the rule selects among all positions.
 
     Args:
         rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
-            what it selects is drawn from that. A schedule (`low_confidence`) keeps the most confident ceil(C k / N)
+            selected tokens are drawn from it. A schedule (`low_confidence`) keeps the most confident ceil(C k / N)
             positions at the k-th of N steps, and renews the others.
 
-    Rules that remember, draft, revise or cut blocks are refused, each with its reason. A model with canvases takes a
+    Rules that remember, draft, revise or cut blocks are refused, each with its reason. A model with canvases uses a
     masked sampler in this way wherever one is named.
 
     Raises:

@@ -20,13 +20,14 @@ class DiffusionGemma(CanvasSampler):
     """Keep the positions of lowest entropy, as long as their sum without the largest is within the bound.
 
     Args:
-        entropy_bound: in nats; None follows the model's generation_config.json, and is 0.1 where that says nothing.
+        entropy_bound: in nats; None takes that of the model's generation_config.json, or 0.1 if it has none.
         max_denoising_steps, t_min, t_max, stability_threshold, confidence_threshold: as in transformers, see
-            `CanvasSampler`. There None as an argument of `generate` turns stopping early off; here early_stop=False.
+            `CanvasSampler`. In transformers, None as an argument of `generate` turns early stops off; here
+            early_stop=False does.
 
-    With `rng="reference"` rows go in lock step, and draw from one generator what transformers' `generate` draws after
-    `torch.manual_seed`; otherwise each row goes on by itself. Unlike there, prompts are not padded (their positions
-    count from 0), the answer is cut to `max_new_tokens`, and a row that has ended is evaluated no more.
+    With `rng="reference"` rows advance in lock step, and draw from one generator what transformers' `generate` draws
+    after `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded
+    (positions count from 0), the answer is cut to `max_new_tokens`, and a row that has ended is not evaluated.
     """
 
     entropy_bound: float | None = None

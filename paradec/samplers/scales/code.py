@@ -28,21 +28,22 @@ SPLIT_SHARE = 0.8
 
 @dataclass(frozen=True)
 class CoDe(ScaleSampler):
-    """`drafter`, the large model, makes the first `split` scales over a store of its own. What goes over to the other
-    model is the features and the inputs of the scales up to there: it rebuilds its context in one call, which gives the
-    logits of scale `split` too, and makes the rest. Nothing is verified.
+    """`drafter`, the large model, makes the first `split` scales with its own store. The small model gets the features
+    and inputs of these scales. It rebuilds its context in one call, which also gives the logits of scale `split`, and
+    makes the other scales. Nothing is verified.
 
     `nfe` counts the small model's forwards, `state.draft_nfe` the large one's.
 
     Args:
         drafter: a model of scales with the same scales, classes and codes, the larger one. `to_dict` names it only.
-        split: scales that it makes, 0 to all of them; None is 8 of 10, or the same share. The paper's are 6 to 9.
+        split: scales that the drafter makes, 0 to all of them; None is 8 of 10, or the same share. The paper's are 6 to
+            9.
         temperatures: as for `var`; None is 1.1 at the first 7 of 10 scales and 1 at the others, as published.
         guidance_schedule, top_ks, smooth: as for `var`. The public code has top_k=600 at all scales.
 
-    The public code draws tokens for the drafted scales once more, from the small model's unguided logits, and throws
-    them away; that is left out. With one seed for both models the small one repeats the large one's numbers there; here
-    each scale has its own.
+    The public code draws tokens for the drafted scales once more, from the small model's unguided logits, and discards
+    them; that is left out. With one seed for both models the small one repeats the large one's random numbers in the
+    public code; here each scale has its own.
     """
 
     drafter: Any = None

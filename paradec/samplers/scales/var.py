@@ -13,8 +13,8 @@ from paradec.samplers.scales.base import ScaleSampler
 
 @dataclass(frozen=True)
 class VAR(ScaleSampler):
-    """Per step, evaluate the next scale over the keys and values of those before, and draw each of its tokens from the
-    guided, filtered distribution on its own.
+    """Per step, evaluate the next scale with the keys and values of earlier scales, and draw each of its tokens
+    independently from the guided, filtered distribution.
 
     Settings are those of `ScaleSampler`. The authors' figures: guidance_scale=2.5, top_k=900, top_p=0.96; their demo:
     5, 900 and 0.95. Without guidance the unconditional half is not evaluated (the public code evaluates it always).

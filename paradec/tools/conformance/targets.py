@@ -11,13 +11,10 @@ be left out: then answers alone are compared. What a target does not have it say
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import queue
 import shlex
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -104,30 +101,6 @@ def _whole(value: Any, name: str) -> Any:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-# ---- a Python function ---------------------------------------------------------------------------------------------
-
-
-def imported(place: str) -> Target:
-    """The function that "module:function" names; modules of the working directory are found.
-
-    Raises:
-        ValueError: another form, or nothing of that name that can be called.
-    """
-    module, _, name = place.partition(":")
-    if not module or not name:
-        raise ValueError(f"--target {place!r} must be MODULE:FUNCTION")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"--target {place!r}: {error}") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise ValueError(f"--target {place!r}: {module} has no function {name!r}")
-    return function
 
 
 # ---- a command -----------------------------------------------------------------------------------------------------

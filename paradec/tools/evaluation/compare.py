@@ -30,7 +30,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.prompts import encode
 from paradec.core.protocol import Interrupted, plain
 from paradec.core.text_files import parse_json, read_text, write_json
-from paradec.core.version import __version__
+from paradec.core.version import DRAWS, __version__
 from paradec.models.base import Model
 from paradec.models.loading import load
 from paradec.request import Request, seed_matters
@@ -68,6 +68,8 @@ class Result:
     """In the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens" of each; None: they were not kept."""
     source: str | None = None
     """Of a sampler that is not paradec's own: a digest of the file that it is in."""
+    draws: int | None = None
+    """Version of the draws that it was measured with; None where nothing was drawn, and in older files."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
         """(right answers, prompts) of some tasks, or of all."""
@@ -159,6 +161,7 @@ class Comparison:
                     "tokens_per_second": round(result.tokens_per_second, 1),
                     "versus_baseline": self.versus_baseline(result),
                     "source": result.source,
+                    "draws": result.draws,
                     "lost": self.lost(result),
                     "won": self.won(result),
                     "answers": result.answers,
@@ -217,6 +220,7 @@ class Comparison:
                     answers=_answers(row.get("answers"), row["tasks"]),
                     padding_forwards=row.get("padding_forwards"),
                     source=row.get("source"),
+                    draws=row.get("draws"),
                     **{name: row[name] for name in ("forwarded_tokens", "tokens", "seconds")},
                 )
                 for row in data["results"]
@@ -308,7 +312,7 @@ def compare(
     resume: Comparison | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Decode every question with every configuration, and count.
+    """Decode every question with every configuration; count right answers and forwards.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; None takes the small model inside the package.
@@ -322,8 +326,8 @@ def compare(
             float32, up to near-ties).
         seed: of the samplers that draw.
         max_new_tokens, block_length: as in `paradec.generate`.
-        resume: an earlier comparison with the same setup; what it has is not measured again, but for samplers of a
-            file that has changed.
+        resume: an earlier comparison with the same setup; its results are not measured again, except for samplers of a
+            file that has changed and those that drew with another version of the draws (a UserWarning names them).
         progress: called after every batch.
 
     Returns:
@@ -355,7 +359,7 @@ def compare(
     setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
-    finished = {} if resume is None else _finished(resume, setup)
+    finished = {} if resume is None else _finished(resume, setup, request)
     comparison.to_ask = len(todo) * len(questions)
     work = [_expected_forwards(configuration, new) for configuration in todo]
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
@@ -422,7 +426,8 @@ def _measure(
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
         asked = request | configuration.request(new, max(counts))
-        if not seed_matters(method, asked.get("temperature", 0), asked["suffix"]):
+        result.draws = _draws(configuration, request)
+        if result.draws is None:
             asked["seed"] = None
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **asked)
@@ -462,16 +467,25 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
     return new / 2 if configuration.make().uses_steps else new / 16
 
 
-def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
+def _draws(configuration: Configuration, request: dict[str, Any]) -> int | None:
+    """The version of the draws; None where a configuration draws nothing."""
+    temperature = configuration.request(1).get("temperature", 0)
+    return DRAWS if seed_matters(configuration.make(), temperature, request["suffix"]) else None
+
+
+def _finished(resume: Comparison, setup: dict[str, Any], request: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
         was, value = resume.setup.get(name), setup.get(name)
         if was != value:
             raise ValueError(f"the comparison to resume has {name}={shown(was)}, this one has {name}={shown(value)}")
-    return {
-        result.configuration.name: result
-        for result in resume.results
-        if result.source is None or result.source == _source(result.configuration)
-    }
+    same = [each for each in resume.results if each.source is None or each.source == _source(each.configuration)]
+    other = [each.configuration.name for each in same if each.draws != _draws(each.configuration, request)]
+    if other:
+        warnings.warn(
+            f"another version of the draws drew {', '.join(other)}: measured again where asked for, else left out",
+            stacklevel=3,
+        )
+    return {each.configuration.name: each for each in same if each.configuration.name not in other}
 
 
 def _source(configuration: Configuration) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import paradec
 from paradec.core.checks import check_int, shown
+from paradec.core.version import DRAWS
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.loading import PACKAGED
 from paradec.tools.evaluation.recipe import Recipe
@@ -36,7 +39,9 @@ def evaluate(
         model: a loaded one, in the place of the recipe's.
         device: as in `paradec.load`.
         use_cache: the beginning of a file's name in which the harness keeps every answer as it comes: a run that was
-            interrupted goes on from there. Only for an equal recipe: the harness' file does not know the settings.
+            interrupted goes on from there. Only for an equal recipe: the harness' file does not know the settings. The
+            file's name goes on with the version of the draws (`answers_draws2_rank0.db`); a UserWarning names files of
+            other versions, which are not read.
         log_samples: whether the result holds every prompt and answer.
         bootstrap_iters: resamples for the standard errors of metrics that have no formula; 0 leaves them out.
 
@@ -78,7 +83,7 @@ def evaluate(
         lm,
         tasks=[*recipe.tasks],
         num_fewshot=recipe.shots,
-        use_cache=use_cache,
+        use_cache=None if use_cache is None else kept_in(use_cache),
         limit=recipe.limit,
         log_samples=log_samples,
         bootstrap_iters=bootstrap_iters,
@@ -104,6 +109,16 @@ def evaluate(
     kept = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "config", *(["samples"] * log_samples))
     result = {"schema": SCHEMA, "recipe": recipe.to_dict(), "met": met}
     return result | {name: found[name] for name in kept if name in found}
+
+
+def kept_in(use_cache: str) -> str:
+    """`use_cache` with the version of the draws. Warns of files that hold answers of other versions."""
+    begin = Path(use_cache)
+    name, own = re.compile(re.escape(begin.name) + r"(?:_draws(\d+))?_rank\d+\.db"), str(DRAWS)
+    files = sorted(begin.parent.iterdir()) if begin.parent.is_dir() else []
+    if others := [str(file) for file in files if (found := name.fullmatch(file.name)) and found[1] != own]:
+        warnings.warn(f"another version of the draws made {', '.join(others)}: not read", stacklevel=3)
+    return f"{use_cache}_draws{own}"
 
 
 def tasks_of(recipe: Recipe) -> Any:

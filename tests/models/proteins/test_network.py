@@ -99,10 +99,11 @@ def test_a_design_is_drawn_from_the_same_probabilities(model: ProteinMPNNModel, 
 def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: list[int]) -> Tensor:
     """[L, 21]: the decoder residue by residue, each message joined whole, as the paper writes it."""
     encoding, at = network.encode(structure), network
-    edges = at.W_e(at.features(structure, at.neighbours, torch.device("cpu"))[0])
-    nodes = torch.zeros(len(structure), edges.shape[-1], dtype=edges.dtype)
+    parts = [at.W_e(part) for part in at.features(structure, at.neighbours, torch.device("cpu"))[0]]
+    nodes = torch.zeros(len(structure), parts[0].shape[-1], dtype=parts[0].dtype)
     for layer in at.encoder_layers:
-        nodes, edges = layer(nodes, edges, encoding.neighbours, encoding.complete)
+        nodes, parts = layer(nodes, parts, encoding.neighbours, encoding.complete)
+    edges = torch.cat(parts)
     states = [nodes.clone() for _ in range(len(at.decoder_layers) + 1)]
     logits, done = torch.zeros(len(structure), len(LETTERS), dtype=edges.dtype), set[int]()
     for i in order:

@@ -332,7 +332,7 @@ REFUSED: list[tuple[str, str, Any]] = [
         ("qk_layernorm", ...), ("clip_qkv", 8.0), ("attention_bias", True), ("partial_rotary_factor", 0.5),
         ("shared_expert_intermediate_size", 24), ("moe_layer_freq", [1, 1]), ("moe_layer_freq", [1, 2, 1]),
         ("moe_layer_freq", 1), ("num_experts_per_tok", 9), ("num_experts", 0), ("hidden_size", 66), ("head_dim", 32),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}), ("expert_intermediate_size", ...),
+        ("rope_scaling", {"type": "linear"}), ("expert_intermediate_size", ...),
     )),
     *(("sdar-moe-tiny", *entry) for entry in (
         ("norm_topk_prob", ...), ("norm_topk_prob", "yes"), ("num_experts_per_tok", 9), ("mlp_only_layers", [3]),

@@ -226,8 +226,8 @@ class OldDistribution(SCD):
 class WrongGuessDistribution(SJD):
     """Draws its guesses otherwise than it says."""
 
-    def _guess(self, state: CausalState, rows: Any, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        guess, source = super()._guess(state, rows, known, drafts)
+    def _guess(self, *given: Any) -> tuple[Tensor, Tensor]:
+        guess, source = super()._guess(*given)
         return guess.minimum(guess.roll(1, 1)), source
 
 

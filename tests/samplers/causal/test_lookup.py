@@ -142,7 +142,7 @@ def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
     state = sampler().start(base, [[VOCAB - 1, 0, VOCAB - 1, 0]], max_new_tokens=6)
     state.canvas[0, 0] = VOCAB + 3
     state.canvas[0, 2] = VOCAB + 3
-    PromptLookup(5, 1).draft(state, np.arange(1))
+    PromptLookup(5, 1).fill(state, np.arange(1))
     assert state.drafted.tolist() == [0]  # what follows the last 0 is no token
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from kit import asked, data, named, one
 
+from paradec.cli.options import from_file
 from paradec.tools.conformance.compare import Difference, difference
-from paradec.tools.conformance.targets import Answer, BadAnswer, Command, checked, imported, request
+from paradec.tools.conformance.targets import Answer, BadAnswer, Command, checked, request
 from paradec.tools.conformance.traces import changes
 
 CASE = "llada/low_confidence_bl8_steps16/0"
@@ -83,14 +84,15 @@ def test_a_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_decoder_of_mine.py").write_text("import math\n\ndef answer(request):\n    return request\n")
-    assert imported("a_decoder_of_mine:answer")({"a": 1}) == {"a": 1}
+    for place in ("a_decoder_of_mine:answer", "a_decoder_of_mine.py:answer"):
+        assert from_file("--target", place)({"a": 1}) == {"a": 1}
     for place, message in [
-        ("a_decoder_of_mine", "MODULE:FUNCTION"),
-        ("a_decoder_of_mine:math", "no function 'math'"),
+        ("a_decoder_of_mine", "FILE.py:NAME or MODULE:NAME"),
+        ("a_decoder_of_mine:math", "no function or class 'math'"),
         ("a_decoder_of_nobody:answer", "No module named"),
     ]:
         with pytest.raises(ValueError, match=message):
-            imported(place)
+            from_file("--target", place)
 
 
 SERVER = """

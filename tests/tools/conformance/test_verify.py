@@ -247,7 +247,7 @@ def test_the_command_exits_with_1_where_something_differs(tmp_path: Path, monkey
     ("arguments", "message"),
     [
         (["--target", "a:b", "--command", "c"], "give --target or --command, not both"),
-        (["--target", "nothing"], "--target 'nothing' must be MODULE:FUNCTION"),
+        (["--target", "nothing"], "--target 'nothing' must be FILE.py:NAME or MODULE:NAME"),
         (["--method", "treshold"], "unknown --method: 'treshold' (did you mean 'threshold'?)"),
         (["--group", "trace"], "unknown --group: 'trace' (did you mean 'traces'?)"),
         (["--draws", "10"], "--draws=10 must be an integer from 100"),

@@ -22,6 +22,7 @@ import paradec
 from paradec import cli, samplers
 from paradec.cli import show
 from paradec.core.prompts import encode
+from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler
@@ -452,6 +453,33 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
     with pytest.raises(ValueError, match="questions"):
         other = [replace(question, key=question.key + "?") for question in questions]
         evaluation.compare(packaged, questions=other, resume=partial, **SMALL)
+
+
+def test_other_draws_are_not_resumed(packaged: Model, tmp_path: Path) -> None:
+    """What was drawn with another version of the draws is measured again, by name; what draws nothing is kept."""
+    questions, file = evaluation.packaged_questions(["copy"], limit=2), tmp_path / "results.json"
+    wanted = [Configuration("random"), Configuration("factor"), Configuration("threshold", {"temperature": 0.3})]
+    asked: dict[str, Any] = {"questions": questions, "names": wanted, "max_new_tokens": 6, "block_length": 6}
+    whole = evaluation.compare(packaged, **asked)
+    drew = {result.configuration.name: result.draws for result in whole.results}
+    assert drew == {"threshold": None, "factor": None, "random": DRAWS, "threshold(temperature=0.3)": DRAWS}
+    measured: list[str] = []
+
+    def note(comparison: Comparison, configuration: Configuration, share: float) -> None:
+        measured.append(configuration.name)
+
+    for earlier in (None, DRAWS - 1):
+        for result in whole.results:
+            result.draws = None if result.draws is None else earlier
+        whole.to_json(file)
+        measured.clear()
+        with pytest.warns(UserWarning, match=r"drew random, threshold\(temperature=0.3\): measured again"):
+            again = evaluation.compare(packaged, resume=Comparison.from_json(file), progress=note, **asked)
+        assert set(measured) == {"random", "threshold(temperature=0.3)"}
+        again.to_json(file)
+        measured.clear()
+        evaluation.compare(packaged, resume=Comparison.from_json(file), progress=note, **asked)
+        assert not measured
 
 
 def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: Comparison) -> None:

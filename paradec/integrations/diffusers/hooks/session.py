@@ -106,9 +106,10 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
     >>> pipe("a tiger"); print(session.report()); session.detach()                     # doctest: +SKIP
 
     Args:
-        pipe: a diffusers pipeline with a `transformer` (`transformer_2` and `unet` too, where there), or a transformer
-            alone: then steps are told by its argument `timestep`, and a run begins when timesteps turn around.
-        sampler: `TaylorSeer`, by default with its own defaults; or a rule by itself (`FirstBlock()`), which is
+        pipe: a diffusers pipeline with a `transformer` (and `transformer_2` or `unet`, if it has them), or a
+            transformer alone. Of a transformer alone the argument `timestep` gives the step, and a run begins when
+            timesteps change direction.
+        sampler: `TaylorSeer`, by default with its own defaults; or a rule (`FirstBlock()`), which means
             `TaylorSeer(refresh=rule)`; or `paradec.samplers.create("recap", ...)`, for
             AmusedPipeline (`paradec.integrations.diffusers.hooks.recap.RecapSession`); or the name of any of them, with
             settings in parentheses: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
@@ -116,12 +117,13 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
             sampler.
 
     Returns:
-        The session. The pipeline is used as before; all calls of a step (guidance in two calls) keep their own history,
-        every run starts without one, and other shapes start it anew.
+        The session. The pipeline is used as before. Each call of a step (guidance may take two) has its own history,
+        which starts empty in every run and when shapes change.
 
     Raises:
-        TypeError: nothing that could be accelerated. ValueError: an unknown name, what the settings name is not in the
-            transformer, it is accelerated already, or diffusers' own cache is enabled. Nothing is changed then.
+        TypeError: `pipe` cannot be accelerated. ValueError: an unknown name, settings that name modules which the
+            transformer does not have, a pipeline that is already accelerated or has diffusers' own cache enabled. The
+            pipeline is then unchanged.
     """
     if getattr(pipe, "makes", None) in MODELS:
         raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")

@@ -81,34 +81,34 @@ def accept(
 
 @dataclass(frozen=True)
 class FreeDave(MaskedSampler):
-    """Takes several steps of another sampler, `base`, per forward: those that come out as they were drafted.
+    """Take several steps of another sampler, `base`, per forward, as long as they equal their drafts.
 
-    A forward says what the base does in this step, and, read once more with these tokens written, what it might do in
-    the steps after it. The next forward evaluates the row and those drafts together; the base's own decision is taken
-    from each, and as long as it makes a draft into the next one, that one's logits are what the base would have seen.
-    The first step in a block has nothing to draft from.
+    The logits of a forward give the base's decision in this step. Read again with these tokens written, they also draft
+    the steps after it. The next forward evaluates the row and those drafts together, and the base decides from the
+    logits of each. While its decision turns one draft into the next, the next draft's logits are those that the base
+    would have seen. The first step in a block has no drafts.
 
-    Lossless: tokens are those of the base with the same cache, one by one, at every temperature, since the numbers that
-    a step draws belong to that step, and a draft's step draws its own (the public code is exact in distribution there).
-    Schedules count the accepted steps, the base's memory goes along the accepted drafts, and a row ends, and a block
-    opens, at the step where it would have. Outside float64, near-ties may fall otherwise, as for any other batch.
+    Lossless: tokens equal those of the base with the same cache, at every temperature, because random numbers belong to
+    a step and a draft uses those of its own step (the public code is exact in distribution there). Schedules count the
+    accepted steps, the base's memory follows the accepted drafts, and rows end and blocks open at the same steps as
+    with the base. Outside float64, near-ties may be decided differently, as in any other batch.
 
     Args:
-        base: whose steps are taken: a name, a masked sampler, or its `to_dict`. One token a step by default, as in the
-            paper.
-        draft_steps: K, how many steps a forward evaluates, the row's own included; from 1, which is the base, to 64.
-            The public code has 4 for LLaDA, 8 for Dream and TraDo.
+        base: the sampler whose steps are taken: a name, a masked sampler, or its `to_dict`. The default is one token
+            per step, as in the paper.
+        draft_steps: K, the number of steps that a forward evaluates, the row's own included: from 1 (the base alone) to
+            64. The public code has 4 for LLaDA, 8 for Dream and TraDo.
         draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
             "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
             code's default); only for models whose attention takes such a mask. The result is the same.
         agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if it holds
-            nothing that an accepted one's step would not commit, though it may hold less. Fewer forwards, and other
-            tokens than the base's. Preset "freedave++" is that with the threshold of the paper's code, 0.95.
+            only tokens that an accepted one's step would commit, even if it holds fewer. This takes fewer forwards, and
+            gives other tokens than the base. Preset "freedave++" uses it with 0.95, the threshold of the paper's code.
 
-    It pays where a call costs hardly more with K times the positions: few rows, short windows. `row_forwards` and
-    forwarded tokens count every draft. Refused with it: caches whose steps depend on how many there were, blocks and
-    early stops that the logits decide, and `rng="reference"`. The public code's eager mode, which drafts into the next
-    block, is not here.
+    The method pays if a call with K times the positions costs hardly more: with few rows and short windows.
+    `row_forwards` and forwarded tokens count every draft. Refused are caches whose plan depends on the number of steps,
+    blocks and early stops that the logits decide, and `rng="reference"`. The public code's eager mode, which drafts
+    into the next block, is not implemented.
 
     Raises:
         ValueError: a setting out of its range, or a base whose steps cannot be drafted: one that takes tokens back,

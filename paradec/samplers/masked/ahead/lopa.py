@@ -44,32 +44,31 @@ class BranchProposal(MaskedProposal):
 
 @dataclass(frozen=True)
 class LoPA(MaskedSampler):
-    """Takes the steps of another sampler, `base`, in the order of positions that makes the rest most confident. This
-    searches for an order: tokens may be others than the base's.
+    """Take the steps of another sampler, `base`, in the order of positions that makes the rest most confident. Since
+    the method searches for an order, tokens may differ from the base's.
 
-    A step evaluates the row as it is and, as rows of their own over the same keys and values, `branches` copies of
-    it with one token more: at the first, second, ... most confident position that the last step left undecided in the
-    open blocks, the token that it had there. A branch's promise is alpha * (the confidence of its token; 1 for the row
-    itself) + (1 - alpha) * (mean confidence of the least confident share `tail` of what it leaves undecided; 1 if that
-    is nothing). The branch that promises most is the row from now on, and the base's decision is taken from its logits.
+    A step evaluates the row and, as separate rows with the same keys and values, `branches` copies of it with one more
+    token each. The copies add the last step's candidate at the first, second, ... most confident position that this
+    step left undecided in the open blocks. A branch's score is alpha * (the confidence of its token; 1 for the row
+    itself) + (1 - alpha) * (mean confidence of the least confident share `tail` of what it leaves undecided; 1 if
+    nothing is left). The branch with the highest score replaces the row, and the base decides from its logits.
     Ties go to the branch with the most confident token, and to the row itself last, as in the public code. A block's
-    first step has nothing to look ahead with; with a cache, neither has the first step after the first open block was
-    filled.
+    first step has no branches; with a cache, neither has the first step after the first open block was filled.
 
     Args:
-        base: whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule, which is
+        base: the sampler whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,
             `threshold` in `paradec.PipelinedBlocks(32, forced="active")`.
-        branches: k, branches beside the row itself, from 0, which is the base, to 64. Published scripts have 2 to 4.
+        branches: k, branches beside the row itself, from 0 (the base alone) to 64. Published scripts have 2 to 4.
         alpha: weight of the added token's own confidence, in [0, 1]. 0 as in the published scripts; with the public
-            code's default, 0.5, the row itself wins nearly always.
-        tail: share of the undecided positions that the mean is over, in (0, 1], at least one; 1 as in the scripts (the
-            code's default is 0.5).
-        confidence: what is averaged and ranks positions: "minus_entropy" (the scripts'), "confidence" (the code's
-            default) or "margin".
+            code's default, 0.5, the row itself is nearly always taken.
+        tail: share of the undecided positions that are averaged, in (0, 1], at least one position; 1 as in the scripts
+            (the code's default is 0.5).
+        confidence: the quantity that is averaged and ranks positions: "minus_entropy" (the scripts'), "confidence" (the
+            code's default) or "margin".
 
-    A step costs one call and up to 1 + k rows: `row_forwards` and forwarded tokens count them all. It pays where width
-    is idle. Refused with it: caches whose steps depend on how many there were, stops that the logits decide, `logprobs`
-    and `rng="reference"`.
+    A step costs one call and up to 1 + k rows; `row_forwards` and forwarded tokens count all rows. It pays on devices
+    that evaluate more rows at little cost. Refused are caches whose plan depends on the number of steps, stops that the
+    logits decide, `logprobs` and `rng="reference"`.
 
     Raises:
         ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a step of

@@ -17,17 +17,17 @@ from paradec.samplers.masked.base import MaskedSampler, View
 
 @dataclass(frozen=True)
 class AdaBlock(MaskedSampler):
-    """Commit as `threshold` does, in the blocks of `paradec.AdaptiveBlocks`, which the method brings along.
+    """Commit as `threshold` does, in the blocks of `paradec.AdaptiveBlocks`, which this sampler sets.
 
     The blocks are the paper's contribution; they work with every sampler, as `generate(..., blocks=AdaptiveBlocks())`.
-    A request's `block_length` is their default length, and its `blocks` take their place.
+    A request's `block_length` is their default length; its `blocks` replace them.
 
     Args:
-        threshold: probability that a token must reach, in [0, 1]; at 1 it is one token a step.
+        threshold: probability that a token must reach, in [0, 1]; 1 commits one token per step.
         init_block_length, delimiter_threshold, delimiters, delimiter_match, window, min_block_length: the settings of
             `AdaptiveBlocks`. Defaults are the paper's for LLaDA; preset "dream" has those for Dream.
 
-    The public code takes one row; here rows have blocks of their own.
+    The public code decodes one row; here each row of a batch has its own blocks.
     """
 
     threshold: float = 0.9

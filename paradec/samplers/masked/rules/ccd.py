@@ -16,10 +16,12 @@ from torch.nn.functional import pad
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
+from paradec.kernels.token_stats import path_for
 from paradec.samplers.distributions import log_of
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import best_with_probability
+from paradec.samplers.statistics import best_with_probability, token_statistics
+from paradec.samplers.unread import Read
 
 MOST_HISTORY = 64
 MOST_DISTRIBUTIONS = 256
@@ -30,24 +32,24 @@ MOST_DISTRIBUTIONS = 256
 class CCD(LowConfidence):
     """Per row, commit the masked positions whose averaged distribution has the lowest entropy.
 
-    Every step puts the distributions of its `buffer` most confident positions aside. A position's average is over this
-    step's distribution and those of the `history - 1` steps before that had it in their buffer. Contexts that disagree
-    make the average flat: its entropy is that of each plus what the contexts say about the token. Tokens come from the
-    average, too.
+    Every step keeps the distributions of its `buffer` most confident positions. A position's average is over this
+    step's distribution and those of the previous `history - 1` steps that had the position in their buffer. If these
+    steps disagree, the average is flat: its entropy is the mean entropy plus the disagreement. Tokens are chosen from
+    the average, too.
 
-    The schedule grants a number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
-    (CCD-DS) positions in this step's buffer whose entropy is at most that are committed as well, so up to `buffer` at
-    once.
+    The schedule gives the number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
+    (CCD-DS), positions in this step's buffer whose entropy is at most this threshold are committed too, so up to
+    `buffer` at once.
 
     Args:
         history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
             LLaDA in the paper: the presets.
-        buffer: V, positions put aside per step, at least 1; (history - 1) * buffer is at most 256.
-        entropy_threshold: nats, at least 0; None keeps to the schedule (CCD). The paper gives no number; 0.3 is ours,
-            about the entropy of a token at 0.9 with one rival.
+        buffer: V, positions kept per step, at least 1; (history - 1) * buffer is at most 256.
+        entropy_threshold: nats, at least 0; None commits by the schedule alone (CCD). The paper gives no number; 0.3 is
+            ours, about the entropy of a token at 0.9 with one alternative.
 
-    Confidence is the probability of the best token. Positions that a cache leaves out of a step are in no buffer of it;
-    what earlier steps put aside ages all the same.
+    Confidence is the probability of the best token. Positions that a cache leaves out of a step are not in its buffer;
+    distributions of earlier steps still age.
 
     Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the defaults and 126,464 tokens.
     """
@@ -81,39 +83,55 @@ class CCD(LowConfidence):
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        confidence = best_with_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Read, Mapping[str, Tensor]]:
+        found: dict[str, Tensor] = {}
+        if path_for(logits) == "float64":  # which is read again at no cost
+            confidence = best_with_probability(logits)[1]
+        else:
+            tokens, found = token_statistics(logits, self.needs.reads)
+            confidence = found["confidence"]
+        confidence = confidence.masked_fill(~stage.undecided, -torch.inf)
         confidence, columns = confidence.topk(min(self.buffer, logits.shape[1]), dim=1)  # [R, <= buffer]
         there = confidence > -torch.inf
         buffered = torch.zeros_like(stage.undecided).scatter(1, columns, there)
         if self.history == 1:
-            return logits, {"buffered": buffered}
+            return (Averaged(logits, tokens, found) if found else logits), {"buffered": buffered}
         missing = self.buffer - columns.shape[1]
         kept = rows_at(logits, columns)
         kept = kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)).float()
         kept, columns = pad(kept, (0, 0, 0, missing)), pad(columns.masked_fill(~there, -1), (0, missing), value=-1)
-        return self.averaged(logits, stage), {
+        updates = {
             "distributions": torch.cat((kept.unsqueeze(1), stage.memory["distributions"][:, :-1]), 1),
             "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
             "buffered": buffered,
         }
+        changed, now = self.averaged(logits, stage)
+        if not found:
+            return Averaged(logits, confidence, {}, changed, now).written(), updates
+        if changed.shape[1]:
+            own_tokens, own = token_statistics(now, self.needs.reads)
+            tokens = tokens.scatter(1, changed, own_tokens)
+            found = {name: value.scatter(1, changed, own[name]) for name, value in found.items()}
+        return Averaged(logits, tokens, found, changed, now), updates
 
-    def averaged(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Logits [R, W, V] of the averages. Positions that no earlier step put aside stay as they are."""
+    def averaged(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Distinct columns [R, U], among them all undecided ones that earlier steps put aside, and the logits [R, U, V]
+        of the averages there. Of a column that no earlier step put aside they are as they were."""
         earlier = stage.memory["distributions"].flatten(1, 2)  # [R, E, V]
         at = stage.memory["columns"].flatten(1)  # [R, E]
         width = logits.shape[1]
         count = (at.unsqueeze(1) == torch.arange(width, device=at.device).unsqueeze(1)).sum(-1)  # [R, W]
-        # distinct columns, among them all that were put aside
-        columns = count.topk(min(at.shape[1], width), dim=1).indices  # [R, U]
+        count = count.where(stage.undecided, 0)
+        most = min(at.shape[1], width)
+        if at.is_cpu:  # nobody waits for it
+            most = int((count > 0).sum(1).amax())
+        columns = count.topk(most, dim=1).indices  # [R, U]
         count = count.gather(1, columns).unsqueeze(-1)
         now = rows_at(logits, columns)
         now = now.to(torch.promote_types(now.dtype, torch.float32))
         same = (columns.unsqueeze(-1) == at.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
         mean = (now.softmax(-1) + same @ earlier) / (1 + count)
-        now = torch.where(count > 0, log_of(mean), now)
-        index = columns.unsqueeze(-1).expand_as(now)
-        return logits.to(now.dtype).scatter(1, index, now)
+        return columns, torch.where(count > 0, log_of(mean), now)
 
     def select(self, view: View) -> Tensor:
         selected = view.top(view.scores, view.quota)
@@ -122,6 +140,24 @@ class CCD(LowConfidence):
         return selected | view.updates["buffered"] & (view.scores >= -self.entropy_threshold)
 
 
+@dataclass(frozen=True)
+class Averaged(Read):
+    """Logits [R, W, V] of which some columns are averages; what was read of all is in `found`."""
+
+    columns: Tensor | None = None
+    """[R, U] int64, distinct in a row."""
+    averages: Tensor | None = None
+    """[R, U, V]."""
+
+    def written(self) -> Tensor:
+        if self.columns is None or self.averages is None:
+            return self.logits
+        index = self.columns.unsqueeze(-1).expand_as(self.averages)
+        return self.logits.to(self.averages.dtype).scatter(1, index, self.averages)
+
+
 def rows_at(logits: Tensor, columns: Tensor) -> Tensor:
     """[R, W, V] at columns [R, U] -> [R, U, V]."""
+    if len(columns) == 1:  # whole rows are taken, not numbers one by one
+        return logits.index_select(1, columns[0])
     return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))

@@ -21,23 +21,24 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class CCDAgree(LowConfidence):
-    """Per row, order the masked positions by entropy. Let T be the first b of them (b is what the linear schedule
-    grants; one, without `steps`), V the first n, and B the buffer that the step before left.
+    """Per row, order the masked positions by entropy. Let T be the first b of them (b is the number that the linear
+    schedule gives; one, without `steps`), V the first n, and B the buffer of the step before.
 
-    Where T meets B, Q holds the positions of V and B whose best token is that of the step before; if they are b at
-    least, Q is committed. In all other cases T is. Then the n lowest entropies among what is left masked are the new B.
-    n is 1, grows by one a step from the last one of the warmup on up to b * (1 + expand_ratio), and is 2 once at most
-    `tail` of the block's positions are masked; the first `warmup` steps commit T.
+    If T and B have a common position, let Q be the positions of V and B whose best token is that of the step before. If
+    Q has at least b positions, it is committed; in all other cases T is. Then the n positions of lowest entropy that
+    are still masked are the new B. n is 1 at first. From the last warmup step on it grows by one per step, up to b * (1
+    + expand_ratio), and it is 2 once at most `tail` of the block's positions are masked. The first `warmup` steps
+    commit T.
 
     Args:
-        warmup: steps of a block before agreement counts, at least 0.
+        warmup: steps of a block before agreement is used, at least 0.
         expand_ratio: how far n grows, at least 0.
         tail: share of the block's positions, in [0, 1].
         adaptive: whether all of Q is committed (CCD-DS, the code's `seek_mode`) or its first b only.
 
-    Best tokens are those of the model's distribution, whatever is drawn at temperature > 0. The public code takes one
-    row, the whole canvas and no cache; here steps, buffer and shares are counted per row and block. A position that a
-    cache leaves out of a step keeps its last best token.
+    Best tokens are those of the model's distribution, whatever is drawn at temperature > 0. The public code decodes one
+    row, over the whole canvas and without a cache; here steps, buffer and shares are counted per row and block. A
+    position that a cache leaves out of a step keeps its last best token.
 
     Keeps a token and a flag per position of the block.
     """

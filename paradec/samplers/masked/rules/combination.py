@@ -27,7 +27,7 @@ from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Needs, Stage, View
 from paradec.samplers.masked.views import selection
-from paradec.samplers.statistics import Raised, written
+from paradec.samplers.statistics import Unread, written
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Combination(MaskedSampler):
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
-        processed: Tensor | Raised = logits
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
+        processed: Tensor | Unread = logits
         updates = {}
         for index, member in enumerate(self.members):
             if member.needs.processes_logits:
@@ -190,9 +190,9 @@ OWN = ("query", "propose", "commit")
 
 @dataclass(frozen=True)
 class Union(Combination):
-    """Commit what at least one of the rules would. Text: "credit+localleap".
+    """Commit positions that at least one of the rules would commit. As a name: "credit+localleap".
 
-    Rules that may wait (Dream's time grid) are welcome: another one makes progress, or all wait within their schedule.
+    Rules that may wait (Dream's time grid) are allowed: another rule makes progress, or all wait within their schedule.
     """
 
     rules: tuple[Any, ...] = ("credit", "localleap")
@@ -211,9 +211,10 @@ class Union(Combination):
 
 @dataclass(frozen=True)
 class Intersection(Combination):
-    """Commit what all of the rules would; where there is none, the first rule's best position. Text: "threshold&klass".
+    """Commit positions that all rules would commit, or, if there are none, the first rule's best one. As a name:
+    "threshold&klass".
 
-    Rules that may wait are refused: that position would be committed against their schedule.
+    Rules that may wait are refused: the first rule's best position would be committed against their schedule.
     """
 
     rules: tuple[Any, ...] = ("threshold", "entropy_threshold")

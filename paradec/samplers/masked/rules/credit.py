@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.statistics import Raised, best_with_probability, raise_tokens
+from paradec.samplers.statistics import Unread, best_with_probability, raise_tokens
 
 MOST_SLOTS = 1024
 
@@ -27,26 +27,26 @@ class Credit(MaskedSampler):
         z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     and commits every masked position whose best token has a confidence under softmax(z~) >= threshold, and the best one
-    always. p = softmax(z) is the model's own. The first step is boosted already. Credit is bounded: a constant p
+    always. p = softmax(z) is the model's own. The first step already has credit. Credit is bounded: a constant p
     collects p ** exponent / (1 - decay).
 
     Args:
         threshold: tau, in [0, 1].
         decay: beta, in [0, 1].
-        exponent: gamma, at least 0: small values let favourites of low confidence collect nearly as much as others.
+        exponent: gamma, at least 0; with small values best tokens of low confidence collect nearly as much as others.
         fusion: lambda (dInfer: alpha), at least 0; 0 is `threshold`.
         storage: "dense" keeps C whole, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
-            126,464 tokens). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8), the same result
-            as long as no position has had more different best tokens within the block.
-        slots: tokens per position under "slots", 1 to 1024; one more takes the place of the one with the least credit.
+            126,464 tokens). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8). The result is
+            the same as long as no position has had more different best tokens within the block.
+        slots: tokens per position under "slots", 1 to 1024; a further token replaces the one with the least credit.
 
-    Credit is a row's own, starts at nothing in every block and request, and follows the best token, whatever is drawn
-    at temperature > 0. A position that a cache leaves out of a step neither gains nor decays: nothing was learned about
-    it, and its credit is what it was when its logits were last seen.
+    Each row has its own credit. It starts at 0 in every block and request, and follows the best token, whatever is
+    drawn at temperature > 0. For a position that a cache leaves out of a step, credit neither grows nor decays: it
+    stays as it was when the position's logits were last read.
 
     Defaults are those of the paper's final version as third parties report it; its threshold there is 0.95. Presets
-    "dinfer" and "sglang" are what that code has. SGLang's also takes the larger of the raw and the fused probability,
-    and lets a token inherit the credit of the one whose slot it takes; both are left out.
+    "dinfer" and "sglang" have the settings of that code. SGLang's code also takes the larger of the raw and the fused
+    probability, and a token inherits the credit of the one that it replaces in a slot; neither is implemented here.
     """
 
     threshold: float = 0.9
@@ -82,7 +82,7 @@ class Credit(MaskedSampler):
             "tokens": MemorySpec(("window", self.slots), torch.int32, fill=-1),
         }
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
         favourite, p = best_with_probability(logits)  # [R, W]
         best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
         seen = stage.undecided.unsqueeze(-1)

@@ -22,24 +22,23 @@ from paradec.samplers.masked.rules.threshold import at_least
 @dataclass(frozen=True)
 class Editing(MaskedSampler):
     """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always;
-    and at each decided one (not given by the user) write the candidate if it is another token with confidence
-    > editing_threshold. When no mask is left, the block is evaluated further until a step edits nothing.
+    and replace each decided token (not those that the user gave) by the candidate if that is another token with
+    confidence > editing_threshold. When no mask is left, steps continue in the block until one edits nothing.
 
     Args:
         threshold: confidence that fills a mask (mask to token), in [0, 1].
-        editing_threshold: confidence that exchanges a token (token to token), in [0, 1]; 1 edits nothing, and no step
-            is spent on looking. (diffusers turns editing off with 0; here that exchanges every token that is not the
-            model's best.)
+        editing_threshold: confidence that replaces a token (token to token), in [0, 1]; 1 edits nothing and takes no
+            extra step. (diffusers turns editing off with 0; here 0 replaces every token that is not the model's best.)
         max_post_steps: most steps of a block without masks.
         least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
-        end: when an end token ends a row: "step", once a step has left all before it as it is, or "block", once its
-            block is closed, as in the model's own code. Later steps of the block may exchange it otherwise.
+        end: when an end token ends a row: "step" (once a step has left everything before it unchanged) or "block" (once
+            its block is closed, as in the model's own code). Until then later steps may replace the end token.
 
-    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "llada2.1" is the model's own code's,
-    for blocks of 32, "dllm" the same with ends as here, and "sglang" has that engine's thresholds.
-    diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
-    filled. For models that were trained to edit; what others predict
-    at the position of a token was never trained.
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'. Preset "llada2.1" has the settings of the
+    model's own code for blocks of 32, "dllm" the same with `end` as here, and "sglang" that engine's thresholds.
+    diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as everything before it is
+    filled. Use this sampler for models that were trained to edit: other models were not trained to predict at the
+    position of a token.
     """
 
     threshold: float = 0.7

@@ -11,8 +11,8 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 class Entropy(DreamSampler):
     """Score a position by the negative entropy of the distribution that its token is drawn from.
 
-    The public code adds 1e-10 within the logarithm; so does this in small vocabularies, and not in those that are read
-    in float32, where the plain entropy differs by 1e-10 a token at most.
+    The public code adds 1e-10 within the logarithm. This class does so for small vocabularies, but not for those that
+    are read in float32, where the plain entropy differs by at most 1e-10 per token.
     """
 
     name = "entropy"

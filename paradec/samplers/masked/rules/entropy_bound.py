@@ -18,8 +18,8 @@ from paradec.samplers.masked.base import LAST, MaskedSampler, Needs, View
 class EntropyBound(MaskedSampler):
     """Per row, sort entropies H_(1) <= H_(2) <= ...; commit the longest prefix with H_(1) + ... + H_(k-1) <= gamma.
 
-    The left side is the sum of the prefix without its maximum. It bounds the mutual information of the tokens that
-    are drawn independently of each other, hence the error of doing so. One position is committed always.
+    The left side is the sum of the prefix without its maximum. It bounds the mutual information of tokens that are
+    drawn independently of each other, and so the error of such a draw. At least one position is always committed.
 
     Args:
         gamma: the bound in nats, at least 0. Between 0.001 and 0.1 is in use for text.

@@ -27,8 +27,9 @@ class Factor(MaskedSampler):
         reference_last_rank: the public code also commits the last masked position when it is the only one to fail;
             True repeats that, for parity. The rule as published is the default.
         profile: Fast-dLLM++'s rule, with e_i = 1 - c_(i): the longest prefix with e_1 + ... + e_n + e_n < 1 - margin.
-            With margin 0 it commits what the rule above does and more, but for exact ties: the sum is n e_n at most.
-        margin: of the profile, in [0, 1]; 0.25 is its authors' setting for all tasks (0.02 in one script).
+            With margin 0 it commits at least what the rule above does, except at exact ties: the sum is at most n e_n.
+        margin: the margin of the profile rule, in [0, 1]; 0.25 is its authors' setting for all tasks (0.02 in one
+            script).
 
     At least one position is committed.
     """

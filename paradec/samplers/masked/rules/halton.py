@@ -20,12 +20,12 @@ class Halton(InOrder, MaskGIT):
     """Per row and step, commit the next `quota` positions of the Halton order, whatever their confidence.
 
     The answer is read as an image, row by row. Point n of the two-dimensional Halton sequence (bases 2 and 3, from
-    n = 1) falls into a cell of it, its row by base 2; cells come in the order in which they are first hit.
+    n = 1) falls into a cell, with the row by base 2. Cells are decided in the order of the first point in them.
 
     Args:
         height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
         schedule: as `maskgit`; the paper's is "arccos".
-        choice_temperature: no effect: there is no confidence.
+        choice_temperature: no effect, since there is no confidence.
         final_temperature, guidance_start: as `maskgit`.
 
     What a step commits is known before the model is called. The public code's warm-up of the temperature and its random

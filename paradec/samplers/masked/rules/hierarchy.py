@@ -20,12 +20,12 @@ class Hierarchy(MaskedSampler):
     position that is more confident than `threshold`, and the row's best one always.
 
     Args:
-        threshold: confidence above which a position is committed wherever it is, in [0, 1]; None leaves the
-            runs' best ones only.
-        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None asks for none.
+        threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best
+            ones.
+        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None requires none.
 
     A run ends at the block's edges. Both comparisons are strict, and equal maxima of a run are all committed, as in
-    the public code. Its class has threshold None by default; 0.9 is Fast-dLLM's.
+    the public code. The public class has threshold None by default; 0.9 is Fast-dLLM's.
     """
 
     threshold: float | None = 0.9

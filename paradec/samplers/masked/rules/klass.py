@@ -15,34 +15,37 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.distributions import divergence
+from paradec.kernels.token_stats import path_for, read_stats
+from paradec.samplers.divergences import divergence, log_divergence
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.unread import Read
 
 
 @dataclass(frozen=True)
 class KLASS(LowConfidence):
     """Per row, commit every masked position with confidence > confidence_threshold whose distribution was stable in
-    each of the last `history` steps, KL(p_t || p_(t-1)) < kl_threshold; where there is none, the most confident ones
-    that the linear schedule grants (one, without `steps`).
+    each of the last `history` steps, KL(p_t || p_(t-1)) < kl_threshold. If there is none, commit as many of the most
+    confident positions as the linear schedule gives (one, without `steps`).
 
     Args:
         confidence_threshold: in [0, 1].
-        kl_threshold: in nats, above 0; infinity calls everything stable.
+        kl_threshold: in nats, above 0; with infinity everything is stable.
         history: h, steps in a row that must have been stable, at least 1.
 
-    The first step of a block has no predecessor: the public code compares it with zeros, which is stable at no finite
-    threshold below about 20, so that nothing is ready before step h + 1. A position that a cache leaves out of a step
+    The first step of a block has no predecessor: the public code compares it with zeros, so that no position is stable
+    at thresholds below about 20, and none is ready before step h + 1. A position that a cache leaves out of a step
     keeps its last distribution and its count.
 
-    With pipelined blocks, which take no `steps`, what is ready in any open block goes; a block that must make progress
-    and has nothing ready commits its most confident position.
+    With pipelined blocks, which take no `steps`, ready positions of all open blocks are committed; a block that must
+    make progress and has none commits its most confident position.
 
     Presets: "llada" (GSM8K; the paper cuts blocks of 64) and "dream". `steps` plans the schedule and does not bound the
-    forwards: a step with one ready position commits that one only, as in the public code.
+    forwards: a step with one ready position commits only that one, as in the public code.
 
-    Keeps the last distribution in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions
-    and 126,464 tokens; the public code keeps the whole canvas in float64).
+    Keeps the last distribution in float32 (on CPUs, of large vocabularies, its logarithms), 4 bytes * vocabulary per
+    position of the block (16 MB a row at 32 positions and 126,464 tokens; the public code keeps the whole canvas in
+    float64).
     """
 
     confidence_threshold: float = 0.9
@@ -75,13 +78,23 @@ class KLASS(LowConfidence):
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        p, kl = divergence(logits, stage.memory["previous"])  # [R, W, V], [R, W]
-        stable = torch.where(kl < self.kl_threshold, stage.memory["stable"] + 1, 0)
-        seen = stage.undecided
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Read, Mapping[str, Tensor]]:
+        seen, previous = stage.undecided, stage.memory["previous"]
+        if logits.is_cpu and path_for(logits) != "float64":
+            stats = read_stats(logits, frozenset(("logsumexp",)))
+            assert stats.logsumexp is not None
+            now, kl = log_divergence(logits, stats.logsumexp, previous, self.kl_threshold, seen)
+            found = {"previous": now, "stable": self._stable(kl, stage)}
+            return Read(logits, stats.token, {"confidence": stats.prob}), found
+        p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
         if not (seen.is_cpu and seen.all()):  # else nothing large is copied
-            p = torch.where(seen.unsqueeze(-1), p, stage.memory["previous"])
-        return logits, {"previous": p, "stable": torch.where(seen, stable, stage.memory["stable"])}
+            p = torch.where(seen.unsqueeze(-1), p, previous)
+        return logits, {"previous": p, "stable": self._stable(kl, stage)}
+
+    def _stable(self, kl: Tensor, stage: Stage) -> Tensor:
+        """[R, W] int64: for how many steps in a row distributions that moved by kl [R, W] have been stable."""
+        before = stage.memory["stable"]
+        return torch.where(stage.undecided, torch.where(kl < self.kl_threshold, before + 1, 0), before)
 
     def select(self, view: View) -> Tensor:
         ready = (view.scores > self.confidence_threshold) & (view.updates["stable"] >= self.history)

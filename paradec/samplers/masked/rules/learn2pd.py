@@ -37,20 +37,21 @@ class Learn2PD(MaskedSampler):
     """Per row, commit every masked position of the block that the filter accepts, and the most confident one always.
 
     Args:
-        filter: a file that `paradec learn2pd train` wrote; None takes the one inside the package for the packaged
-            model, or what `register_filter` named for another one.
+        filter: a file that `paradec learn2pd train` wrote; None takes the packaged filter for the packaged
+            model, and for another model the filter that `register_filter` named.
         filter_threshold: probability of being final above which a position is accepted, in [0, 1].
-        eot: what ends the canvas early ("EoTP"). "committed", the paper's rule: once an end token is final, everything
-            after it is dropped; the row goes on until all before it is decided. "greedy", the public code's:
-            without such a token, a mere prediction of one will do, of several masked positions the most confident one;
-            it is not made final by this, and may turn out as another token. "none" drops nothing before
-            `eos_early_stop` ends the row. Requests with `eos_early_stop=False` drop nothing either.
-        eot_confidence: the least confidence of an end token that drops what is after it, in [0, 1].
+        eot: what ends the canvas early ("EoTP"). "committed" is the paper's rule: once an end token is final,
+            everything after it is dropped; the row continues until everything before it is decided. "greedy" is the
+            public code's rule: without such a token, a predicted end token is enough (of several masked positions, the
+            most confident one). It does not become final by this, and may become another token. "none" drops nothing
+            before `eos_early_stop` ends the row. Requests with `eos_early_stop=False` drop nothing either.
+        eot_confidence: the least confidence of an end token that drops the positions after it, in [0, 1].
         allow_mismatch: use a filter that was trained for another model, block length or cache.
 
-    The public code's "greedy" also looks for end tokens in later blocks, where the step evaluates them; here it sees
-    the open block, as the code's cached variants do. Its top n of LLaDA's schedule, beside what is accepted, is n = 1,
-    as with the one token a step that it is run with. Filters run in float64, the public one in float32.
+    The public code's "greedy" also looks for end tokens in later blocks that the step evaluates; this class looks in
+    the open block only, as the code's cached variants do. Beside accepted positions, the public code commits the top n
+    of LLaDA's schedule; here n is 1, as in its runs with one token per step. Filters run in float64, the public one in
+    float32.
     """
 
     filter: str | None = None

@@ -24,8 +24,8 @@ class LocalLeap(MaskedSampler):
         relaxed_threshold: tau_r, in [0, anchor_threshold].
         radius: W, positions to each side of an anchor, at least 0.
 
-    Anchors are positions that become final in this very step, not those that are final already; neighbourhoods end at
-    the block's edges, since nothing outside the block may be committed.
+    Anchors are positions that become final in the same step, not positions that are already final. Neighbourhoods end
+    at the block's edges, since nothing outside the block may be committed.
     """
 
     anchor_threshold: float = 0.9

@@ -20,8 +20,8 @@ class LowConfidence(MaskedSampler):
     """Per row and step, commit the `quota` most confident positions of the block; the rest stay masked.
 
     With s steps for a block of n masks the quota is n // s, and one more in the first n % s steps. Confidence is the
-    probability of the chosen token under softmax(logits), whatever the temperature. Without `steps` it is one token a
-    step. Unlike generate.py, a block is left as soon as it is full, and equal confidences go to the lower position.
+    probability of the chosen token under softmax(logits), whatever the temperature. Without `steps`, each step commits
+    one token. Unlike in generate.py, a full block ends at once, and of equal confidences the lower position is taken.
     """
 
     name = "low_confidence"

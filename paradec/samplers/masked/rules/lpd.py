@@ -27,11 +27,11 @@ from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
 class LPD(InOrder):
     """Per row and step, commit the next group of LPD's order (`paradec.core.orders.lpd_order`), which is drawn per row.
 
-    The answer is read as an image, row by row. What was given of an image is decided from the start: the first group
-    looks for its neighbourhood.
+    The answer is read as an image, row by row. Given parts of an image are decided from the start, and the first group
+    is chosen near them.
 
     Args:
-        groups: how many groups, or their sizes; None is as many as the request has `steps`, and where it says none the
+        groups: how many groups, or their sizes; None is as many as the request has `steps`; without `steps`, the
             published 20 for 256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published
             ones where these fit, others are stretched (`paradec.core.orders.group_sizes`), and so is a list where a
             part of the image was given.
@@ -39,8 +39,8 @@ class LPD(InOrder):
         proximity: the least nearness of a cell that counts as near.
         height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
 
-    What a step commits is known before the model is called. Published with guidance that grows with what is decided;
-    that is the models' own sampler's, here it is the request's throughout.
+    What a step commits is known before the model is called. LPD was published with guidance that grows with the number
+    of decided tokens. Only the sampler of the LPD models has it; here guidance is the request's throughout.
     """
 
     groups: int | Sequence[int] | None = None

@@ -24,7 +24,7 @@ from paradec.samplers.masked import reference
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
 from paradec.samplers.masked.draws import of_tokens
 from paradec.samplers.masked.queries import positions_of
-from paradec.samplers.statistics import Raised, written
+from paradec.samplers.statistics import Unread, written
 
 REDRAW_STREAM = 2
 """Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
@@ -37,18 +37,18 @@ class MaskGIT(MaskedSampler):
 
         ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
 
-    at step t = 0 ... T - 1. Give `steps` (T; 8 to 12 in the paper) and `temperature=1`, as the paper draws; the
-    defaults of `paradec.generate` are one token a step and no draw.
+    at step t = 0 ... T - 1. Give `steps` (T; 8 to 12 in the paper) and the paper's `temperature=1`; the
+    defaults of `paradec.generate` are one token per step, without a draw.
 
     Args:
         schedule: how many of n masks are left after step t. With r = (t + 1) / T: "cosine" n cos(pi r / 2), the
             paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r ** 2.5),
-            MaskGIT-r's. Rounded down; every step commits one at least.
-        choice_temperature: at the first steps; 4.5 in the paper's code.
+            MaskGIT-r's. Rounded down; every step commits at least one.
+        choice_temperature: weight of the noise; 4.5 in the paper's code.
         final_temperature: None writes the drawn token. A number s in (0, 1] (MaskGIT-r: 0.65 to 0.75) writes a second
             draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). It is off where `temperature` is 0.
-        guidance_start: guidance scale at the first step, from where it grows evenly to the request's `guidance_scale`
-            at the last; None keeps that throughout.
+        guidance_start: guidance scale at the first step; it grows evenly to the request's `guidance_scale` at the last
+            one. None uses the request's scale throughout.
 
     A commit's confidence is the probability of the first draw. The noise ends at 0 in the last step, as in the paper's
     code; diffusers' AmusedScheduler counts it from 1 - t / (T - 1), with 2 in place of 4.5.
@@ -126,7 +126,7 @@ class MaskGIT(MaskedSampler):
         return False  # the public code cuts the mask's logit off
 
     def read(
-        self, state: CanvasState, logits: Tensor | Raised, query: WindowQuery, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:

@@ -9,7 +9,7 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 
 @dataclass(frozen=True)
 class MaskGitPlus(DreamSampler):
-    """Score a position by the probability of the chosen token that its token is drawn from."""
+    """Score a position by the probability of its token in the distribution that the token is drawn from."""
 
     name = "maskgit_plus"
     summary = "the most confident tokens by probability, on Dream's time grid"

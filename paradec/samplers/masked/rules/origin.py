@@ -21,7 +21,7 @@ from paradec.samplers.masked.rules.schedules import time_share
 
 @dataclass(frozen=True)
 class Origin(MaskedSampler):
-    """Commit each masked position with probability 1 - s/t, the last step all; random even at temperature 0.
+    """Commit each masked position with probability 1 - s/t; the last step commits all. Random even at temperature 0.
 
     Args:
         eps: end of the time grid t = linspace(1, eps, steps + 1).

@@ -25,14 +25,14 @@ class Persistence(LowConfidence):
     token has been the same for `persist` steps, this one included.
 
     Args:
-        threshold: confidence of a token that the schedule does not ask for, in [0, 1].
-        persist: steps in a row with one best token, at least 1.
-        end_threshold: confidence that an end token needs, in [0, 1], whichever part of the rule would commit it; with
-            nothing else to commit, the best position becomes final all the same.
+        threshold: confidence of a token beyond those of the schedule, in [0, 1].
+        persist: consecutive steps with the same best token, at least 1.
+        end_threshold: confidence that an end token needs, in [0, 1], whichever part of the rule would commit it; if
+            nothing else can be committed, the best position becomes final anyway.
 
-    What persists is the model's best token, whatever is drawn at temperature > 0. A position that a cache leaves out
+    The rule reads the model's best token, whatever is drawn at temperature > 0. A position that a cache leaves out
     of a step keeps its count. To add the rule to another one instead of the schedule, see `union`. `steps` plans the
-    schedule and bounds the forwards only with end_threshold=0: ends that have to wait are not made up for.
+    schedule and bounds the forwards only with end_threshold=0: end tokens that have to wait are not replaced by others.
 
     With pipelined blocks, which take no `steps`, the schedule's tokens are the most confident ones of the blocks that
     must make progress.

@@ -26,7 +26,7 @@ class Random(LowConfidence):
     """As `low_confidence`, with uniform random numbers in place of the confidence when positions are ranked.
 
     Args:
-        order: when the order is drawn: anew at every "step" (LLaDA's generate.py) or once per "block" (the code of
+        order: when the order is drawn: at every "step" (LLaDA's generate.py) or once per "block" (the code of
             dKV-Cache-Greedy, which must know what comes next). The distribution is the same.
     """
 

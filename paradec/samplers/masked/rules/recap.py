@@ -29,16 +29,16 @@ from paradec.samplers.masked.rules.ordered import check_grid
 class Recap(MaskGIT):
     """`maskgit` in groups of steps. A group's first step evaluates everything and ranks the undecided positions as
     `maskgit` does; the best of them, as many as all steps of the group commit, are its targets. It commits the first
-    ones, each of the group's `local_steps` further steps the next ones, in that order, with tokens drawn from logits
-    that know what the group has decided.
+    ones, and each of the group's `local_steps` further steps the next ones, in that order. Their tokens are drawn from
+    logits that depend on what the group has decided.
 
-    Use it with `cache="recap"`: then local steps evaluate the targets alone, over the keys and values that the full
+    Use it with `cache="recap"`: then local steps evaluate only the targets, with the keys and values that the full
     step kept. With another cache, or none, the decisions are the same and the logits of local steps exact.
 
     Args:
         local_steps: l, at least 0; 0 is `maskgit`. 1 in the paper's experiments.
-        full_groups: how many groups at the start have no local steps; at least 0. Few tokens are decided there, and
-            local steps pay late. The public scripts take 10 of 20 steps, and 12 of 32.
+        full_groups: how many groups at the start have no local steps; at least 0. Local steps pay once many tokens are
+            decided. The public scripts have 10 of 20 steps, and 12 of 32.
         order: "confidence", or "halton": targets are the next positions in Halton order.
         height, width: as `halton`, for that order.
         schedule, choice_temperature, final_temperature, guidance_start: as `maskgit`, with MaskGIT-r's defaults. The
@@ -46,7 +46,7 @@ class Recap(MaskGIT):
             public code.
 
     Give `steps` (16 to 32) and `temperature=1`. The public code's grouping for l > 1 loses or repeats tokens (it
-    advances twice), and its last counts can be negative; here groups are the plain rule's and counts are at least 1.
+    advances twice), and its last counts can be negative; here groups follow the plain rule and counts are at least 1.
     """
 
     schedule: str = "power"

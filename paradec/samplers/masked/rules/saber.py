@@ -29,13 +29,13 @@ class Saber(MaskedSampler):
         minimum: n, positions that a step commits at least, at least 1.
         remask_share: share of k in [0, 1], 1/8 in the public code; 0 takes nothing back.
 
-    The mean runs over all blocks, and a position that was taken back counts with its latest commit. Confidence is that
-    of the model's candidate, also where another token is decided. A step that fills the block takes nothing back, and
-    each of the others adds at least one decided position: n masks take at most n steps.
+    The mean is over all blocks; a position that was taken back counts with its latest commit. Confidence is that of the
+    model's candidate, also where another token is decided. A step that fills the block takes nothing back, and each
+    other step adds at least one decided position, so n masks take at most n steps.
 
-    Differs from the public code in three points: only tokens of the open block are taken back (caches rely on what is
-    left of it), and not in the step that commits them; and positions of the prompt never count as committed, which they
-    do there once fewer than `minimum` masks are left.
+    Three points differ from the public code. Only tokens of the open block are taken back, since caches rely on the
+    tokens left of it. No token is taken back in the step that commits it. Positions of the prompt never count as
+    committed; in the public code they do once fewer than `minimum` masks are left.
     """
 
     minimum: int = 2

@@ -26,15 +26,15 @@ class Threshold(MaskedSampler):
 
     Args:
         threshold: probability that a token must reach, in [0, 1].
-        quota_per_step: "none" is the paper's rule, which has no use for `steps`. "carry" is what Fast-dLLM's code for
-            Dream without cache does: at most masks // steps positions per step, plus those that earlier steps refused
-            for lack of confidence; it needs `steps`. "least" is what LLaDA2.0's and SDAR's code does with fewer steps
+        quota_per_step: "none" is the paper's rule, which does not use `steps`. "carry" is the rule of Fast-dLLM's code
+            for Dream without cache: at most masks // steps positions per step, plus those that earlier steps refused
+            for lack of confidence; it needs `steps`. "least" is the rule of LLaDA2.0's and SDAR's code with fewer steps
             than positions: where fewer than block // steps positions (one more in the first block % steps steps) are
-            confident enough, that many of the best ones. A block-causal model's block counts whole there, where the
-            prompt ends inside it too.
+            confident enough, that many of the best ones. For a block-causal model the whole block counts, even if the
+            prompt ends inside it.
 
-    Preset "llada2.0" is that code's threshold, for its 32 steps in blocks of 32. (It takes what is above the threshold,
-    and with a temperature the confidence of the filtered distribution that tokens are drawn from.)
+    Preset "llada2.0" is that code's threshold, for its 32 steps in blocks of 32. (That code commits only what is above
+    the threshold, and with a temperature takes the confidence of the filtered distribution that tokens are drawn from.)
     """
 
     threshold: float = 0.9

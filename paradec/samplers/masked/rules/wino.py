@@ -30,22 +30,23 @@ class Wino(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > threshold (tau_1), and the best one always;
     then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
 
-    The shadow of a position is a mask with its position id, beside the row, that sees everything but the token there:
-    the token is judged by a prediction that cannot copy it. There is a shadow of every position of the block; shadows
-    see each other, and are seen by nothing else, so that candidates are what they are without them.
+    The shadow of a position is a mask with the same position id, beside the row, that sees everything except the token
+    at that position. So the token is judged by a prediction that cannot copy it. Every position of the block has a
+    shadow. Shadows see each other and nothing else sees them, so they do not change the candidates.
 
     Args:
         threshold: tau_1, in [0, 1].
-        threshold_back: tau_2, in [0, 1]; 0 takes nothing back, and evaluates no shadow.
+        threshold_back: tau_2, in [0, 1]; 0 takes nothing back and evaluates no shadows.
         cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated to whole
             positions, then raised to cap_low and lowered to cap_high), the most confident ones.
 
-    Takes back fewer positions than the step before committed (those with the lowest shadow probability), and none in a
-    step that commits one: so n masks take at most n steps. What one step commits can be taken back from the next one
-    on, until the block is full.
+    A step takes back fewer positions than the step before committed (those with the lowest shadow probability), and
+    none if it commits one: so n masks take at most n steps. A committed token can be taken back from the next step on,
+    until the block is full.
 
-    The public code decodes one row, and its cap and forced position are those of the whole batch; here each row has its
-    own. Needs a decoder that predicts in place, and evaluates the block twice (once as shadow) at every step.
+    The public code decodes one row, and its cap and forced position apply to the whole batch; here each row has its
+    own. The method needs a decoder that predicts in place, and evaluates the block twice (once as shadow) at every
+    step.
     """
 
     threshold: float = 0.6

@@ -16,6 +16,7 @@ from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
+from paradec.samplers.divergences import divergence, log_divergence
 from paradec.samplers.masked.base import Stage
 from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
@@ -301,6 +302,53 @@ def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | Non
     assert len(sizes) > 2 or settings.get("entropy_threshold", 0) is None or not settings.get("adaptive", True)
 
 
+@pytest.mark.parametrize(("loop", "settings", "steps"), [case for case in CASES if case[0] in (KLASSLoop, CCDLoop)])
+def test_large_vocabularies_are_read_once(
+    loop: type[Loop], settings: dict, steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a second read costs as much as the first, the stage's own numbers are taken."""
+
+    class Single(Script):
+        def __call__(self, query: object) -> Tensor:
+            return super().__call__(query).float()
+
+    monkeypatch.setattr("paradec.kernels.token_stats.read.SMALL_VOCABULARY", 0)
+    monkeypatch.setattr("paradec.samplers.distributions.CPU_CHUNK", 2 * VOCAB)
+    reads: list[int] = []
+    monkeypatch.setattr(
+        "paradec.samplers.masked.logits.token_statistics", lambda *a: reads.append(1) or token_statistics(*a)
+    )
+    for seed in range(4):
+        script = Single(seed, scale=2.5 if seed < 3 else 1.0)
+        assert played(samplers.create(loop.name, **settings), script, steps=steps) == looped(
+            loop(**settings), script, steps
+        )
+    assert not reads
+
+
+def test_divergence_without_a_logarithm_per_token() -> None:
+    """It is on the formula's side of the threshold, and the formula's own number near it, from the first step on."""
+    logits = 3 * torch.randn(2, 6, 500, generator=torch.Generator().manual_seed(3))
+    logits[..., 7] = -torch.inf
+    last = logits + torch.tensor([1e-4, 0.01, 0.1, 0.3, 2.0, 30.0]).unsqueeze(-1) * logits.flip(-1).clamp(min=-9)
+    seen = torch.ones(2, 6, dtype=torch.bool)
+    seen[1, 2] = False
+    first, kl = log_divergence(last, last.logsumexp(-1).double(), torch.zeros_like(last), 0.05, seen)
+    p, expected = divergence(last, torch.zeros_like(last))
+    torch.testing.assert_close(kl[seen], expected[seen], rtol=1e-6, atol=0)
+    assert (first[1, 2] == 0).all()
+    torch.testing.assert_close(first[seen].exp2(), p[seen], rtol=1e-5, atol=1e-16)
+    now, expected = divergence(logits, p)
+    assert expected[0].amin() < 1e-6 and expected[0].amax() > 5
+    for threshold in (1e-3, 0.05, 1.0, 20.0):
+        after, kl = log_divergence(logits, logits.logsumexp(-1).double(), first, threshold, seen)
+        assert torch.equal((kl < threshold)[seen], (expected < threshold)[seen])
+        near = seen & (expected > threshold / 2) & (expected < 2 * threshold)
+        torch.testing.assert_close(kl[near], expected[near], rtol=1e-4, atol=0)
+        torch.testing.assert_close(after[seen].exp2(), now[seen], rtol=1e-5, atol=1e-16)
+        assert torch.equal(after[1, 2], first[1, 2])
+
+
 @pytest.mark.parametrize(("loop", "settings", "steps"), CASES)
 def test_memory_matters(loop: type[Loop], settings: dict, steps: int | None) -> None:
     """A loop that forgets at every step goes another way: the tests above compare memories."""
@@ -439,15 +487,14 @@ def test_unwritten_tokens_equal_written_ones(dtype: torch.dtype) -> None:
     ids[:, 5, 0] = -1
     by = 3 * torch.rand(3, 7, 4, generator=generator)
     raised = Raised(logits, best, p.double(), ids, by)
-    token, confidence = raised.statistics()
+    token, confidence = raised.statistics(("confidence",))
     expected = raised.written().double().softmax(-1)
     assert torch.equal(token, expected.argmax(-1)) and (token != best).any()
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(confidence, expected.amax(-1), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(confidence["confidence"], expected.amax(-1), rtol=tolerance, atol=tolerance)
     logits[0, 0, 5] = torch.nan
-    assert Raised(logits, *best_with_probability(logits), ids, by).statistics()[1].isnan().nonzero().tolist() == [
-        [0, 0]
-    ]
+    _, found = Raised(logits, *best_with_probability(logits), ids, by).statistics(("confidence",))
+    assert found["confidence"].isnan().nonzero().tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize(("vocab", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
@@ -465,7 +512,7 @@ def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(vocab: int, dtyp
 def test_unwritten_ties_go_to_the_lower_id() -> None:
     logits = torch.zeros(1, 2, LARGE)
     ids, by = torch.tensor([[[7, 3], [7, 3]]]), torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
-    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics()
+    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics(("confidence",))
     assert token.tolist() == [[3, 0]]
 
 

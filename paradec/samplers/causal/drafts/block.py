@@ -8,6 +8,7 @@ verified as any other: every draft carries its own q.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,37 +19,34 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
-from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.drafts.source import checked, drafting_of, right_aligned
+from paradec.samplers.causal.state import CausalState
 
 
-def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: Tensor) -> Tensor:
-    """Fill the next windows of rows [R].
+@dataclass(frozen=True)
+class DraftBlock:
+    """A window of masks that one forward of the drafter fills."""
 
-    Args:
-        features: [branches * R, F, D]: of each row's final tokens from the first that the drafter has not read.
-
-    Returns:
-        [R, W - 1, V]: the drafts' distributions.
-    """
-    drafter: Any = own.model
-    query, fresh = block_query(state, own.fed[rows], rows, drafter.slots, drafter.mask_token_id)
-    width = query.tokens.shape[1] - drafter.slots
-    # right-aligned, as the query's columns
-    column = np.maximum(np.arange(width) - (width - fresh)[:, None], 0)
-    context = features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
-    with torch.no_grad():
-        logits = drafter(query, context, own.store)
-    own.nfe += Cost([query], state.batch).nfe
-    own.fed[rows] = state.committed[rows] - 1
-    positions = state.positions(rows)[:, :-1]
-    logits = read_logits(state, [logits[:, : state.width - 1]], [query])
-    q = state.distribution(logits, rows, positions)
-    drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
-    slot = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
-    state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
-    state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
-    state.memory.write("draft_source", rows, slot)
-    return q
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """See `DraftSource.fill`."""
+        own = drafting_of(state)
+        drafter: Any = own.model
+        assert features is not None  # such drafters read them
+        query, fresh = block_query(state, own.fed[rows], rows, drafter.slots, drafter.mask_token_id)
+        width = query.tokens.shape[1] - drafter.slots
+        context = right_aligned(features, fresh, width)
+        with torch.no_grad():
+            logits = drafter(query, context, own.store)
+        own.nfe += Cost([query], state.batch).nfe
+        own.fed[rows] = state.committed[rows] - 1
+        positions = state.positions(rows)[:, :-1]
+        logits = read_logits(state, [logits[:, : state.width - 1]], [query])
+        q = checked(own, rows, state.distribution(logits, rows, positions))
+        drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+        slot = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
+        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
+        state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
+        state.memory.write("draft_source", rows, slot)
 
 
 def block_query(

@@ -1,0 +1,302 @@
+"""EAGLE-3 drafters: one layer over the outputs of three layers of the model, with a vocabulary of its own.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix makes a feature of the outputs of three layers at a position.
+The drafter reads the feature of position i - 1 beside the embedding of the token at i, each through a norm of its own,
+side by side in the attention. What its layer makes is the next feature where drafts go on. Its own output matrix has
+the logits of a part of the model's tokens; the others have probability 0 in q.
+
+Two formats are read: that of the paper's code (`midlayer.`, a flat config.json), and speculators'
+(`speculators_model_type` "eagle3", the layer's sizes in `transformer_layer_config`). Layers count from their inputs in
+both: number l is what layer l reads, the output of layer l - 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from paradec.caches.store import KeyValueStore
+from paradec.core.checks import shown
+from paradec.core.query import Query
+from paradec.models.base import Model
+from paradec.models.calls import take_columns
+from paradec.models.checkpoint import CheckpointError, check_fit, flag
+from paradec.models.drafter import FeatureDrafter, check_base
+from paradec.models.eagle import layer_config
+from paradec.models.layers import decoder_layers
+from paradec.models.layout import lay
+
+TABLES = ("d2t", "t2d")
+"""Which of the model's tokens the drafter has: how much further each of its own ids lies, and which the model's are."""
+
+
+@dataclass(frozen=True)
+class Eagle3Settings:
+    """What a drafter is beside its sizes.
+
+    Args:
+        layers: whose outputs are read, counted from 0.
+        norm_before_residual: whether the layer adds to the normed feature.
+        norm_output: whether the next feature is normed (3.1).
+    """
+
+    layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer, whose attention reads a token and a feature side by side."""
+
+    def __init__(self, config: LlamaConfig, weights: Mapping[str, Any]):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        kind: Any = Qwen3Attention if "midlayer.self_attn.q_norm.weight" in weights else LlamaAttention
+        config.layer_types = ["full_attention"]
+        self.self_attn = kind(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            rows = getattr(self.self_attn, name)
+            fed = rows.in_features if name == "o_proj" else 2 * width
+            bias = f"midlayer.self_attn.{name}.bias" in weights
+            setattr(self.self_attn, name, nn.Linear(fed, rows.out_features, bias=bias))
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            LlamaRMSNorm(width, eps) for _ in range(3)
+        )
+
+    def forward(
+        self, embedded: Tensor, feature: Tensor, normed_residual: bool, rotation: Any, mask: Any, cache: Any
+    ) -> Tensor:
+        """embedded, feature [R, Q, D] -> [R, Q, D]."""
+        normed = self.hidden_norm(feature)
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        seen = self.self_attn(both, attention_mask=mask, past_key_values=cache, position_embeddings=rotation)[0]
+        x: Tensor = (normed if normed_residual else feature) + seen
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(nn.Module):
+    """The network; parameter names are those of the paper's code.
+
+    Args:
+        config: sizes of the layer.
+        settings: see there.
+        weights: what the file holds: parts that only some drafters have are made where it has them.
+        fed: width of the model's hidden states.
+    """
+
+    def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], fed: int):
+        super().__init__()
+        self.config, self.settings = config, settings
+        width, count, eps = config.hidden_size, len(settings.layers), config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if "embed_tokens.weight" in weights else None
+        self.input_norm = LlamaRMSNorm(count * fed, eps) if "input_norm.weight" in weights else None
+        norms = (LlamaRMSNorm(fed, eps) for _ in range(count))
+        self.fc_norm = nn.ModuleList(norms) if "fc_norm.0.weight" in weights else None
+        self.fc = nn.Linear(count * fed, width, bias="fc.bias" in weights)
+        self.midlayer = Eagle3Layer(config, weights)
+        self.norm = LlamaRMSNorm(width, eps)
+        rows = weights["lm_head.weight"].shape[0] if "lm_head.weight" in weights else 0
+        self.lm_head = nn.Linear(width, rows, bias=False) if rows else None
+
+    def fused(self, features: Tensor) -> Tensor:
+        """[R, F, layers * fed] -> [R, F, D]."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """What the layer makes, [R, Q, D]. See `paradec.models.eagle.EagleHead.forward`; features are fused ones."""
+        made: Tensor = self.midlayer(embedded, features, self.settings.norm_before_residual, rotation, mask, cache)
+        return made
+
+
+class Eagle3Drafter(FeatureDrafter):
+    """An EAGLE-3 head over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
+
+    Exactness does not depend on it: a bad head costs acceptance, nothing else.
+
+    Args:
+        module: the network.
+        base: the model that it drafts for, as loaded or wrapped.
+        tokens: [Vd] int64: the model's id of each of the drafter's; None where it has all of them.
+
+    Raises:
+        TypeError: a base of another kind. ValueError: one that gives no hidden states, has no list of layers, runs over
+            no store or is not causal, or other sizes than the base's.
+    """
+
+    def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
+        check_base(base)
+        layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
+        if layers is None:
+            raise ValueError(f"base {base.facts.name} has no list of decoder layers, whose outputs the drafter reads")
+        if not all(0 <= layer < len(layers) for layer in module.settings.layers):
+            raise ValueError(
+                f"drafter {name} reads the outputs of layers {list(module.settings.layers)}; {base.facts.name} has "
+                f"{len(layers)} layers"
+            )
+        self.module = module.eval()
+        self.base: Any = base
+        self.tokens = None if tokens is None else tokens.to(self.device)
+        self.keep_layers = module.settings.layers
+        self.facts = dataclasses.replace(base.facts, name=name)
+        self.rotary = LlamaRotaryEmbedding(module.config).to(self.device)
+
+    def fused(self, features: Tensor) -> Tensor:
+        """The three layers' outputs [R, F, 3 D] as features [R, F, D]."""
+        with torch.no_grad():
+            return self.module.fused(features.to(self.device, self.dtype))
+
+    def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
+        """See `paradec.models.eagle.EagleDrafter.__call__`; features are fused ones. Tokens that the drafter does not
+        have get logits of minus infinity."""
+        with torch.no_grad():
+            cache = store.bind(query)
+            mask, _ = store.visible(query)
+            table = self.module.embed_tokens
+            rows = self.base.token_embeddings() if table is None else table.weight
+            embedded = nn.functional.embedding(query.tokens.to(self.device), rows).to(features.dtype)
+            rotation = self.rotary(features, (query.positions - 1).clamp(min=0))
+            made = self.module(embedded, features, rotation, mask, cache)
+            made = made if query.wanted is None else take_columns(made, query.wanted)
+            normed = self.module.norm(made)
+            return self._logits(normed), normed if self.module.settings.norm_output else made
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        """[R, W, V] of normed states [R, W, D]."""
+        if self.module.lm_head is None:
+            return self.base.head(normed.to(self.base.dtype))
+        logits = self.module.lm_head(normed).to(self.base.dtype)
+        if self.tokens is None:
+            return logits
+        every = logits.new_full((*logits.shape[:2], self.facts.vocab_size), -torch.inf)
+        return every.index_copy_(-1, self.tokens, logits)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def is_eagle3(weights: Mapping[str, Any]) -> bool:
+    """Whether weights are those of an EAGLE-3 drafter."""
+    return any(name.startswith(("midlayer.", "layers.0.hidden_norm.", *TABLES)) for name in weights)
+
+
+def load_eagle3(
+    source: str, config: Mapping[str, Any], weights: dict[str, Tensor], base: Model, dtype: torch.dtype | None
+) -> Eagle3Drafter:
+    """What `load_drafter` does for EAGLE-3's drafters.
+
+    Raises:
+        CheckpointError: as there, or tables of tokens that do not fit together.
+    """
+    sizes = config.get("transformer_layer_config", config)
+    if not isinstance(sizes, dict):
+        raise CheckpointError(f"config.json of {source!r}: transformer_layer_config={shown(sizes)} must be an object")
+    _check_base_sizes(source, config, sizes, base)
+    own = layer_config(source, sizes)
+    settings = _settings(source, config, base)
+    weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
+    tables = {name: weights.pop(name) for name in TABLES if name in weights}
+    width = base.hidden_size
+    assert width is not None  # `check_base` has seen to it
+    module = Eagle3Head(own, settings, weights, width)
+    check_fit(module.state_dict(), weights, source, "config.json")
+    tokens = _tokens(source, tables, module, base)
+    if module.embed_tokens is None and own.hidden_size != base.hidden_size:
+        raise CheckpointError(
+            f"{source!r} has no embed_tokens.weight, and hidden_size={own.hidden_size} is not {base.hidden_size}, that "
+            f"of {base.facts.name}, whose embeddings would take its place"
+        )
+    module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
+    module.load_state_dict(weights)
+    lay(module)
+    try:
+        return Eagle3Drafter(module, base, tokens, os.path.basename(source.rstrip("/")) or source)
+    except ValueError as error:
+        raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def _check_base_sizes(source: str, config: Mapping[str, Any], sizes: Mapping[str, Any], base: Model) -> None:
+    """Raise CheckpointError for a drafter of more than one layer, or of a model of other sizes."""
+    if sizes.get("num_hidden_layers", 1) != 1:
+        layers = shown(sizes["num_hidden_layers"])
+        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
+    read = config.get("target_hidden_size") or sizes.get("hidden_size")
+    for name, own, needed in (
+        ("target_hidden_size" if config.get("target_hidden_size") else "hidden_size", read, base.hidden_size),
+        ("vocab_size", sizes.get("vocab_size"), base.facts.vocab_size),
+    ):
+        if own != needed:
+            raise CheckpointError(
+                f"{source!r} has {name}={shown(own)}, {base.facts.name} {needed}: it drafts for another model"
+            )
+
+
+def _settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
+    """Raises CheckpointError: layers that are no list, or a setting that is not read."""
+    where = f"config.json of {source!r}"
+    inner = config.get("eagle_config") or {}
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"{where}: eagle_config={shown(inner)} must be an object")
+    for name, needed in (
+        ("use_aux_hidden_state", True),
+        ("use_input_layernorm_in_first_layer", True),
+        ("use_last_layernorm", True),
+        ("use_mtp_layernorm", False),
+    ):
+        if inner.get(name, needed) is not needed:
+            raise CheckpointError(f"{where}: eagle_config.{name}={shown(inner[name])} is not supported")
+    name, count = "eagle_aux_hidden_state_layer_ids", base.text_config.num_hidden_layers
+    inputs = config.get(name) or inner.get(name) or [2, count // 2, count - 3]
+    if not isinstance(inputs, list) or not all(type(layer) is int and 0 < layer <= count for layer in inputs):
+        raise CheckpointError(
+            f"{where}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the layers of "
+            f"{base.facts.name}; l is what layer l reads"
+        )
+    return Eagle3Settings(
+        tuple(layer - 1 for layer in inputs),
+        norm_before_residual=bool(flag(config, "norm_before_residual", False)),
+        norm_output=bool(flag(config, "norm_output", False)),
+    )
+
+
+def _tokens(source: str, tables: Mapping[str, Tensor], module: Eagle3Head, base: Model) -> Tensor | None:
+    """[Vd] int64: the model's id of each token of the drafter."""
+    vocab = base.facts.vocab_size
+    count = vocab if module.lm_head is None else module.lm_head.out_features
+    if "d2t" not in tables:
+        if count != vocab:
+            raise CheckpointError(f"{source!r} has {count} rows of lm_head.weight for {vocab} tokens, and no d2t")
+        return None
+    steps = tables["d2t"]
+    if steps.shape != (count,) or steps.dtype.is_floating_point:
+        raise CheckpointError(
+            f"{source!r}: d2t must be {count} integers, as many as lm_head.weight has rows; it has shape "
+            f"{tuple(steps.shape)} and dtype {steps.dtype}"
+        )
+    tokens = torch.arange(count) + steps.long()
+    if bool((tokens < 0).any() | (tokens >= vocab).any()) or len(tokens.unique()) < count:
+        raise CheckpointError(f"{source!r}: d2t must lead to {count} different ids from 0 to {vocab - 1}")
+    return tokens

@@ -1,0 +1,72 @@
+"""`paradec.load_drafter`: which format a folder has, and who reads it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from paradec.core.checks import shown
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError, fetch, read_json
+from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
+from paradec.models.drafter import check_base
+from paradec.models.eagle import EagleDrafter, load_eagle
+from paradec.models.eagle3 import Eagle3Drafter, is_eagle3, load_eagle3
+from paradec.models.weights import read_weights
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+UNUSED = "rotary_emb.inv_freq"
+"""Ending of a name that old checkpoints hold and nothing needs."""
+NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
+"""Names whose tensors are no weights here, and may be integers."""
+
+
+def load_drafter(
+    source: str | os.PathLike[str],
+    *,
+    base: Model,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> EagleDrafter | Eagle3Drafter | DFlashDrafter:
+    """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, of EAGLE-3 or
+    3.1 (the paper's code's format, or speculators'), or of DFlash (z-lab's format, with `dflash_config`, or
+    transformers'; safetensors, and transformers 5.23 or newer).
+
+    `.bin` files are read with `weights_only=True`. The network goes to the base's device.
+
+    Args:
+        source: the folder or repository.
+        base: the model that it was trained for: a transformers decoder that paradec loaded or wrapped as causal, a
+            LlamaGen, or an image model on a Llama-like backbone. Its output matrix makes the drafter's logits, but for
+            EAGLE-3's, which bring their own.
+        dtype: of the parameters; the base's by default.
+        revision: of a hub repository.
+
+    Raises:
+        CheckpointError (a ValueError): missing or corrupt files, weights that are missing, unexpected or of another
+            shape (named), another hidden size or vocabulary than the base's, or a format that is not read, by name.
+        TypeError, ValueError: a base that the drafter cannot draft for.
+    """
+    check_base(base)
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
+    source = os.fspath(source)
+    stated = read_json(source, "config.json", revision, required=True)
+    if is_dflash(stated):
+        return load_dflash(source, stated, base, dtype, revision)
+    format_name = stated.get("speculators_model_type")
+    if format_name not in (None, "eagle3"):
+        raise CheckpointError(
+            f"{source!r}: speculators_model_type={shown(format_name)} is not read; of speculators' formats 'eagle3' is"
+        )
+    path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
+    if path is None:
+        raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in read_weights(path, NO_WEIGHTS)[0].items()
+        if not name.endswith(UNUSED)
+    }
+    read = load_eagle3 if format_name or is_eagle3(weights) else load_eagle
+    return read(source, stated, weights, base, dtype)

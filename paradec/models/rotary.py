@@ -1,0 +1,149 @@
+"""Rotary angles of checkpoints: their base and how they are scaled, as transformers' own functions compute them.
+
+`linear`, `yarn` and `llama3` give every position its angles once and for all. `dynamic` and `longrope` choose them by
+the longest position of a call: a row's numbers would depend on its neighbours, and keys that are stored would be those
+of another length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.core.checks import is_finite, shown
+from paradec.models.checkpoint import CheckpointError, positive
+
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"""The types that are read, and the fields that each must state. (transformers takes a missing
+`original_max_position_embeddings` from `max_position_embeddings`, which is another model.)"""
+OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+BY_CALL = ("dynamic", "longrope")
+"""The types that choose angles by the longest position of a call."""
+PLACES = ("rope_parameters", "rope_scaling")
+"""Fields of config.json: as transformers 5 writes it, and as releases before it did."""
+
+
+def rope_parameters(
+    config: Mapping[str, Any], rotated: float | None = None, also: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The `rope_parameters` of transformers' configurations that config.json asks for.
+
+    Args:
+        rotated: the part of each head that is rotated, where the family states it elsewhere; None is all of it.
+        also: fields of `rope_parameters` that the family reads besides.
+
+    Raises:
+        CheckpointError: no base or two that differ, a type that is not read, or fields that are missing, unknown to the
+            type, or no positive numbers.
+    """
+    bases = {} if config.get("rope_theta") is None else {"rope_theta": float(positive(config, "rope_theta"))}
+    scaled: dict[str, dict[str, Any]] = {}
+    for name in PLACES:
+        fields = config.get(name)
+        if fields is None:
+            continue
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object or null")
+        if fields.get("rope_theta") is not None:
+            bases[name] = float(positive(fields, "rope_theta"))
+        scaled[name] = _scaling(name, fields, also)
+    if not bases:
+        raise CheckpointError("config.json has no 'rope_theta', nor 'rope_parameters' with one")
+    if len(set(bases.values())) > 1:
+        raise CheckpointError(f"config.json states two bases of the rotary angles: rope_theta is {bases}")
+    if len(scaled) > 1 and len({str(sorted(each.items())) for each in scaled.values()}) > 1:
+        raise CheckpointError(f"config.json scales the rotary angles in two ways: {shown(scaled)}")
+    found = next(iter(scaled.values()), {"rope_type": "default"}) | {"rope_theta": next(iter(bases.values()))}
+    return found if rotated is None else found | {"partial_rotary_factor": rotated}
+
+
+def _scaling(name: str, fields: Mapping[str, Any], also: tuple[str, ...]) -> dict[str, Any]:
+    """What one of the two places says, without the base."""
+    kinds = {fields[key] for key in ("rope_type", "type") if isinstance(fields.get(key), str)}
+    kind = next(iter(kinds), "default")
+    if len(kinds) > 1 or any(not isinstance(fields.get(key, kind), (str, type(None))) for key in ("rope_type", "type")):
+        raise CheckpointError(f"config.json: {name}={shown(fields)} must name one rope_type")
+    if kind in BY_CALL:
+        raise CheckpointError(
+            f"config.json: {name}={shown(fields)} is not supported: rope_type={kind!r} chooses the rotary angles by "
+            "the longest position of a call, so that a row's numbers depend on its neighbours and stored keys "
+            f"are those of another length; supported: {', '.join(map(repr, REQUIRED))}"
+        )
+    if kind not in REQUIRED:
+        raise CheckpointError(
+            f"config.json: {name}={shown(fields)} is not supported: rope_type={shown(kind)} is not known; supported: "
+            f"{', '.join(map(repr, REQUIRED))}"
+        )
+    known = (*REQUIRED[kind], *OPTIONAL.get(kind, ()), *also)
+    found: dict[str, Any] = {"rope_type": kind}
+    for field, value in fields.items():
+        neutral = field == "partial_rotary_factor" and value == 1
+        if value is None or neutral or field in ("rope_type", "type", "rope_theta"):
+            continue
+        if field not in known:
+            raise CheckpointError(
+                f"config.json: {name}={shown(fields)} is not supported: {shown(field)}={shown(value)} has no meaning "
+                f"for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *known)))}"
+            )
+        found[field] = _checked(name, field, value)
+    for field in REQUIRED[kind]:
+        if field not in found:
+            raise CheckpointError(f"config.json: {name}={shown(fields)} of rope_type={kind!r} has no {field!r}")
+    if kind == "llama3" and found["low_freq_factor"] >= found["high_freq_factor"]:
+        raise CheckpointError(
+            f"config.json: {name}: low_freq_factor={found['low_freq_factor']} must be below "
+            f"high_freq_factor={found['high_freq_factor']}"
+        )
+    return found
+
+
+def _checked(name: str, field: str, value: Any) -> Any:
+    """A field of a scaling: lengths are positive integers, `truncate` says yes or no, the rest are positive numbers."""
+    whole = field == "original_max_position_embeddings"
+    if field == "truncate":
+        right, what = isinstance(value, bool), "true or false"
+    else:
+        kinds = int if whole else (int, float)
+        number = isinstance(value, kinds) and not isinstance(value, bool) and is_finite(value)
+        right, what = number and value > 0, "a positive integer" if whole else "a positive number"
+    if not right:
+        raise CheckpointError(f"config.json: {name}[{field!r}]={shown(value)} must be {what}")
+    return value if whole or field == "truncate" else float(value)
+
+
+def with_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """The same config.json with another base of the rotary angles, in every place that states one."""
+    if theta is None:
+        return dict(config)
+    stated: dict[str, Any] = {
+        name: {**config[name], "rope_theta": theta}
+        for name in PLACES
+        if isinstance(config.get(name), dict) and config[name].get("rope_theta") is not None
+    }
+    if not stated or config.get("rope_theta") is not None:
+        stated["rope_theta"] = theta
+    return {**config, **stated}
+
+
+def lengths(config: Any, raised: bool) -> tuple[int | None, int]:
+    """How many positions a model can take, None for any number, and how many it was trained for, beyond which a request
+    is warned of.
+
+    Args:
+        config: transformers' configuration. raised: whether `load` was given another base of the angles.
+    """
+    trained = config.max_position_embeddings
+    if raised:
+        return None, trained
+    fields = config.rope_parameters
+    if fields.get("original_max_position_embeddings") is None:
+        return trained, trained
+    # a file may scale the angles and leave the length as it was
+    return max(trained, int(fields["factor"] * fields["original_max_position_embeddings"])), trained

@@ -1,0 +1,112 @@
+"""Where the drafts of the next windows come from: the interface, and how a model that drafts is read.
+
+Each source is a file of this folder; prompt lookup, which runs no model, is `paradec.samplers.causal.lookup`. A source
+writes drafts [R, W] or [R, N], and the distributions q that they were drawn from, into the state's memory. Nothing is
+verified here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.family_queries import CausalQuery
+from paradec.core.query import Cost
+from paradec.samplers.causal.base import read_logits
+from paradec.samplers.causal.state import CausalState, Drafting
+
+
+class DraftSource(Protocol):
+    """Fills the next windows, or trees, of rows."""
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """Draft for rows [R], each of which takes at least one draft.
+
+        Args:
+            features: [branches * R, F, D]: the model's hidden states of the tokens before those that became final, from
+                the first that the drafter has not read; None for drafters that read none.
+        """
+        ...
+
+
+def drafting_of(state: CausalState) -> Drafting:
+    """What the request knows of the model that drafts for it."""
+    assert state.drafting is not None  # a request of a sampler with a drafter has one
+    return state.drafting
+
+
+def checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
+    """Distributions of the drafter for rows, [R, ..., V]; whether one was NaN is found out with the next commit's
+    transfer."""
+    broken = q[..., 0].isnan().flatten(1).any(1)
+    if own.broken is None:
+        own.broken = torch.zeros(len(own.nfe), dtype=torch.bool, device=q.device)
+    index = torch.as_tensor(rows, device=q.device)
+    own.broken = own.broken.index_copy(0, index, own.broken[index] | broken)
+    return q
+
+
+def drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: how many drafts one after the other can become final; a step makes one token more than
+    it accepts."""
+    return state.end[rows] - state.committed[rows] - 1
+
+
+def softened(state: CausalState) -> CausalState:
+    """The state with temperature 1 in the place of 0, for drafts that are taken: a one-hot distribution
+    names no second token."""
+    if state.request.temperature:
+        return state
+    soft = copy.copy(state)
+    soft.request = dataclasses.replace(state.request, temperature=1.0)
+    return soft
+
+
+def right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
+    """[R, width, D]: the first `counts` [R] of features [R, F, D], so that the last of them is at the end."""
+    column = np.maximum(np.arange(width) - (width - counts)[:, None], 0)
+    return features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
+
+
+def read(state: CausalState, calls: list[CausalQuery]) -> Tensor:
+    """The drafter's guided logits for the calls."""
+    own = drafting_of(state)
+    with torch.no_grad():
+        outputs = [own.model(call) if own.store is None else own.model(call, own.store) for call in calls]
+    own.nfe += Cost(calls, state.batch).nfe
+    return read_logits(state, outputs, calls)
+
+
+def unread(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[branches, R] int64: the first final token that the drafter has not read, and the one after the last. One that
+    reads `features` never reads the first token: no hidden state lies before it."""
+    fed, shift = drafting_of(state).fed[rows], state.shift[:, rows]
+    return np.where(fed > 0, fed + shift, int(features)), state.committed[rows] + shift
+
+
+def read_tree(
+    state: CausalState,
+    query: CausalQuery,
+    known: int,
+    fresh: np.ndarray,
+    features: Tensor | None,
+    made: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The drafter's guided logits, and what it made of the wanted nodes [branches * R, W, D] if it reads features.
+
+    Args:
+        known: drafts in the query. fresh: [branches, R]: final tokens in it.
+        features: see `StaticTree.fill`. made: [branches * R, N, D]: what was made of each node's parent.
+    """
+    if features is None or made is None:
+        return read(state, [query]), None
+    own = drafting_of(state)
+    beside = right_aligned(features, fresh.reshape(-1), query.tokens.shape[1] - known)
+    logits, out = own.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), own.store)
+    own.nfe += Cost([query], state.batch).nfe
+    return read_logits(state, [logits], [query]), out

@@ -1,0 +1,147 @@
+"""EAGLE-3 drafters: recorded drafts and their q, both formats, greedy decoding, wrong checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import golden
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError
+from paradec.request import Request
+from paradec.samplers.causal.trees import DynamicTree
+
+RECORDED = golden("drafters") / "drafters"
+CASES: dict[str, dict[str, Any]] = json.loads((RECORDED / "cases.json").read_text())
+NAMES = sorted({case["drafter"] for case in CASES.values() if case["drafter"].startswith("eagle3")})
+
+
+@pytest.fixture(scope="module")
+def base() -> Model:
+    return paradec.load(RECORDED / "base")
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return load_file(RECORDED / "cases.safetensors")
+
+
+def drafts_after(drafter: Any, base: Model, ids: Tensor, case: dict[str, Any], window: int) -> tuple[Tensor, Tensor]:
+    """Drafts [n] and their q [n, V] after `anchor` evaluated tokens and the one at the anchor, which the first
+    step commits: its logits are made to say so. `case["uniform"]` are the numbers that drafts are drawn with."""
+    anchor, sampler = case["anchor"], paradec.samplers.create("speculative", drafter=drafter, window=window)
+    request = Request(max_new_tokens=window + 1, temperature=case["temperature"])
+    state = sampler.start(base, ids[None, :anchor], request)
+    queries = sampler.query(state)
+    outputs = [base(query, state.store) for query in queries]
+    certain = [torch.full_like(each, -1e4).index_fill(-1, ids[anchor : anchor + 1], 0.0) for each in outputs]
+    proposal = sampler.propose(state, certain, queries)
+    numbers = iter(case["uniform"])
+    object.__setattr__(state, "uniform", lambda rows, positions, *rest: torch.full((len(rows), 1, 1), next(numbers)))
+    sampler.commit(state, proposal)
+    return state.memory["drafts"][0, : window - 1], state.memory["draft_distribution"][0, : window - 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    cases = {key: case for key, case in CASES.items() if case["drafter"] == name}
+    assert cases
+    for key, case in cases.items():
+        features = torch.cat([tensors[f"layer_{layer}"] for layer in drafter.keep_layers], -1)
+        fused = drafter.fused(features[None, : case["anchor"]])[0]
+        torch.testing.assert_close(fused, tensors[f"{key}/fused"].float(), rtol=0, atol=1e-4)
+        drafts, q = drafts_after(drafter, base, tensors["ids"], case, len(case["drafts"]) + 1)
+        assert drafts.tolist() == case["drafts"], key
+        torch.testing.assert_close(q, tensors[f"{key}/q"].float(), rtol=0, atol=1e-5)
+
+
+def test_layers_one_off_are_other_drafts(base: Model, tensors: dict[str, Tensor]) -> None:
+    """Layer numbers of this format count from inputs: outputs of those very numbers are read by nobody."""
+    drafter = paradec.load_drafter(RECORDED / NAMES[0], base=base)
+    drafter.keep_layers = tuple(layer + 1 for layer in drafter.keep_layers)
+    key = f"{NAMES[0]}/11/0.8"
+    _, q = drafts_after(drafter, base, tensors["ids"], CASES[key], 2)
+    assert (q[0] - tensors[f"{key}/q"][0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tree", [None, (3, 2, 1), DynamicTree(8, 3, 3)], ids=["chain", "static", "dynamic"])
+def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) -> None:
+    """Rows of several lengths; and no draft is a token that the drafter does not have."""
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
+    sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, **rule)
+    prompts = [[3], [5, 9, 2, 40, 7], [11, 12, 13]]
+    plain = paradec.generate(base, input_ids=prompts, sampler="sjd", max_new_tokens=12)
+    found = paradec.generate(base, input_ids=prompts, sampler=sampler, max_new_tokens=12)
+    assert found.tokens == plain.tokens
+    if drafter.tokens is not None:
+        state = sampler.start(base, prompts, Request(max_new_tokens=12, temperature=1.0))
+        while not state.done:
+            queries = sampler.query(state)
+            sampler.commit(state, sampler.propose(state, [base(query, state.store) for query in queries], queries))
+            q = state.memory["draft_distribution"]
+            missing = torch.ones(q.shape[-1], dtype=torch.bool).index_fill(0, drafter.tokens, False)
+            drafted = q[q.sum(-1) > 0] if tree is not None else q[:, : sampler.window - 1].flatten(0, 1)
+            assert not drafted[:, missing].any()
+
+
+WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
+    (lambda c, w: c.update(draft_vocab_size=3) or w.update({"lm_head.weight": torch.ones(3, 32)}), "d2t must be 3"),
+    (lambda c, w: w.update(d2t=torch.zeros(40)), "d2t must be 40 integers"),
+    (lambda c, w: w.update(d2t=torch.full((40,), 60)), "40 different ids from 0 to 63"),
+    (lambda c, w: w.pop("d2t"), "40 rows of lm_head.weight for 64 tokens"),
+    (lambda c, w: c["transformer_layer_config"].update(num_hidden_layers=2), "num_hidden_layers=2"),
+    (lambda c, w: c["transformer_layer_config"].update(vocab_size=65), "vocab_size=65"),
+    (lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),
+    (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),
+    (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[2, 3, 7]), "integers from 1 to 6"),
+    (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[2, 3]), r"fc.weight \[32, 96\] instead of \[32, 64\]"),
+    (lambda c, w: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm=True"),
+    (lambda c, w: c.update(transformer_layer_config=[1]), r"transformer_layer_config=\[1\]"),
+    (lambda c, w: c.update(speculators_model_type="medusa"), "speculators_model_type='medusa'"),
+    (lambda c, w: w.pop("layers.0.hidden_norm.weight"), "missing weights: midlayer.hidden_norm"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_checkpoints(change: Any, message: str, base: Model, tmp_path: Path) -> None:
+    folder = RECORDED / "eagle3-speculators"
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        paradec.load_drafter(tmp_path, base=base)
+
+
+def test_embeddings_of_the_model_take_the_place_of_missing_ones(base: Model, tmp_path: Path) -> None:
+    """The paper's code stores none where the model's are used, and prefixes names by "model." at times."""
+    folder = RECORDED / "eagle3-original"
+    shutil.copy(folder / "config.json", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    assert "embed_tokens.weight" not in weights
+    save_file({f"model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    drafters = [paradec.load_drafter(each, base=base) for each in (folder, tmp_path)]
+    answers = [
+        paradec.generate(
+            base,
+            input_ids=[[1, 2, 3]],
+            sampler=paradec.samplers.create("speculative", drafter=each),
+            max_new_tokens=9,
+            temperature=1.0,
+            seed=3,
+        )
+        for each in drafters
+    ]
+    assert (answers[0].tokens, answers[0].nfe) == (answers[1].tokens, answers[1].nfe)

@@ -1,0 +1,135 @@
+"""Scaled rotary angles: against transformers' tables, in every family, and what is refused or warned of."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import DREAM, LLADA, changed, write
+from checkpoints import random_weights as masked_weights
+from places import golden
+from text_families import write as write_blocks
+
+import paradec
+from paradec.core.query import Query
+from paradec.models.rotary import BY_CALL, rope_parameters
+
+TABLES = json.loads((golden("autumn") / "rope" / "tables.json").read_text())["cases"]
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "query_scale"])
+def test_the_tables(name: str) -> None:
+    """The module that a config.json makes has the recorded angles; what ties a row to its neighbours is refused."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    case = TABLES[name]
+    kind = case["rope_parameters"]["rope_type"]
+    if kind in BY_CALL:
+        with pytest.raises(paradec.CheckpointError, match=f"rope_type='{kind}' chooses .* neighbours .* stored keys"):
+            rope_parameters(case)
+        return
+    fields = {"head_dim": case["head_dim"], "hidden_size": case["head_dim"], "num_attention_heads": 1}
+    length = case["max_position_embeddings"]
+    config = LlamaConfig(**fields, max_position_embeddings=length, rope_parameters=rope_parameters(case))
+    found = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([case["positions"]]))
+    for one, expected in zip(found, (case["cos"], case["sin"]), strict=True):
+        assert (one[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs().max() < 1e-6
+
+
+def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
+    """A tiny checkpoint of a family whose config.json has these fields too."""
+    if family in ("llada", "dream"):
+        config = changed(LLADA if family == "llada" else DREAM, **fields)
+        return write(folder, config, masked_weights(config))
+    folder = write_blocks(folder, family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(12)[None] % 5
+    return model(Query(rows=torch.zeros(1).numpy(), tokens=ids, positions=torch.arange(12)[None]))
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "sdar", "fast_dllm_v2"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_families_scale_their_angles(family: str, kind: str, tmp_path: Path) -> None:
+    """The frequencies are those of transformers' function, the logits are others than without, saving keeps them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    plain = paradec.load(checkpoint(tmp_path / "plain", family), dtype="float64")
+    model = paradec.load(checkpoint(tmp_path / "scaled", family, rope_scaling=SCALED[kind]), dtype="float64")
+    expected, _ = ROPE_INIT_FUNCTIONS[kind](model.module.config)
+    assert torch.equal(model.module.model.rotary_emb.inv_freq, expected)
+    assert not torch.equal(expected, plain.module.model.rotary_emb.inv_freq)
+    assert not torch.allclose(logits(model), logits(plain))
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(paradec.load(tmp_path / "saved")), logits(model))
+
+
+def test_another_base(tmp_path: Path) -> None:
+    """`rope_theta=` replaces the checkpoint's wherever it states one; rows beyond the trained length are warned of."""
+    folder = checkpoint(tmp_path / "plain", "llada", max_sequence_length=12)
+    raised = paradec.load(folder, rope_theta=77.0, dtype="float64")
+    stated = paradec.load(checkpoint(tmp_path / "stated", "llada", rope_theta=77.0), dtype="float64")
+    assert torch.equal(logits(raised), logits(stated))
+    request: dict[str, Any] = {"max_new_tokens": 4, "block_length": 4}
+    with pytest.raises(ValueError, match="longer than plain takes"):
+        paradec.generate(paradec.load(folder), [1] * 9, **request)
+    with pytest.warns(UserWarning, match=r"13 positions is longer than plain was trained for \(12\)"):
+        paradec.generate(raised, [1] * 9, **request)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paradec.generate(raised, [1] * 8, **request)
+    raised.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(paradec.load(tmp_path / "saved")), logits(stated))
+    for wrong in (0, -1.0, "10", float("inf")):
+        with pytest.raises(ValueError, match="rope_theta="):
+            paradec.load(folder, rope_theta=wrong)  # type: ignore[arg-type]
+
+
+def test_a_length_that_the_file_leaves_as_it_was(tmp_path: Path) -> None:
+    model = paradec.load(checkpoint(tmp_path, "dream", rope_scaling=SCALED["yarn"], max_position_embeddings=8))
+    assert (model.facts.max_length, model.facts.trained_length) == (32, 8)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_causal_models_of_such_angles_keep_no_keys(name: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    angles = {key: value for key, value in TABLES[f"{name}4" if name == "dynamic" else name]["rope_parameters"].items()}
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8}
+    config = LlamaConfig(**sizes, vocab_size=20, max_position_embeddings=64, rope_parameters=angles)
+    module = LlamaForCausalLM(config)
+    assert not paradec.wrap(module).supports_store
+    with pytest.raises(ValueError, match="rope_parameters"):
+        paradec.wrap(module, mask_token_id=3, prediction="same", topology="bidirectional")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [{"block_size": 1}, {"block_size": 3}, {"architectures": ["IDLMForCausalLM"]}, {"_name_or_path": "x/I-DLM-8B"}],
+)
+def test_i_dlm_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "some", "sdar", **place)
+    with pytest.raises(paradec.CheckpointError, match="is I-DLM"):
+        paradec.load(folder)
+    named = checkpoint(tmp_path / "I-DLM-8B-Instruct", "sdar")
+    with pytest.raises(paradec.CheckpointError, match="is I-DLM"):
+        paradec.load(named, block_length=4)
+    if "block_size" in place:
+        assert paradec.load(folder, block_length=3).facts.block_length == 3
