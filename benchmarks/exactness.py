@@ -32,6 +32,7 @@ from paradec.core.prompts import Prompts
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.core.query import Query
 from paradec.models.images.grid import Grid
+from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState
@@ -102,6 +103,49 @@ class TableModel:
         return logits.take_along_dim(query.wanted.unsqueeze(-1), 1)
 
 
+class OwnDrafter(TableModel):
+    """One that also fills blocks of masks after a token: mask i from the token before the block alone.
+
+    Args:
+        drafts: [V, W, V]: by that token, the mask's place, the next. blocks: whether it is block-causal and verifies by
+            masks beside the tokens; its last token is the mask then.
+    """
+
+    def __init__(self, table: Tensor, drafts: Tensor, blocks: bool = False):
+        super().__init__(table)
+        self.drafts = drafts
+        if blocks:
+            found = {"topology": "block_causal", "block_length": drafts.shape[1], "mask_token_id": len(table) - 2}
+            self.facts = ModelFacts(table.shape[-1], prediction="same", name="table", **found)
+        else:
+            self.own_drafts = OwnDrafts(0, drafts.shape[1] + 1)
+
+    @classmethod
+    def near(cls, model: TableModel, seed: int, blocks: bool = False) -> OwnDrafter:
+        """Drafts whose logits are near those of the model after the token and itself."""
+        vocab, generator = model.facts.vocab_size, torch.Generator().manual_seed(seed)
+        noise = torch.randn(vocab, 4, vocab, generator=generator, dtype=torch.float64)
+        return cls(model.table, (model.table[:vocab].mean(0).unsqueeze(1) + noise) / 2, blocks)
+
+    def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
+        assert store is not None and query.store is not None and query.wanted is not None
+        if query.store.slots is None:
+            first = query.tokens[:, :1]
+            return self.drafts[first, torch.arange(query.wanted.shape[1])]
+        if query.visible is None:
+            return super().__call__(query, store)
+        mask, keys = store.bind(query).visible(query)
+        stored = store.token_at_write[query.store.rows, : query.store.visible_length]
+        tokens, found = torch.cat((stored, query.tokens), 1).unsqueeze(1), []
+        for back in (2, 1):
+            sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - back) & mask.squeeze(1)
+            if (sees.sum(-1) > 1).any():
+                raise RuntimeError("a column sees two tokens at one place")
+            found.append(torch.where(sees, tokens, -1).amax(-1))
+        before = torch.where(found[0] < 0, len(self.table) - 1, found[0])
+        return self.table[before, found[1].clamp(min=0)].take_along_dim(query.wanted.unsqueeze(-1), 1)
+
+
 def exact_distribution(
     model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -122,6 +166,9 @@ def exact_distribution(
         if len(branches) == 2:
             mixed = logits[1] + request.guidance_scale * (logits[0] - logits[1])
         allowed = None if grid is None else grid.allowed(vocab)
+        if request.suppress_tokens:
+            allowed = torch.ones(vocab, dtype=torch.bool)
+            allowed[list(request.suppress_tokens)] = False
         probabilities *= probability(token_distribution(mixed, request, allowed), every[:, at])
     return every, probabilities
 
@@ -252,6 +299,15 @@ def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
         yield f"sjd, {init}; image, {what}", sampler, image, REQUESTS[what] | {"grid": GRID}
     for name in ("scd, gumbel", "speculative, window 4", "speculative, without_replacement tree"):
         yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
+    own, blocks = OwnDrafter.near(model, seed=5), OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=True)
+    for (what, request), rule in itertools.product(REQUESTS.items(), ("ratio", "match", "threshold")):
+        settings = {"rule": "match", "threshold": 0.4} if rule == "threshold" else {"rule": rule}
+        sampler = paradec.samplers.create("self_speculative", **settings)
+        yield f"self_speculative, {rule}; {what}", sampler, own, request
+        if request.get("guidance_scale", 1) == 1:
+            # the last token is the mask, which is never drawn
+            request = request | {"suppress_tokens": [5]}
+            yield f"self_speculative, {rule}, blocks of one; {what}", sampler, blocks, request
 
 
 def watched(sampler: ChainSampler) -> tuple[ChainSampler, list[np.ndarray]]:

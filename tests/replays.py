@@ -67,7 +67,12 @@ REPLAYS = {
         "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
     },
     "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
-    "autumn": {"models/text/test_rotary.py": "the_tables"},
+    "autumn": {
+        "models/text/test_rotary.py": "the_tables",
+        "models/text/test_nemotron_diffusion.py": "forwards the_causal_mode blocks",
+        "samplers/masked/rules/test_s2d2.py": "recorded_steps",
+        "samplers/causal/test_self_speculative.py": "recorded_rounds sdar_decodes_as_in_blocks_of_one",
+    },
 }
 """The tests of each family, by the name of its folder in tests/golden: files, and which tests of them ("" is all)."""
 

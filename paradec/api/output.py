@@ -88,6 +88,12 @@ class Output:
         return max(self.row_nfe)
 
     @property
+    def reused(self) -> list[int]:
+        """Positions of each row that were not evaluated, because their keys and values were there from an earlier
+        request or row."""
+        return [0] * len(self.tokens) if self.cost is None else self.cost.reused_tokens
+
+    @property
     def tokens_per_forward(self) -> float:
         """Answer tokens per forward, of several rows per row call (`sum(row_nfe)`); padding after the end does not
         count."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from paradec.batching.slots import Group, Ticket
 from paradec.core.interrupts import held_back
+from paradec.samplers.masked.device import step as device_step
 from paradec.samplers.masked.device.rows import DeviceRows
 from paradec.samplers.masked.state import MaskedState
 
@@ -70,3 +72,13 @@ class DeviceGroup(Group[MaskedState]):
         elif self.rows is not None:
             occupied = range(slots)  # rows stay where they are
         super()._arrange(occupied, slots, columns)
+
+
+def steps_on_device(method: Any, model: Any, request: Any, state: Any, uncapturable: str) -> bool:
+    """Whether a row's steps are taken on the device. uncapturable: why no graph could be captured, if so."""
+    if not request.compile:
+        return False
+    why = uncapturable or device_step.refusal(method, model, state)
+    if why:
+        warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
+    return not why

@@ -72,7 +72,12 @@ class ImageBatch(Batch):
         check_output_type(model, output_type)
         self.grid = model.grid(height, width)
         self.output_type, self.negative_prompt = output_type, negative_prompt
-        limits = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
+        limits = {
+            "batch_size": batch_size,
+            "max_memory": max_memory,
+            "calls_per_step": calls_per_step,
+            "prefix_memory": 0,
+        }
         super().__init__(model, **limits, preset=preset, **arguments)
 
     def add(  # type: ignore[override]  # nothing is streamed

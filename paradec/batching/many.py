@@ -39,6 +39,7 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
     look_ahead: int | None = None,
     max_memory: int | None = None,
     calls_per_step: int = 3,
+    prefix_memory: int | None = None,
     height: int | None = None,
     width: int | None = None,
     negative_prompt: Any = None,
@@ -74,6 +75,7 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
         max_memory: bytes that keys, values and the method's memory may take; as many rows as fit are decoded at once.
             With None `batch_size` and the device decide: rows that do not fit are decoded in smaller batches.
         calls_per_step: as in `paradec.batching.Batch`.
+        prefix_memory: bytes that prompts' shared beginnings may take, as in `paradec.batching.Batch`; text models only.
         height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
             or a class label, and its mapping may hold its own "negative_prompt".
         preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`;
@@ -94,12 +96,16 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
     of_pictures = {name: value for name, value in of_pictures.items() if value is not None}
     if isinstance(model, PictureModel):
         check_refillable(model)
+        if prefix_memory:
+            raise ValueError(
+                f"prefix_memory={shown(prefix_memory)} is for text models; {model.facts.name} makes pictures"
+            )
         make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures)
     else:
         check_model("generate_many", model, MADE)
         for name, value in of_pictures.items():
             raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
-        make = partial(Batch, model, **of_batch)
+        make = partial(Batch, model, prefix_memory=prefix_memory, **of_batch)
     return Many(make, prompts, order, errors, look_ahead)
 
 

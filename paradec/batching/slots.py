@@ -19,6 +19,7 @@ from paradec import samplers
 from paradec.api.generate import sampler_on
 from paradec.api.output import Output
 from paradec.core.checks import shown
+from paradec.core.interrupts import held_back
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
 from paradec.request import DEFAULTS, Request
@@ -65,6 +66,8 @@ class Ticket:
     output: Output | None = None
     """Of one row; None as long as it is being decoded or waits."""
     cancelled: bool = False
+    cache_salt: str | None = None
+    """Only prompts with an equal one share keys and values."""
     isolated: bool = False
     """Whether a step of its group raised, so that it is decoded alone."""
     new: int = field(default=0, repr=False)
@@ -316,3 +319,20 @@ def rows_of(state: RowState, slots: Sequence[int]) -> Any:
     found = light.taken(np.array(slots))
     found.store = state.store
     return found
+
+
+def tell(ended: deque[Any]) -> None:
+    """Call `on_done` of tickets that have ended, and take them out. Raises what they raise, once all were called."""
+    raised = []
+    while ended:
+        with held_back():
+            try:
+                ticket = ended.popleft()
+            except IndexError:  # another thread has told it
+                break
+            try:
+                ticket.on_done(ticket)
+            except Exception as error:
+                raised.append(error)
+    if raised:
+        raise raised[0] if len(raised) == 1 else ExceptionGroup("on_done of several prompts", raised)

@@ -10,7 +10,7 @@ from paradec.batching.slots import Ticket
 from paradec.core.prompts import Prompts
 from paradec.request import Request
 
-__all__ = ["alike", "together"]
+__all__ = ["alike", "prefixes_of", "together"]
 
 
 def alike(model: Any, first: Ticket, other: Ticket) -> bool:
@@ -42,3 +42,24 @@ def together(tickets: Sequence[Ticket]) -> tuple[Prompts, Request]:
     before = [number for prompts in each for number in prompts.before or ()]
     prompts = Prompts([prompts.rows[0] for prompts in each], False, starts, before, among=True)
     return prompts, first.request if len({*seeds}) == 1 else replace(first.request, seed=seeds)  # type: ignore[arg-type]
+
+
+def prefixes_of(model: Any, budget: int | None) -> Any:
+    """What rows of a batch leave for each other (`paradec.batching.prefixes`); None where nothing is kept.
+
+    Raises:
+        ValueError: a budget for a model whose rows have nothing to share.
+    """
+    facts = model.facts
+    if facts.topology not in ("causal", "block_causal"):
+        if budget:
+            raise ValueError(
+                f"prefix_memory={budget} has nothing to keep: every key of {facts.name} depends on the whole row; "
+                "share_prefix=True of generate approximates it"
+            )
+        return None
+    if budget == 0 or getattr(model, "ranks", None) is not None:
+        return None
+    from paradec.batching.prefixes import Prefixes
+
+    return Prefixes(model, budget)

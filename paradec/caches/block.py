@@ -22,13 +22,14 @@ class BlockCache(RangeCache):
 
     When a block is full, its final tokens are evaluated in the next block's first step, beside that block, which sees
     them; the public codes take a separate forward for this. Blocks here are the model's; a request's may be smaller.
+    Over causal context a call of its own stores them, because it also gives the first token of the next block.
     """
 
     name = "block"
     paper = "BD3-LM"
     arxiv = "2503.09573"
     summary = "keeps finished blocks; evaluates the open block alone; exact"
-    facts = CacheFacts(topologies=("block_causal",), exact_on=("block_causal",))
+    facts = CacheFacts(topologies=("block_causal", "causal_context"), exact_on=("block_causal", "causal_context"))
 
     def begin(self, state: CanvasState) -> np.ndarray:
         """[B] int64: where the last step began to evaluate the model's block; everything left of it is final."""
@@ -43,4 +44,7 @@ class BlockCache(RangeCache):
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = outward(state, rows, state.block_start[rows], state.block_end[rows])
-        return np.minimum(start, state.cache_state[rows]), stop
+        if state.seeding is None:
+            return np.minimum(start, state.cache_state[rows]), stop
+        seeds = state.seeding[rows]  # the token before the block predicts its first one
+        return np.minimum(start - seeds, state.cache_state[rows]), np.where(seeds, start, stop)

@@ -44,7 +44,7 @@ class KeptPrefix:
         self.exact = exact
         self._layers = dict(layers)
         self._module: weakref.ref[torch.nn.Module] | None = weakref.ref(module)
-        self._weights = _weights(module)
+        self._weights = weights_of(module)
         self._ids = [np.array(row, np.int64) for row in tokens]
         self._released = False
 
@@ -99,7 +99,7 @@ class KeptPrefix:
         module = None if self._module is None else self._module()
         if module is None or module is not model.module:
             raise ValueError(f"prefix={self!r} was kept with another model than this {model.facts.name}")
-        if self._weights != _weights(module):
+        if self._weights != weights_of(module):
             raise ValueError(f"prefix={self!r} was kept before the weights of {model.facts.name} changed or moved")
         wanted = _dtype(model, cache)
         if self.dtype not in (None, wanted):
@@ -112,7 +112,7 @@ class KeptPrefix:
         """For each row of ids, the kept row that shares most with it, the first of several, and how many leading tokens
         that are: both [B] int64."""
         ids = [np.array(row, np.int64) for row in rows]
-        counts = np.array([[_common(row, kept) for kept in self._ids] for row in ids])
+        counts = np.array([[common_length(row, kept) for kept in self._ids] for row in ids])
         return counts.argmax(1), counts.max(1)
 
 
@@ -211,10 +211,9 @@ def plan_reuse(
     if branches > 1:
         raise ValueError(f"{given[0]} does not work with guidance_scale: its second branch has the prompt masked")
     if model.facts.prompt_aligned:
-        raise ValueError(
-            f"{given[0]} does not work with {model.facts.name}: its prompt is one block, in which every key depends on "
-            "all of it"
-        )
+        one = "its prompt is one block, in which every key depends on all of it"
+        why = one if model.facts.topology == "block_causal" else "its blocks begin where its prompt ends"
+        raise ValueError(f"{given[0]} does not work with {model.facts.name}: {why}")
     if share and not model.shares_prefix:
         raise ValueError(
             f"share_prefix=True needs attn_implementation 'sdpa' or 'eager'; {model.facts.name} has another"
@@ -225,7 +224,7 @@ def plan_reuse(
         source, counts = prefix.common(rows)
     elif share:
         first = np.array(rows[0], np.int64)
-        counts = np.full(len(rows), min(_common(first, np.array(row, np.int64)) for row in rows))
+        counts = np.full(len(rows), min(common_length(first, np.array(row, np.int64)) for row in rows))
         counts, source = np.minimum(counts, limit.min()) * (len(rows) > 1), np.zeros(len(rows), np.int64)
     else:
         return None
@@ -260,22 +259,27 @@ def keep_prefix(state: CanvasState, model: Any, before: KeptPrefix | None) -> Ke
 def prefill(model: Any, tokens: list[int], cache: StoredCache) -> KeptPrefix:
     """Evaluate `tokens` once, by themselves, and keep all of them."""
     store = model.make_store(1, len(tokens), cache.store_dtype, cache.max_memory)
-    positions = torch.arange(len(tokens), device=model.device).unsqueeze(0)
-    row = np.zeros(1, np.int64)
-    query = Query(
-        rows=row,
-        tokens=torch.tensor([tokens], device=model.device),
-        positions=positions,
-        wanted=positions[:, -1:],
-        store=StoreCall(torch.zeros(1, dtype=torch.int64, device=model.device), positions, row),
-        forwarded=np.array([len(tokens)]),
-    )
-    with torch.inference_mode():
-        model(query, store)
+    evaluate(model, store, tokens, 0)
     return KeptPrefix(model.module, [tokens], store.leading(len(tokens), copy=False), False)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def evaluate(model: Any, store: Any, tokens: list[int], start: int) -> None:
+    """Evaluate the `tokens` from `start` on, by themselves, over a store of one row that has those before."""
+    positions = torch.arange(start, len(tokens), device=model.device).unsqueeze(0)
+    row = np.zeros(1, np.int64)
+    query = Query(
+        rows=row,
+        tokens=torch.tensor([tokens[start:]], device=model.device),
+        positions=positions,
+        wanted=positions[:, -1:] - start,
+        store=StoreCall(torch.zeros(1, dtype=torch.int64, device=model.device), positions, row),
+        forwarded=np.array([len(tokens) - start]),
+    )
+    with torch.inference_mode():
+        model(query, store)
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """How many leading ids two rows share."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
@@ -287,8 +291,8 @@ def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
     return model.dtype if cache.store_dtype is None else getattr(torch, cache.store_dtype)
 
 
-def _weights(module: torch.nn.Module) -> int:
-    """Changes when a parameter is exchanged, moves, or is written to in place (but through its `data`)."""
+def weights_of(module: torch.nn.Module) -> int:
+    """A number that changes when a parameter is exchanged, moves, or is written in place (but through its `data`)."""
     return hash(tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters()))
 
 

@@ -11,7 +11,7 @@ from paradec.caches.facts import CacheFacts
 from paradec.caches.parts import whole_rows
 from paradec.core.contract import CanvasState
 
-ANY = ("bidirectional", "block_causal", "causal")
+ANY = ("bidirectional", "block_causal", "causal", "causal_context")
 
 
 @dataclass(frozen=True)

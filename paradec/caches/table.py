@@ -19,6 +19,7 @@ MODELS = (
     ("bidirectional", "shifted"),
     ("block_causal", "same"),
     ("block_causal", "shifted"),
+    ("causal_context", "same"),
 )
 """(topology, prediction) of the models that the masked family takes."""
 
@@ -45,6 +46,8 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
+    if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
+        return Verdict(REFUSED, "the sampler asks for several steps in one call; a block's first token needs its own")
     if not cache.facts.uses_store:
         return Verdict(EXACT)
     if not stores:

@@ -111,14 +111,17 @@ class Talk:
         if self.chosen:
             return
         facts = self.work.model.facts
-        name = "block" if facts.topology == "block_causal" else "prefix"
+        name = "block" if facts.block_length is not None else "prefix"
         fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
-        self.work.request["cache"] = paradec.caches.create(name if self.history and fits.status != REFUSED else "none")
+        wanted = (self.history or facts.prompt_aligned) and fits.status != REFUSED
+        self.work.request["cache"] = paradec.caches.create(name if wanted else "none")
 
     @property
     def keeps_turns(self) -> bool:
         """Whether what was evaluated can be kept for the next turn."""
         cache = self.work.request["cache"]
+        if self.work.model.facts.prompt_aligned:  # every turn is a prompt of its own
+            return False
         return self.work.method.family == "renoising" if cache is None else cache.facts.uses_store
 
     def run(self, terminal: bool) -> int:

@@ -242,6 +242,9 @@ class CanvasState:
     present: Numbers | None = None
     """[B, L]: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated nor
     seen. None: all of a row's do."""
+    seeding: Numbers | None = None
+    """[B] bool, on models of causal context: rows whose block begins with a token that the causal call before it
+    predicts; None on all others."""
     settled: Numbers | None = None
     """[B]: on block-causal models, all that is on the left was evaluated after its blocks were full; None unless it is
     to be kept."""

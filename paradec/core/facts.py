@@ -9,8 +9,10 @@ from typing import Any
 from paradec.core.checks import LARGEST_INT64, check_choice, check_int
 
 PREDICTIONS = ("same", "shifted")
-TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
+TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
+ALIGNED = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
+"""The aligns that topologies may have; "absolute" alone where nothing is said."""
 HOLE = -1
 """The id of a position to fill, for models without a mask token, which decode canvases of noise."""
 
@@ -29,10 +31,12 @@ class ModelFacts:
         max_length: positions the model can take, prompt and answer together; None if unlimited.
         trained_length: positions that the model was trained for, where it can take more: longer rows are warned of.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
-        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
+        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "causal_context" is an
+            open block that sees itself and what causal calls made of all before it, whose first token is the causal
+            prediction of the one before (Nemotron-Labs-Diffusion); "canvas" is a causal
             encoder of what is final, and a bidirectional block of noise after it (DiffusionGemma).
         block_length: the block of a block-causal model, and the canvas of one with canvases.
-        block_align: where the blocks of a block-causal model are counted from: "absolute" is position 0 (SDAR, LLaDA2),
+        block_align: where the blocks of a model with blocks are counted from: "absolute" is position 0 (SDAR, LLaDA2),
             "prompt" the end of the prompt, which is one block whatever its length (D2F).
         name: what messages call it.
 
@@ -65,12 +69,16 @@ class ModelFacts:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an end-of-text id {self.eos_token_ids}")
         if self.mask_token_id is not None and self.mask_token_id == self.pad_token_id:
             raise ValueError(f"pad_token_id={self.pad_token_id} is also the mask id; give another id to pad with")
-        if self.topology in ("block_causal", "canvas"):
+        if self.topology in ("block_causal", "causal_context", "canvas"):
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:
-            raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
-        if self.block_align != "absolute" and self.topology != "block_causal":
-            raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
+            raise ValueError(
+                f"block_length={self.block_length} is only for topology='block_causal', 'causal_context' or 'canvas'"
+            )
+        if self.block_align not in (known := ALIGNED.get(self.topology, ("absolute",))):
+            raise ValueError(
+                f"block_align={self.block_align!r} is not for topology={self.topology!r}: give block_align={known[0]!r}"
+            )
         for name in ("max_length", "trained_length"):
             check_int(name, getattr(self, name), low=1, high=LARGEST_INT64, none=True)
 

@@ -26,6 +26,12 @@ class CausalQuery(Query):
     `keep_layers` [R, Q, layers * D]: theirs, side by side."""
 
 
+@dataclass
+class VisibleQuery(CausalQuery):
+    """A call over a store whose columns see all that is stored, and of each other what `visible` says, whatever the
+    model's topology allows: a block of masks that a causal model fills, say."""
+
+
 @dataclass(kw_only=True)
 class AnyOrderQuery(Query):
     """A call of a model of any order (`Model.any_order`) by the causal family; shapes as in `Query`."""

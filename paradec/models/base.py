@@ -93,6 +93,8 @@ class Model(NamedParts, Copied, Adapter):
     """On these, the position that orders count from."""
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
+    own_drafts: Any = None
+    """How it drafts for itself (`paradec.models.own_drafts.OwnDrafts`); None for models that do not."""
     module: Any
     """Typed by families whose network is ours; of the others nothing is known here."""
 

@@ -30,6 +30,8 @@ class Family:
         fused: what follows the layer in a weight's name, after `key_mapping` -> the module's weights whose rows it
             holds, one after the other.
         reader: gives the class that reads the files, where `module` itself cannot; what it reads becomes a `module`.
+        modes: the topologies that one checkpoint may be loaded with, its default first; none for those with one.
+        draft_adapter: the folder beside the weights of an adapter that calls which draft are made with.
         padding_ends: whether the tokenizer's end token, else the padding, ends answers where the checkpoint states no
             end.
     """
@@ -49,8 +51,12 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] | None = None
     reader: Callable[[], Any] | None = None
     padding_ends: bool = False
+    modes: tuple[str, ...] = ()
+    draft_adapter: str | None = None
 
     @property
     def topology(self) -> str:
-        """The attention it was trained with: "bidirectional" or "block_causal"."""
+        """The attention it was trained with: the first of its modes, "bidirectional" or "block_causal"."""
+        if self.modes:
+            return self.modes[0]
         return "bidirectional" if self.block_length is None else "block_causal"

@@ -91,10 +91,13 @@ def load(
         topology: "block_causal" for LLaDA's and Dream's formats with weights that were trained with blocks which see
             the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None takes
             the format's topology, and for adapters with D2F's published names "block_causal" in blocks of 32.
+            Nemotron-Labs-Diffusion is "causal_context" by default, and may be "causal" (token by token) and
+            "block_causal".
         rope_theta: another base of the rotary angles than the checkpoint's, for masked models: a larger one stretches
             them over longer texts (LongLLaDA). Rows may then be longer than the model was trained for, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format (adapter_config.json and
             adapter_model.safetensors), which is merged into the weights; for LLaDA's, Dream's and similar formats.
+            Models that draft for themselves apply it to the drafts alone, in place of the checkpoint's own.
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
@@ -126,10 +129,9 @@ def load(
         if gguf_file is not None:
             raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
-        common |= {"weight_layout": weight_layout}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
-            return load(folder, **common, **for_text, **image_options)
+            return load(folder, weight_layout=weight_layout, **common, **for_text, **image_options)
     _check_arguments(source, revision, weight_layout, for_text)
     for_text["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _dtype(dtype), _device(device)
@@ -148,9 +150,7 @@ def load(
         return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options), weight_layout)
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
-        for name, value in for_text.items():
-            if value is not None:
-                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
+        _refuse_text_options(for_text)
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
         return _laid(load_image_model(config["model_type"], source, image_options, **common), weight_layout)
     _refuse_image_options(image_options)
@@ -176,11 +176,18 @@ def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str
     check_number("rope_theta", given["rope_theta"], low=0, open_low=True, none=True)
     topology, adapter, offload_folder = given["topology"], given["adapter"], given["offload_folder"]
     if topology is not None:
-        check_choice("topology", topology, ("bidirectional", "block_causal"))
+        check_choice("topology", topology, ("bidirectional", "block_causal", "causal", "causal_context"))
     if adapter is not None and (not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter)):
         raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
     if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
         raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
+
+
+def _refuse_text_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that only text models take."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
 
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ A folder has adapter_config.json and adapter_model.safetensors; the latter holds
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -128,14 +129,17 @@ def base_of(source: str, revision: str | None) -> tuple[str, str | None]:
     return base, of_base
 
 
-def read_lora(source: str, revision: str | None = None) -> LoRA:
+def read_lora(source: str, revision: str | None = None, inside: str = "") -> LoRA:
     """Read an adapter.
+
+    Args:
+        inside: the folder of the source that it is in.
 
     Raises:
         CheckpointError: a file that is missing or wrong, or an adapter that is more than a product of two matrices.
     """
-    config = read_config(source, revision)
-    path = fetch(source, WEIGHTS, revision)
+    config = read_config(source, revision, inside)
+    path = fetch(source, os.path.join(inside, WEIGHTS), revision)
     if path is None:
         raise CheckpointError(f"{source!r} has no {WEIGHTS}; pickled weights are not read")
     return LoRA(config, _pairs(source, path))

@@ -7,6 +7,7 @@ Here they are matched by `regex`, which stops when its time is over.
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -140,16 +141,20 @@ class AdapterConfig:
         return index is not None and int(index) in self.layers
 
 
-def read_config(source: str, revision: str | None = None) -> AdapterConfig:
+def read_config(source: str, revision: str | None = None, inside: str = "") -> AdapterConfig:
     """Read an adapter_config.json.
+
+    Args:
+        inside: the folder of the source that it is in.
 
     Raises:
         CheckpointError: none there, a field of a wrong type or out of its range, an adapter that is more than a product
             of two matrices, or a pattern that cannot be matched in bounded time.
     """
-    if fetch(source, CONFIG, revision) is None:
+    file = os.path.join(inside, CONFIG)
+    if fetch(source, file, revision) is None:
         raise CheckpointError(f"adapter={source!r} has no {CONFIG}")
-    config = read_json(source, CONFIG, revision)
+    config = read_json(source, file, revision)
     for name, allowed in ONLY.items():
         value = config.get(name, allowed[0])
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):

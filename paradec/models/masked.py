@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paradec.core.checks import shown
-from paradec.models import cpu_dtypes, lora
+from paradec.models import cpu_dtypes, lora, own_drafts
 from paradec.models.checkpoint import (
     CheckpointError,
     check_weights,
@@ -31,7 +31,17 @@ from paradec.models.lora import LoRA
 from paradec.models.pretrained import read_module, reason
 from paradec.models.rotary import with_base
 from paradec.models.saving import Published
-from paradec.models.text import d2f, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
+from paradec.models.text import (
+    d2f,
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2,
+    llada_moe,
+    nemotron_diffusion,
+    sdar,
+    stable_diffcoder,
+)
 from paradec.models.text.qwen import stated_block
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation
@@ -44,14 +54,14 @@ FAMILIES: dict[str, Family] = {
     "sdar_moe": sdar.FAMILY_MOE,
     "llada2_moe": llada2.FAMILY,
     "mmada": llada.FAMILY,
+    "nemotron_labs_diffusion": nemotron_diffusion.FAMILY,
 }
 """What `load` reads, by the `model_type` of config.json."""
 REFUSED = {
     "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
     "published form, which load reads",
-    "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
-    "when attention is causal; neither has been checked. Load it with trust_remote_code=True and give it to "
-    "paradec.wrap",
+    "nemotron_labs_diffusion_vlm": "it takes pictures as embeddings, not as tokens; load reads the models of text "
+    "alone (model_type 'nemotron_labs_diffusion')",
     "llava_llada": "LLaDA-V takes pictures as embeddings, not as tokens. For text alone, give its language model to "
     "paradec.wrap, loaded by its own code",
     "wedlm": "WeDLM decodes by moving what is decided to the front, under causal attention, which no sampler here "
@@ -102,15 +112,18 @@ def load_masked(
         names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
     else:
         names = check_weights(source, stored, hf_config, family.key_mapping or {})
-    if adapter is not None:
+    if adapter is not None and not family.modes:
         scales = adapter.scales(source, stored)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
-    ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
-    facts = facts_of(*ids, raised=rope_theta is not None)
+    block = None if family.topology == "causal" else block_length
+    ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
+    facts, own = facts_of(*ids, raised=rope_theta is not None), None
+    if family.modes:
+        facts, own = own_drafts.of(source, facts, family, block_length, stored, revision, adapter)
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
-    if adapter is not None:
+    if adapter is not None and own is None:
         adapter.merge(module, family.key_mapping or {}, scales)
     if device is not None:
         module = module.to(device)
@@ -124,8 +137,9 @@ def load_masked(
         default_max_new_tokens=default_new,
         default_block_length=family.default_block_length,
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
-        attn_implementation=name,
+        attn_implementation="sdpa" if facts.topology == "causal" else name,
     )
+    model.own_drafts = own
     cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), model.dtype, model.device)
     place = os.path.abspath(source) if os.path.isdir(source) else source
     model.published = Published(place, family, config, generation, names)
@@ -237,6 +251,10 @@ def _blocks(
     Raises:
         CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
     """
+    if family.modes:
+        return own_drafts.in_mode(source, family, topology), _block_length(source, config, family, given)
+    if topology is not None and topology.startswith("causal"):
+        raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which was not trained with it")
     if family.block_length is not None:
         if topology == "bidirectional":
             raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")

@@ -112,7 +112,8 @@ def _checked(name: str, field: str, value: Any) -> Any:
     else:
         kinds = int if whole else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool) and is_finite(value)
-        right, what = number and value > 0, "a positive integer" if whole else "a positive number"
+        least = value > 0 or value == 0 and field == "llama_4_scaling_beta" if number else False
+        right, what = least, "a positive integer" if whole else "a positive number"
     if not right:
         raise CheckpointError(f"config.json: {name}[{field!r}]={shown(value)} must be {what}")
     return value if whole or field == "truncate" else float(value)
@@ -143,7 +144,7 @@ def lengths(config: Any, raised: bool) -> tuple[int | None, int]:
     if raised:
         return None, trained
     fields = config.rope_parameters
-    if fields.get("original_max_position_embeddings") is None:
+    if not {"factor", "original_max_position_embeddings"} <= fields.keys():
         return trained, trained
     # a file may scale the angles and leave the length as it was
     return max(trained, int(fields["factor"] * fields["original_max_position_embeddings"])), trained

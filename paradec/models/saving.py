@@ -119,6 +119,8 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
         if "auto_map" in config and os.path.isdir(published.source):  # the code it names; nothing here runs it
             for code in Path(published.source).glob("*.py"):
                 shutil.copyfile(code, draft / code.name)
+        if published.family.draft_adapter is not None and model.own_drafts.adapter is not None:
+            model.own_drafts.adapter.save(draft / published.family.draft_adapter)
         _write_json(draft / "config.json", config)
 
 
@@ -135,9 +137,9 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if name in config:
             config[name] = str(model.dtype).removeprefix("torch.")
     name = published.family.block_name
-    if name is not None and config.get(name) != facts.block_length:
+    if name is not None and facts.block_length is not None and config.get(name) != facts.block_length:
         config[name] = facts.block_length
-    if facts.prompt_aligned:
+    if facts.prompt_aligned and not published.family.modes:
         config[d2f.STATED] = facts.block_length
     known = {} if tokenizer is None else tokenizer.get_vocab()
     found = {
@@ -147,7 +149,7 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, places in found.items():
         values = [p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in places]
         first = next((value for value in values if value is not None), None)
-        if first != getattr(facts, name):
+        if first != getattr(facts, name) and (name != "mask_token_id" or facts.mask_token_id is not None):
             config[name] = getattr(facts, name)
     given = set(stated_ends(config, generation, tokenizer, published.family))
     if given != set(facts.eos_token_ids):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query, WindowQuery
+from paradec.core.query import Query
 from paradec.models.rotary import BY_CALL
+from paradec.models.topologies import structure_of
 
 
 def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
@@ -21,7 +22,7 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
         masks_itself: whether a causal module needs no mask to be so.
 
     Raises:
-        ValueError: blocks that are counted from the prompt's end, and a query that does not say where that is.
+        ValueError: a query that does not say what the topology needs to know.
     """
     if store is None:
         mask = None if query.valid is None else query.valid[:, None, None, :]
@@ -29,28 +30,15 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool
     else:
         mask, keys = store.visible(query)
         structure = None  # the store's mask has it
-    if structure is None and facts.topology == "block_causal":
-        origin = _origin(facts, query)
-        own = facts.block_numbers(query.positions, origin)
-        structure = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
-    elif structure is None and facts.topology == "causal":
-        if mask is not None or store is not None or not masks_itself:
-            structure = query.positions[:, :, None] >= keys[:, None, :]
+    if structure is None and facts.topology != "bidirectional":
+        itself = masks_itself and mask is None and store is None
+        structure = structure_of(facts, query, keys, store, itself)
     if structure is None or mask is None:
         return mask if structure is None else structure[:, None]
     visible = structure[:, None] & mask
     if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
-
-
-def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
-    """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
-    if not facts.prompt_aligned:
-        return None
-    if not isinstance(query, WindowQuery) or query.origin is None:
-        raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
-    return query.origin
 
 
 def beyond_plain(module: Any) -> dict[str, Any]:

@@ -62,8 +62,9 @@ def wrap(
         eos_token_id: ids that end an answer; read from the tokenizer when left out.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does); of a causal LM with
             topology="causal" the latter.
-        topology: "bidirectional", "block_causal" (with `block_length`) or "causal". A module of one's own must be so by
-            itself: no mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
+        topology: "bidirectional", "block_causal" (with `block_length`), "causal", or "causal_context" (with
+            `block_length` and `block_align="prompt"`). A module of one's own must be so by itself: no
+            mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
         block_align: where the blocks of a block-causal model begin: "absolute" is position 0, "prompt" the end of the
             prompt, which is a block of its own (D2F); the latter for transformers' causal language models alone.
         max_length: positions the model can take; read from its config when left out.

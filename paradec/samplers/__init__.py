@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.lantern import Lantern as Lantern
     from paradec.samplers.causal.lantern import LanternPlusPlus as LanternPlusPlus
     from paradec.samplers.causal.scd import SCD as SCD
+    from paradec.samplers.causal.self_speculative import SelfSpeculative as SelfSpeculative
     from paradec.samplers.causal.sjd import SJD as SJD
     from paradec.samplers.causal.speculative import Speculative as Speculative
     from paradec.samplers.causal.window import Jacobi as Jacobi
@@ -137,6 +138,7 @@ registry = SamplerRegistry(
         "lantern++": "paradec.samplers.causal.lantern:LanternPlusPlus",
         "jacobi": "paradec.samplers.causal.window:Jacobi",
         "speculative": "paradec.samplers.causal.speculative:Speculative",
+        "self_speculative": "paradec.samplers.causal.self_speculative:SelfSpeculative",
         "zipar": "paradec.samplers.causal.zipar:ZipAR",
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
         "mar": "paradec.samplers.continuous.mar:MAR",

@@ -53,6 +53,7 @@ OWN: dict[str, Any] = {
 """Settings of samplers that draft by themselves, as far as a sampler takes them."""
 SHAPES = OWN | TREES
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+CAUSAL.remove("self_speculative")  # which these models are not for
 
 
 def ways() -> list[tuple[str, str, str]]:

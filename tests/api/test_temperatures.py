@@ -30,6 +30,7 @@ from paradec.core.query import Query
 from paradec.kernels.token_stats import draw
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.mar import MAR, MARModel
+from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import token_distribution
@@ -37,6 +38,7 @@ from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFac
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+PICTURES = [name for name in DRAFTING if "image" in samplers.get(name).models]
 TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
 COLD = 1e-6
@@ -162,7 +164,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:delimiters=")
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("name", MASKED + [name for name in DRAFTING if name != "zipar"])  # which needs a grid
+@pytest.mark.parametrize("name", MASKED + [name for name in PICTURES if name != "zipar"])  # which needs a grid
 def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
     """Blocks of one masked position, whatever the rule; windows whose drafts are rejected or not. A row draws what it
     draws alone in a batch."""
@@ -476,7 +478,7 @@ class CausalTable(Table):
         return self.table[query.positions.gather(1, query.wanted) % len(self.table)]
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
+@pytest.mark.parametrize("name", [name for name in PICTURES if samplers.get(name).lossless])
 def test_broken_distributions_are_reported_at_every_temperature(name: str) -> None:
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
     for index, (kind, (vocab, dtype), temperature) in enumerate(itertools.product(KINDS, SIZES, (0.0, 0.2))):
@@ -529,7 +531,7 @@ def codes(name: str, **request: Any) -> Tensor:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("name", PICTURES)
 def test_image_samplers_at_every_temperature(name: str) -> None:
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
         assert codes(name, temperature=temperature, **({"top_k": 0} | filters)).shape == (1, 2, 2)
@@ -549,6 +551,7 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
         return out.new_tokens
 
     model, sampler = wrapped(), with_drafter(name, close_model, window=4)
+    model.own_drafts = OwnDrafts(0, 4)
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
         tokens(temperature), tokens(temperature, **filters)
     assert torch.equal(tokens(COLD), tokens(0.0)) and torch.equal(tokens(COLD, **FILTERS[3]), tokens(0.0))

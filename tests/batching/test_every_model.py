@@ -27,7 +27,7 @@ def test_rows_are_those_of_generate(kind: str) -> None:
     if model.facts.topology == "causal":
         request |= {"sampler": paradec.samplers.create("sjd", window=4)}
     elif model.supports_store:
-        request |= {"cache": "dual", "block_length": 4}
+        request |= {"cache": "block" if model.facts.topology == "causal_context" else "dual", "block_length": 4}
     whole = paradec.generate(model, ROWS, **request)
     with Batch(model, batch_size=2, **request) as batch:
         tickets = [batch.add(row) for row in ROWS]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, tiny
+from tiny_models import MASK, VOCAB, tiny
 
 import paradec
 from paradec import caches, samplers
@@ -17,6 +17,7 @@ from paradec.batching.slots import Ticket
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Model
+from paradec.models.own_drafts import OwnDrafts
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name != "mar"]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
@@ -144,6 +145,7 @@ DRAFTING = {
 @pytest.mark.parametrize("name", [*ALONE, *DRAFTING])
 def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
     model = model_of(models, "causal")
+    model.own_drafts = OwnDrafts(MASK, 4)
     draw = random.Random(f"{name} {temperature} {guidance}")
     rows, lengths = prompts(draw, 7), [draw.choice((3, 9)) for _ in range(7)]
     if name in DRAFTING:

@@ -12,7 +12,7 @@ from places import ROOT
 from terminals import ok, on_terminal, refused, run
 
 import paradec
-from paradec.caches.table import verdict
+from paradec.caches.table import MODELS, verdict
 from paradec.cli.samplers import LISTING
 from paradec.cli.tables import entries, explanations
 from paradec.core import packaged
@@ -99,7 +99,7 @@ def test_one_that_is_not_there() -> None:
 def test_caches_of_a_sampler(sampler: str) -> None:
     """The verdicts of the table, for every cache and kind of model."""
     found = json.loads(ok("caches", "--sampler", sampler, "--json"))
-    assert len(found) == 4 * len(paradec.caches.names())
+    assert len(found) == len(MODELS) * len(paradec.caches.names())
     lines = ok("caches", "--sampler", sampler).splitlines()
     assert [line.split("\t") for line in lines[1:]] == [list(entry.values()) for entry in found]
     one = json.loads(ok("caches", "--sampler", sampler, "--model", TINY, "--json"))

@@ -121,6 +121,7 @@ def test_autocast_is_for_the_model_alone(kind: str) -> None:
 AUTOCAST: dict[str, str] = {
     **{name: "llada" for name in samplers.names() if samplers.get(name).family == "masked"},
     **{name: "llamagen-c2i" for name in samplers.names() if samplers.get(name).family == "draft_verify"},
+    "self_speculative": "nemotron causal",
 }
 
 
@@ -135,7 +136,8 @@ def test_autocast_changes_no_method(name: str) -> None:
         if kind in IMAGE_MODELS:
             request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent", "sampler": sampler}
             return paradec.generate_images(model, **request).tokens
-        request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.7, "seed": 1, "sampler": sampler}
+        request = {"max_new_tokens": 8, "temperature": 0.7, "seed": 1, "sampler": sampler}
+        request |= {"block_length": 4} if sampler.family == "masked" else {}
         return paradec.generate(model, ROWS, **request).new_tokens
 
     with half():

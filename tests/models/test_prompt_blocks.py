@@ -176,7 +176,7 @@ def test_what_does_not_know_where_a_prompt_ends_is_refused() -> None:
     query = Query(np.array([0]), torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))
     with pytest.raises(ValueError, match="counts its blocks from the prompt's end: the query needs `origin`"):
         model(query)
-    with pytest.raises(ValueError, match="block_align='prompt' is only for topology='block_causal'"):
+    with pytest.raises(ValueError, match="block_align='prompt' is not for topology='bidirectional'"):
         ModelFacts(8, 0, block_align="prompt")
     with pytest.raises(ValueError, match="unknown block_align: 'left'; allowed: absolute, prompt"):
         ModelFacts(8, 0, topology="block_causal", block_length=2, block_align="left")

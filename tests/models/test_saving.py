@@ -23,7 +23,7 @@ from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 from image_models import tiny_llamagen
 from moe_models import small_config, small_weights
 from safetensors.torch import load_file, save_file
-from text_families import CONFIGS, WORDS, write_tokenizer
+from text_families import CONFIGS, SDAR, WORDS, write_tokenizer
 from text_families import random_weights as family_weights
 from tiny_models import END, MASK, tiny
 from torch import Tensor, nn
@@ -37,9 +37,19 @@ from paradec.models.stacked import Fetched
 
 GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
 MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny"}
+NEMOTRON = {
+    "model_type": "nemotron_labs_diffusion",
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "auto_map": {"AutoConfig": "code.Config"},
+    "torch_dtype": "float64",
+    "dlm_paradigm": "bidirectional",
+    "head_dim": 4,
+    "mask_token_id": 3,
+    "vocab_size": len(WORDS),
+}
 WIDE = "mlp.gate.expert_bias"
 """What transformers keeps in float32 whatever the others are in."""
-NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>"} | {
+NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>", "nemotron_labs_diffusion": "<mask>"} | {
     name: family.mask_token for name, family in FAMILIES.items() if family.mask_token
 }
 
@@ -49,6 +59,14 @@ def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str,
     if model_type in MIXTURES:
         config = small_config(MIXTURES[model_type], auto_map={"AutoConfig": "code.Config"}, torch_dtype="float64")
         return config | fields, small_weights(MIXTURES[model_type], config | fields)
+    if model_type == "nemotron_labs_diffusion":
+        config = {name: value for name, value in SDAR.items() if name != "max_window_layers"} | NEMOTRON | fields
+        weights = family_weights("nemotron", config | {"tie_word_embeddings": True})
+        names = {name: name.replace("model.", "encoder.", 1) for name in weights}
+        found = {names[name]: weight for name, weight in weights.items()}
+        if not config["tie_word_embeddings"]:
+            found["diffusion_head.weight"] = 0.4 * torch.randn_like(found["encoder.embed_tokens.weight"])
+        return config, found
     by_type = {"llada": LLADA, "Dream": DREAM} | {config["model_type"]: config for config in CONFIGS.values()}
     config = by_type[model_type] | {"vocab_size": len(WORDS), "auto_map": {"AutoConfig": "code.Config"}} | fields
     if model_type in ("llada", "Dream"):

@@ -100,6 +100,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     | {"refresh": "gumbel", "guess_distribution": "uniform"}
     | {"pool": 0, "ngram": 4, "pool_size": 64}
     | {"group": None, "max_iterations": None, "early_exit": "prefix"},
+    "self_speculative": {"window": None, "rule": "ratio", "threshold": None, "adapter": None},
     "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement"},
     "zipar": {"window": 16},
     "diffusion_gemma": CANVAS | {"entropy_bound": None},

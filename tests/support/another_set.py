@@ -62,7 +62,7 @@ def checkpoint(source: Path, target: Path, logits: tuple[str, ...] = ()) -> Reor
             write(target / path.name, order.in_fields(read(path)))
     weights = load_file(source / "model.safetensors")
     for name, tensor in weights.items():
-        if any(part in name for part in ("wte.", "embed", "lm_head", "transformer.ff_out")):
+        if any(part in name for part in ("wte.", "embed", "lm_head", "diffusion_head", "transformer.ff_out")):
             weights[name] = order.tokens(tensor, 0).contiguous()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     for name in logits:
@@ -244,9 +244,44 @@ def drafters(folder: Path) -> None:
 
 
 def autumn(folder: Path) -> None:
-    """Every second table of scaled rotary angles."""
+    """Every second table of scaled rotary angles; Nemotron-Labs-Diffusion under other names and ids, some traces."""
     tables = read(GOLDEN / "autumn" / "rope" / "tables.json")
     write(folder / "rope" / "tables.json", tables | {"cases": dict(list(tables["cases"].items())[::2])})
+    source = GOLDEN / "autumn" / "nld"
+    for number, old in enumerate(sorted(path.parent.name for path in source.glob("*/config.json"))):
+        new = f"nld number {number}"
+        order = checkpoint(source / old, folder / "nld" / new, ("forwards.safetensors",))
+        shutil.copytree(source / old / "linear_spec_lora", folder / "nld" / new / "linear_spec_lora")
+        found = read(source / old / "forwards.json")
+        found["facts"] |= {key: order(found["facts"][key]) for key in ("mask", "eos", "bos")}
+        for case in found["cases"]:
+            for each in (case, *case.get("before", [])):
+                each["input_ids"] = order(each["input_ids"])
+        write(folder / "nld" / new / "forwards.json", found)
+        traces = [read(path) for path in sorted((source / "traces").glob(f"{old}__*.json"))]
+        for at, trace in enumerate(traces):
+            if not trace["settings"].get("temperature"):
+                trace["model"] = new
+                for case in trace["cases"]:
+                    for key in ("prompt_ids", "tokens"):
+                        case[key] = order(case[key])
+                    for entry in case.get("rounds", []):
+                        entry["block"] = order(entry["block"])
+                    for step in case.get("steps", []):
+                        if "seed" in step:
+                            step["seed"] = order(step["seed"])
+                        if "commit" in step:
+                            step["commit"] = [[place, order(token)] for place, token in step["commit"]]
+                write(folder / "nld" / "traces" / f"{number} {at}.json", trace)
+    source = GOLDEN / "autumn" / "s2d2"
+    order = checkpoint(source / "sdar-tiny", folder / "s2d2" / "sdar other")
+    for path in sorted(source.glob("sdar-tiny__*greedy_exact.json")):
+        trace = read(path) | {"model": "sdar other"}
+        trace["stop_ids"] = order(trace["stop_ids"])
+        for case in trace["cases"]:
+            for key in ("prompt_ids", "block1_tokens", "tokens"):
+                case[key] = order(case[key])
+        write(folder / "s2d2" / f"other__{path.stem}.json", trace)
 
 
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
@@ -258,7 +293,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
     "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
-    "autumn": (autumn, ("[default]",)),
+    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
         for family in ("sjd", "gsd", "scd", "lantern")

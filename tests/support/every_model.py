@@ -44,7 +44,8 @@ WRAPPED = [
     "OpaqueWithOutput",
 ]
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
-LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
+NEMOTRON = {"nemotron": "causal_context", "nemotron causal": "causal"}
+LOADED = ["llada", "dream", *CONFIGS, *MIXTURES, *NEMOTRON]
 TEXT = [*LOADED, *WRAPPED]
 IMAGES = [*IMAGE_MODELS, "nar", "distilled", "distilled var", "digits-maskgit", "mar", "lpd", "var", "dit"]
 CANVAS, PROTEIN, IN_ORDER = "diffusion_gemma", "protein", "protein in a row's order"
@@ -62,6 +63,8 @@ def make(kind: str) -> Any:
         return tiny_protein()
     if kind in MIXTURES:
         return paradec.load(MOE / kind, dtype="float64", **told(kind))
+    if kind in NEMOTRON:
+        return paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny-b", dtype="float64", topology=NEMOTRON[kind])
     if kind in IMAGE_MODELS:
         return IMAGE_MODELS[kind][0]()
     if kind == "digits-maskgit":
@@ -138,7 +141,7 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if model.facts.topology == "causal":
         given |= {"sampler": paradec.samplers.create("sjd", window=4)}
     elif model.supports_store:
-        given |= {"cache": "dual", "block_length": 4}
+        given |= {"cache": "block" if kind in NEMOTRON else "dual", "block_length": 4}
     return paradec.generate(model, ROWS, **(given | request)).new_tokens
 
 
@@ -205,6 +208,7 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
     causal = model.facts.topology == "causal"
     sampler = paradec.samplers.create("sjd" if causal else "threshold")
     given = {"max_new_tokens": 8, "seed": 0, "temperature": 0.7, "trace": True}
-    given |= {"cache": "dual", "block_length": 4} if model.supports_store and not causal else {}
+    cache = "block" if kind in NEMOTRON else "dual"
+    given |= {"cache": cache, "block_length": 4} if model.supports_store and not causal else {}
     state = sampler.start(model, encode(model, ROWS, None, None), **given)
     return sampler, model, state, lambda state: state.canvas

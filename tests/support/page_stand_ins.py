@@ -5,6 +5,7 @@ Everything else of a page's code stays as it is written.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,5 +94,14 @@ class StandIn:
 def runnable(page: str, block: str) -> str:
     """A block of a page as it can be run."""
     for written, run in SUBSTITUTES.get(page, {}).items():
-        block = block.replace(written, run)
+        block = loosely(written).sub(lambda _, run=run: run, block)
     return block
+
+
+def loosely(written: str) -> re.Pattern[str]:
+    """Code as it is written on one line, wherever a page breaks it."""
+    parts = re.findall(r"\w+|\s+|.", written)
+    gap = r"\s*,?\s*"
+    joined = [re.escape(part) if part.strip() else r"\s+" for part in parts]
+    joined = [r"\(\s*" if part == r"\(" else gap + r"\)" if part == r"\)" else part for part in joined]
+    return re.compile("".join(joined))

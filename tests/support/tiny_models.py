@@ -41,7 +41,8 @@ def tiny(
         eos_token_id=ends,
         topology=topology,
         prediction=prediction,
-        block_length=4 if topology == "block_causal" else None,
+        block_length=4 if topology in ("block_causal", "causal_context") else None,
+        block_align="prompt" if topology == "causal_context" else "absolute",
     )
 
 

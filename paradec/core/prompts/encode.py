@@ -87,7 +87,7 @@ def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None)
         return from_messages(model, [{"role": "user", "content": text}], placeholder)
     if placeholder is None:
         # a causal model was trained on what its tokenizer makes of a text, with the token that it begins with
-        return ids_of(tokenizer, text, special=model.facts.topology == "causal"), 0
+        return ids_of(tokenizer, text, special=model.facts.topology.startswith("causal")), 0
     # a masked language model was trained on whole inputs, with its special tokens around them
     return ids_of(tokenizer, with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
 

@@ -97,13 +97,13 @@ class Hosted:
             raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
         if not isinstance(facts, ModelFacts):
             raise TypeError(f"facts={shown(facts)} must be paradec.core.facts.ModelFacts")
-        if facts.mask_token_id is None or facts.topology not in ("bidirectional", "block_causal"):
-            raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
         if facts.prompt_aligned:
             raise ValueError(
                 f"{facts.name} counts its blocks from the end of the prompt, and engines count theirs from position 0; "
                 "use paradec.generate"
             )
+        if facts.mask_token_id is None or facts.topology not in ("bidirectional", "block_causal"):
+            raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
         self.sampler = method
         self.facts, self.device = facts, torch.device(device)
         self._answering = _Answering(facts, self.device)

@@ -20,6 +20,9 @@ PRESET = "preset"
 """The body's field that names one of the server's presets."""
 FIELDS = served_by("server")
 """Fields of `paradec.Request` that a body may hold under `OWN`."""
+SALT = "cache_salt"
+"""The body's field that keeps keys and values apart, as vLLM names it."""
+LONGEST_SALT = 256
 SAMPLING = ("temperature", "top_p", "seed", "stop", "max_tokens", "max_completion_tokens")
 """What OpenAI's schema has of a request."""
 NAMES = {"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -67,6 +70,8 @@ class Asked:
 
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of `paradec.Request`."""
+    cache_salt: str | None = None
+    """Only requests with an equal one share keys and values."""
     drafts: bool = False
     """Whether a stream has drafts among it, as comments."""
     max_new_tokens: int | None = None
@@ -89,13 +94,16 @@ def check_fields(body: Mapping[str, Any], fields: tuple[str, ...]) -> None:
     Args:
         fields: those of the endpoint, besides those that all have.
     """
-    allowed = (*fields, *SAMPLING, *ONLY, *PASSED_OVER, "model", "stream", OWN, PRESET)
+    allowed = (*fields, *SAMPLING, *ONLY, *PASSED_OVER, "model", "stream", OWN, PRESET, SALT)
     for name, value in body.items():
         if name not in allowed:
             raise Refused(unknown("field", name, sorted(allowed)), 422, name)
         if name in ONLY and value is not None and value not in ONLY[name]:
             offered = " or ".join(json.dumps(only) for only in ONLY[name])
             raise Refused(f"{name}={shown(value)} is not offered; leave it out, or give {offered}", 422, name)
+    salt = body.get(SALT)
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= LONGEST_SALT):
+        raise Refused(f"{SALT}={shown(salt)} must be a text of 1 to {LONGEST_SALT} characters", 422, SALT)
     if not isinstance(body.get("stream") or False, bool):
         raise Refused(f"stream={shown(body['stream'])} must be true or false", 422, "stream")
 
@@ -106,7 +114,7 @@ def read(body: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> A
     Raises:
         Refused: an unknown preset, a field twice, or one that may not come from a client.
     """
-    asked = Asked()
+    asked = Asked(cache_salt=body.get(SALT))
     name = body.get(PRESET)
     if name is not None:
         if not isinstance(name, str) or name not in presets:

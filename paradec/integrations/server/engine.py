@@ -35,20 +35,29 @@ class Engine:
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a tokenizer.
-        batch_size, max_memory, arguments: as for `paradec.batching.Batch`.
+        batch_size, max_memory, prefix_memory, arguments: as for `paradec.batching.Batch`.
 
     Raises:
         ValueError, TypeError: as `Batch`.
     """
 
-    def __init__(self, model: Any, *, batch_size: int = 8, max_memory: int | None = None, **arguments: Any):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch_size: int = 8,
+        max_memory: int | None = None,
+        prefix_memory: int | None = None,
+        **arguments: Any,
+    ):
         if (ranks := getattr(model, "ranks", None)) is not None:
             raise ValueError(
                 f"{model.facts.name} is spread over {ranks.size} processes, and requests come to one of them; "
                 "serve a model that one process has loaded"
             )
         self.model = model
-        self.batch = Batch(model, batch_size=batch_size, max_memory=max_memory, **arguments)
+        limits: dict[str, Any] = {"max_memory": max_memory, "prefix_memory": prefix_memory}
+        self.batch = Batch(model, batch_size=batch_size, **limits, **arguments)
         self.failure: BaseException | None = None
         """Why it gave up, if it did."""
         self.steps = 0
@@ -72,6 +81,10 @@ class Engine:
     def waiting(self) -> int:
         """Prompts that wait for a row."""
         return self.batch.waiting
+
+    def prefixes(self, name: str) -> int:
+        """A count of `paradec.batching.prefixes.Prefixes`; 0 where nothing is kept."""
+        return int(getattr(self.batch.prefixes, name, 0))
 
     def submit(
         self, prompt: Any, *, on_done: Callable[[Ticket], None], streamer: Any = None, id: Any = None, **changes: Any

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+from openai.types.completion_usage import PromptTokensDetails
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -118,7 +119,10 @@ class Chat(Handler, ChatCompletionHandler):
     def _build_chunk_sse(self, request_id: str = "", content: str | None = None, *more: Any, **named: Any) -> str:
         if isinstance(content, Draft):
             return comment(content)
-        return super()._build_chunk_sse(request_id, content, *more, **named)
+        return super()._build_chunk_sse(request_id, content, *more, **with_cached(named))
+
+    def _build_completion(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        return super()._build_completion(*arguments, **with_cached(named))
 
 
 class Completions(Handler, CompletionHandler):
@@ -144,7 +148,18 @@ class Completions(Handler, CompletionHandler):
     def _build_chunk_sse(self, request_id: str, model_id: str, text: str = "", *more: Any, **named: Any) -> str:
         if isinstance(text, Draft):
             return comment(text)
-        return super()._build_chunk_sse(request_id, model_id, text, *more, **named)
+        return super()._build_chunk_sse(request_id, model_id, text, *more, **with_cached(named))
+
+
+def with_cached(named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an answer whose `usage`, if there is one, says how many tokens of the prompt were not evaluated."""
+    usage = named.get("usage")
+    if usage is None:
+        return named
+    outputs = [ticket.output for ticket in CALL.get().tickets if ticket.output is not None]
+    cached = sum(sum(output.reused) for output in outputs)
+    details = PromptTokensDetails(cached_tokens=cached)
+    return named | {"usage": usage.model_copy(update={"prompt_tokens_details": details})}
 
 
 def comment(draft: Draft) -> str:

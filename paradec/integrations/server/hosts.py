@@ -220,6 +220,7 @@ class Manager(BaseGenerateManager):
                 room = min(room, facts.max_length - len(ids))
             changes["max_new_tokens"] = new = max(1, room)
         changes.pop("chat", None)  # the prompt is ids by now
+        changes["cache_salt"] = asked.cache_salt
         try:
             check_int("max_tokens", new, low=1, high=self.max_answer)
             facts.check_length(len(ids) + new, new)

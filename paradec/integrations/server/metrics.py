@@ -32,6 +32,9 @@ class Metrics:
             ("paradec_rows_occupied", "Rows that are being decoded.", lambda: engine.occupied),
             ("paradec_prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
             ("paradec_steps", "Steps of the batch since the start.", lambda: engine.steps),
+            ("paradec_prefix_rows", "Rows that began with stored keys and values.", lambda: engine.prefixes("hits")),
+            ("paradec_prefix_tokens", "Positions that these did not evaluate.", lambda: engine.prefixes("saved")),
+            ("paradec_prefix_bytes", "Bytes of stored beginnings.", lambda: engine.prefixes("nbytes")),
             ("paradec_alive", "1 as long as prompts are decoded.", lambda: engine.alive),
         ):
             Gauge(name, text, registry=registry).set_function(count)

@@ -102,7 +102,7 @@ class ChainSampler(CausalSampler):
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
         fresh = state.row_step[rows] == 0
-        begin = np.where(fresh, 0, committed - 1)
+        begin = np.where(fresh, state.reused[rows], committed - 1)
         stop = committed - 1 + self._evaluated(state)
         spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, fresh)
         return state.calls(state.store, state.pads, spans)

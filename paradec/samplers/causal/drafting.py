@@ -258,7 +258,7 @@ class DraftingSampler(ChainSampler):
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def _tree_query(self, state: CausalState) -> CausalQuery:
-        rows, held = state.rows, drafting_of(state).held[state.rows]
+        rows, held = state.rows, np.maximum(drafting_of(state).held, state.reused)[state.rows]
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
         wanted = np.arange(state.width) * (not self._undrafted(state))
         drafts = state.memory.read(rows)["drafts"]

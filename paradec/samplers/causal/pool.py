@@ -92,7 +92,7 @@ class PooledChain(ChainSampler):
         rows = state.rows
         # what the last step made final was evaluated as a draft, which the store did not take
         last = state.accepted[-1][rows] if state.accepted else 0
-        held = np.where(state.row_step[rows] > 0, state.committed[rows] - last, 0)
+        held = np.where(state.row_step[rows] > 0, state.committed[rows] - last, state.reused[rows])
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
         wanted = np.arange(tree.parents.shape[1])
         return [tree_query(state, state.store, rows, tree, self._nodes(state, tree), begin, len(wanted) - 1, wanted)]

@@ -9,6 +9,7 @@ one that fills a block of masks: DFlash, arXiv 2602.06036. Without a network: `p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +32,8 @@ class Speculative(DraftingSampler):
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
             of transformers as it is, or one of the same image family; or an EAGLE or DFlash drafter of this very model,
             from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what followed the
-            same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
+            same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings. Or "self",
+            which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
             window by themselves (prompt lookup, DFlash) set their number; leave `window` out with these.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
@@ -49,6 +51,13 @@ class Speculative(DraftingSampler):
     summary = "a smaller model drafts a chain or a tree that the model verifies in one forward; lossless"
     needs_drafter = True
     window_drafters = True
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        if cls is not Speculative or settings.get("drafter") != "self":
+            return super().__new__(cls)
+        from paradec.samplers.causal.self_speculative import SelfSpeculative
+
+        return SelfSpeculative(*args, **{name: value for name, value in settings.items() if name != "drafter"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

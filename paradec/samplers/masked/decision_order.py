@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paradec.caches.base import Part
+from paradec.core.query import WindowQuery
+from paradec.samplers.masked.queries import tokens_of
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
 
@@ -18,6 +22,10 @@ class DecisionOrder(Tracker):
     decided_at: Tensor
 
     per_row = {"decided_at": -1}
+
+    def asks(self, state: MaskedState, part: Part, query: WindowQuery, now: dict[str, Any]) -> None:
+        rows = torch.as_tensor(query.rows, device=self.decided_at.device)
+        now["decided_at"] = tokens_of(self.decided_at, query, rows).repeat(state.branches, 1)
 
     def writes(self, state: MaskedState, tokens: Tensor) -> None:
         before, step = state.window.read(state.canvas), torch.as_tensor(state.row_step[state.window.rows, None])

@@ -76,7 +76,7 @@ def block_policy(
                 "the logits that say where a block ends; use paradec.FixedBlocks"
             )
         return policy.for_model(model) if hasattr(policy, "for_model") else policy
-    if model.facts.topology == "block_causal":
+    if model.facts.block_length is not None:
         return FixedBlocks(model.facts.block_length, align=model.facts.block_align)
     if model.default_block_length is not None and not holes:
         return FixedBlocks(model.default_block_length)

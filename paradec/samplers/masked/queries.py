@@ -31,14 +31,12 @@ def part_query(state: MaskedState, part: Part) -> WindowQuery:
     now: dict[str, Any] = {}
     if query.store is not None:
         now["store"] = query.store.but(step=state.commits)
-    if state.attention_state is not None:
-        now["attention"] = state.attention_state.plan(state, part)
-    if state.decided_at is not None:
-        now["decided_at"] = _tokens_of(state.decided_at, query, row_index).repeat(state.branches, 1)
+    for tracker in state.trackers:
+        tracker.asks(state, part, query, now)
     if query.branches == 2 or not whole:  # else its tokens are the canvas itself
-        now["tokens"] = tokens = _tokens_of(state.canvas, query, row_index)
+        now["tokens"] = tokens = tokens_of(state.canvas, query, row_index)
         if query.branches == 2:
-            given = _tokens_of(state.given, query, row_index)
+            given = tokens_of(state.given, query, row_index)
             now["tokens"] = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
     return query.but(**now) if now else query
 
@@ -79,7 +77,7 @@ def positions_of(state: CanvasState, query: WindowQuery) -> Tensor:
     return positions if query.window.columns is None else positions.gather(1, query.window.columns)
 
 
-def _tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
+def tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
     """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]. row_index: [N] int64."""
     rows = tensor.index_select(0, row_index)
     own = query.positions[: len(query.rows)]

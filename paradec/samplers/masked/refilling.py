@@ -28,6 +28,7 @@ class RefilledRows(CanvasState, State):
     stopped: np.ndarray
     running: np.ndarray
     trackers: tuple[Tracker, ...]
+    reuses: bool
     _steps: np.ndarray
 
     def finish(self, rows: np.ndarray) -> None: ...
@@ -93,6 +94,7 @@ class RefilledRows(CanvasState, State):
         ):
             own.index_fill_(0, index, fill)
             own.narrow(1, 0, width).index_copy_(0, index, new)
+        self.reuses |= other.reuses
         self.masks_before[slots] = other.masks_before[:, -1:]
         self.masks_before[slots, : width + 1] = other.masks_before
         self._counts[:, slots], self._steps[:, slots] = other._counts, other._steps

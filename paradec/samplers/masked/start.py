@@ -152,6 +152,10 @@ def _track(
         found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
         found.append(Holes())
+    if facts.topology == "causal_context":
+        from paradec.samplers.masked.causal_context import CausalContext
+
+        found.append(CausalContext.of(sampler, state, early, request))
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
     if request.constraint is not None:

@@ -43,6 +43,10 @@ class Tracker:
         """Whether this step needs the logits of decided positions as well."""
         return False
 
+    def asks(self, state: TrackedState, part: Any, query: Any, now: dict[str, Any]) -> None:
+        """Complete the model call of one part of the cache's plan: `now` holds the fields in which it differs from
+        `query`, which is kept from step to step."""
+
     def proposed(self, state: TrackedState, proposal: Any) -> None:
         """Complete a proposal before anybody sees it. The state does not change."""
 

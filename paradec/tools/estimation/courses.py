@@ -57,6 +57,7 @@ class Course(CanvasState):
             prediction=shape.prediction,
             topology=shape.topology,
             block_length=shape.block_length,
+            block_align="prompt" if shape.topology == "causal_context" else "absolute",
             name=shape.name,
         )
         self.mask_id, self.batch, self.branches = MASK, 1, 1
@@ -73,6 +74,7 @@ class Course(CanvasState):
         self.block_step, self.remaining, self.masks_at_open = np.array([0]), np.array([0]), np.array([0])
         self.steps_per_block = None
         self.suffix = suffix
+        self.seeding = np.array([False]) if shape.topology == "causal_context" else None
         self.open_block()
         self.cache_state = cache.begin(self)
 
@@ -92,6 +94,8 @@ class Course(CanvasState):
         self.block_end = self.blocks.open(self.block_start, self.prompt_length, self.length)
         self.remaining = self.block_end - self.block_start
         self.masks_at_open, self.block_step = self.remaining.copy(), np.array([0])
+        if self.seeding is not None:
+            self.seeding[:] = True
         if self.suffix is not None:
             masks, key = self.columns >= self.prompt_length[:, None], torch.zeros(1, 2, dtype=torch.int64)
             kept = self.suffix.kept(masks, self.block_start, self.block_end, key, None, self.facts.prediction)
@@ -110,6 +114,8 @@ class Course(CanvasState):
         block = self.facts.block_length
         if self.facts.topology == "block_causal" and block is not None:
             seen = min(seen, (last // block + 1) * block)
+        if self.seeding is not None:  # nothing after the block is seen
+            seen = last + 1
         if not self.cache.facts.uses_store:
             seen = positions
         return "whole" if part.kind == "full" and positions == self.length[0] else "part", positions, seen
@@ -138,14 +144,19 @@ def masked_course(
     """How often each kind of forward is made for one row of a masked model.
 
     A step stays in its block, so that a block takes at least one step and at most one for each of its positions; as far
-    as that allows, the answer takes answer / tokens_per_forward steps.
+    as that allows, the answer takes answer / tokens_per_forward steps. Over causal context a block takes one more.
     """
     course, found, taken = Course(shape, cache, prompt, answer, block, suffix), Counter[Evaluation](), 0
     sparse = None if attention is None else _Sparse(attention, course)
     while True:
+        if course.seeding is not None:  # a call of its own makes a block's first token
+            kind, positions, seen = course.evaluated(1)
+            found[Evaluation(kind, positions, 1, seen)] += 1
+            course.decide(1)
+            course.seeding[:], taken = False, taken + 1
         size = int(course.remaining[0])
         due = round((int(course.decided[0]) + size) / tokens_per_forward)
-        steps = max(1, due - taken)
+        steps = max(min(1, size), due - taken)
         for step in range(steps):
             count = (step + 1) * size // steps - step * size // steps
             kind, positions, seen = course.evaluated(count)

@@ -13,7 +13,7 @@ from typing import Any
 
 from paradec.core.checks import check_int, shown
 
-GATED = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+GATED = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 """transformers' names of the classes whose layers `Shape` describes."""
 
 

@@ -111,6 +111,8 @@ def log_likelihoods(
     """
     check_model("log_likelihoods", model, MADE)
     facts: ModelFacts = model.facts
+    if facts.topology == "causal_context":
+        raise ValueError(f"{facts.name} has a likelihood as a causal model alone: load(..., topology='causal')")
     causal = facts.topology == "causal"
     method = ("exact" if causal else "monte_carlo") if method is None else method
     check_choice("method", method, METHODS)

@@ -308,7 +308,7 @@ def rounded(value: float) -> float:
 def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
     """The model's own blocks first (None), then half of them, twice, and all positions; of models that were trained
     with blocks, their own alone."""
-    if model.facts.topology == "block_causal":
+    if model.facts.topology in ("block_causal", "causal_context"):
         return (None,)
     own = model.default_block_length
     lengths = BLOCKS if own is None else (own // 2, own * 2, positions)

@@ -280,7 +280,6 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     ("model_type", "message"),
     [
         ("llada2_moe_veomni", "training form.*convert it"),
-        ("nemotron_labs_diffusion", "YaRN.*trust_remote_code=True.*paradec.wrap"),
         ("llava_llada", "pictures as embeddings.*paradec.wrap"),
         ("wedlm", "moving what is decided to the front.*paradec.wrap"),
         ("omnivoice", "several codebooks.*its own code"),

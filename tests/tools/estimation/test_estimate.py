@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": 3}, "device=3 must be a name"),
     ({"cache": "duel"}, "cache.*duel.*dual"),
     ({"cache": 3}, "cache=3 must be a name"),
-    ({"cache": "block"}, "cache='block' does not work with LLaDA-8B: it needs a block-causal model"),
+    ({"cache": "block"}, "cache='block' does not work with LLaDA-8B: it needs a block-causal or causal-context model"),
     ({"cache": "recap"}, "cache='recap' does not work"),
     ({"cache": paradec.caches.create("dual", store_dtype="float64")}, "store_dtype='float64' is not estimated"),
     ({"attention": "sparse"}, "attention.*sparse"),

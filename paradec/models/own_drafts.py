@@ -1,0 +1,130 @@
+"""Models that draft for themselves: what a call needs that drafts a block of masks over the model's own causal store,
+and the adapter that acts on such calls alone."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.core.checks import shown
+from paradec.core.facts import ModelFacts
+from paradec.models.checkpoint import CheckpointError, Stored, fetch, published_to_own
+from paradec.models.family import Family
+from paradec.models.lora import CONFIG, WEIGHTS, LoRA, read_lora
+
+
+@dataclass(frozen=True)
+class OwnDrafts:
+    """How a model that decodes token by token also fills blocks of masks.
+
+    Args:
+        mask_token_id: the id of a mask.
+        block_length: the block that it was trained with, the last final token included.
+        adapter: what is added to its matrices in such calls; None for models without.
+    """
+
+    mask_token_id: int
+    block_length: int
+    adapter: DraftAdapter | None = None
+
+
+@dataclass(frozen=True)
+class DraftAdapter:
+    """Products B A of low rank that are added to linear layers while a call drafts, and never merged.
+
+    Args:
+        files: its adapter_config.json and adapter_model.safetensors.
+        products: the module's names of the layers -> A [r, in], B [out, r] and what their product is multiplied with.
+    """
+
+    files: tuple[Path, Path]
+    products: Mapping[str, tuple[Tensor, Tensor, float]]
+
+    def save(self, folder: Path) -> None:
+        """Write it as it was read."""
+        folder.mkdir()
+        for file in self.files:
+            shutil.copyfile(file, folder / file.name)
+
+    @contextmanager
+    def on(self, module: nn.Module) -> Iterator[None]:
+        """Add the products to what the layers make of calls of this thread; other threads' calls go on without."""
+        thread = threading.get_ident()
+        with ExitStack() as hooks:
+            for name, product in self.products.items():
+                handle = module.get_submodule(name).register_forward_hook(_adding(thread, *product))
+                hooks.callback(handle.remove)
+            yield
+
+
+def _adding(thread: int, down: Tensor, up: Tensor, scale: float) -> Any:
+    """A forward hook that adds a product to what a linear layer made."""
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        into, out = (part.to(output.device, output.dtype) for part in (down, up))
+        return output + scale * torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], into), out)
+
+    return add
+
+
+def in_mode(source: str, family: Family, topology: str | None) -> Family:
+    """The family in the mode that was asked for, its first one for None.
+
+    Raises:
+        CheckpointError: a mode that it does not have.
+    """
+    mode = family.topology if topology is None else topology
+    if mode not in family.modes:
+        modes = ", ".join(map(repr, family.modes))
+        raise CheckpointError(f"topology={shown(topology)} does not fit {source!r}, which has {modes}")
+    prediction = "shifted" if mode == "causal" else family.prediction
+    align = "absolute" if mode == "causal" else "prompt"
+    return replace(family, modes=(mode,), prediction=prediction, block_align=align)
+
+
+def of(
+    source: str,
+    facts: ModelFacts,
+    family: Family,
+    block_length: int | None,
+    stored: Mapping[str, Stored],
+    revision: str | None,
+    adapter: LoRA | None,
+) -> tuple[ModelFacts, OwnDrafts]:
+    """A checkpoint's facts in the mode of its family, and how it drafts: with the adapter that was given, else its own.
+
+    Args:
+        source, stored: its name, and what it holds.
+
+    Raises:
+        CheckpointError: an adapter of another checkpoint.
+    """
+    place, inside = source if adapter is None else adapter.source, ""
+    if adapter is None and family.draft_adapter is not None:
+        inside = f"{family.draft_adapter}/"
+        if fetch(source, inside + CONFIG, revision) is not None:
+            adapter = read_lora(source, revision, family.draft_adapter)
+    drafts = None
+    if adapter is not None:
+        products = {}
+        for name, scale in adapter.scales(source, stored).items():
+            own = published_to_own(f"{name}.weight", family.key_mapping or {}).removesuffix(".weight")
+            products[own] = (*adapter.pairs[name], scale)
+        config, weights = (fetch(place, inside + name, revision if inside else None) for name in (CONFIG, WEIGHTS))
+        assert config is not None and weights is not None  # they have been read
+        drafts = DraftAdapter((config, weights), products)
+    assert block_length is not None  # families with modes state one
+    own_drafts = OwnDrafts(facts.mask_id, block_length, drafts)
+    if family.topology == "causal":
+        facts = replace(facts, mask_token_id=None)
+    return facts, own_drafts

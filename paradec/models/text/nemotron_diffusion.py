@@ -1,0 +1,100 @@
+"""Nemotron-Labs-Diffusion checkpoints (nvidia/Nemotron-Labs-Diffusion-3B, -8B, -14B) on transformers' Ministral3.
+
+Ministral3's blocks under other names: YaRN angles, queries scaled by position. One model in three modes: token by token
+(`load(topology="causal")`); in blocks from the prompt's end, each of which sees itself and what a causal call made of
+all that is final before it (topology "causal_context", the default); in blocks over blocks (`topology="block_causal"`).
+Causal rows predict the next token, rows of an open block their own. "Nemotron-Labs-Diffusion", arXiv 2607.05722.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
+from paradec.models.family import Family
+from paradec.models.rotary import rope_parameters
+from paradec.models.text.qwen import stated_block
+
+KEY_MAPPING = {r"^encoder\.": "model.", r"^diffusion_head\.": "lm_head."}
+"""Checkpoint names -> Ministral3's."""
+ONLY = {
+    "dlm_paradigm": ("bidirectional",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+}
+"""Fields that change the maths, and the values that are supported."""
+REQUIRED = (
+    "dlm_paradigm",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+SCALE = "llama_4_scaling_beta"
+"""How much queries grow with the logarithm of their position, of `rope_parameters`."""
+BLOCK_NAME = "block_size"
+ADAPTER = "linear_spec_lora"
+"""The folder of the adapter that drafts are made with."""
+
+
+def ministral3_config(config: Mapping[str, Any]) -> Any:
+    """The `Ministral3Config` that computes what a config.json says.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+    """
+    from transformers import Ministral3Config
+
+    require(config, REQUIRED)
+    refuse_unless(config, ONLY)
+    sizes = {name: positive(config, name) for name in REQUIRED if name not in ("dlm_paradigm", "rms_norm_eps")}
+    heads, kv_heads, width = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if width % 2:
+        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
+    angles = {
+        SCALE: 0.0,
+        "original_max_position_embeddings": sizes["max_position_embeddings"],  # read even where nothing is scaled
+        **rope_parameters(config, also=(SCALE,)),
+    }
+    return Ministral3Config(
+        **sizes,
+        rope_parameters=angles,
+        rms_norm_eps=float(positive(config, "rms_norm_eps")),
+        hidden_act="silu",
+        sliding_window=None,
+        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
+        **NEUTRAL,
+    )
+
+
+def block_length(config: Mapping[str, Any], source: str) -> int | None:
+    """The block of the checkpoint, from config.json.
+
+    Raises:
+        CheckpointError: config.json states something else than a positive integer.
+    """
+    return stated_block(config, BLOCK_NAME)
+
+
+FAMILY = Family(
+    module="Ministral3ForCausalLM",
+    config=ministral3_config,
+    prediction="same",
+    key_mapping=KEY_MAPPING,
+    block_name=BLOCK_NAME,
+    block_length=block_length,
+    modes=("causal_context", "causal", "block_causal"),
+    draft_adapter=ADAPTER,
+)

@@ -1,0 +1,181 @@
+"""Drafts of a whole window by the model that verifies them: the last final token, and masks after it, in one call over
+its own store (`paradec.samplers.causal.self_speculative`); and the calls by which a block-causal model verifies them.
+
+Each mask's logits are the distribution q of its token; given the text so far, the drafts are drawn independently of
+each other. Drafting writes nothing to the store.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.family_queries import CausalQuery, VisibleQuery
+from paradec.core.query import Cost, StoreCall
+from paradec.kernels.token_stats import draw
+from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
+from paradec.samplers.causal.drafts.source import checked, drafting_of
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.verification import ONE_HOT, probability
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """A window of masks that the model fills.
+
+    Args:
+        threshold: None fills it in one call; else in each call the masks whose token has at least this probability,
+            and the surest. adapter: whether the model's adapter for drafts acts in these calls.
+    """
+
+    threshold: float | None
+    adapter: bool
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """See `DraftSource.fill`."""
+        masks = torch.full((len(rows), state.width - 1), _mask_of(state), device=state.context.device)
+        slot = torch.arange(state.width, device=masks.device).expand(len(rows), -1)
+        if self.threshold is None:
+            q = self._answers(state, rows, masks)
+            positions = state.positions(rows)[:, :-1]
+            drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+            state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
+        else:
+            drafts, slot = self._one_by_one(state, rows, masks), torch.full_like(slot, ONE_HOT)
+        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
+        state.memory.write("draft_source", rows, slot)
+        state.drafted[rows] = state.width - 1
+
+    def _one_by_one(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+        """Tokens [R, W - 1] in the place of masks, those that are surest first."""
+        assert self.threshold is not None
+        left, tokens = torch.ones_like(tokens, dtype=torch.bool), tokens.clone()
+        while len(going := np.flatnonzero(left.any(1).cpu().numpy())):
+            index = torch.as_tensor(going, device=tokens.device)
+            logits = self._logits(state, rows[going], tokens[index])
+            positions = state.positions(rows[going])[:, :-1]
+            q = checked(drafting_of(state), rows[going], state.distribution(logits, rows[going], positions))
+            found = draw(q, state.uniform(rows[going], positions, 1, DRAFT_STREAM).squeeze(-1))
+            sure = probability(logits.double().softmax(-1), found).masked_fill(~left[index], -1)
+            write = (sure >= self.threshold) | (sure == sure.amax(1, keepdim=True))
+            write &= left[index]
+            tokens[index] = torch.where(write, found, tokens[index])
+            left[index] &= ~write
+        return tokens
+
+    def _answers(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+        """[R, W - 1, V]: what the tokens at the window's masks are drawn from."""
+        logits = self._logits(state, rows, tokens)
+        q = state.distribution(logits, rows, state.positions(rows)[:, :-1])
+        return checked(drafting_of(state), rows, q)
+
+    def _logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+        """Guided logits [R, W - 1, V] of the window, of which tokens [R, W - 1] are known so far."""
+        drafting = drafting_of(state)
+        model: Any = drafting.model
+        query = _drafting(state, rows, tokens)
+        own = getattr(model, "own_drafts", None)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.adapter and own is not None and own.adapter is not None:
+                stack.enter_context(own.adapter.on(model.module))
+            logits = model(query, state.store)
+        drafting.nfe += Cost([query], state.batch).nfe
+        return read_logits(state, [logits], [query])
+
+
+def _mask_of(state: CausalState) -> int:
+    """The id of a mask."""
+    own = getattr(drafting_of(state).model, "own_drafts", None)
+    return state.facts.mask_id if own is None else int(own.mask_token_id)
+
+
+def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
+    """The last final token and the window's tokens [R, W - 1], which see each other and all that is stored. The window
+    is evaluated whole, also where the row ends in it: what it is filled with does not hang on where a row ends, and all
+    drafts of before that were rejected, which the store still has, are hidden."""
+    device, every = state.context.device, state._every(rows)
+    last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
+    at, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
+    known = state.context[at, torch.as_tensor(last, device=device)].unsqueeze(1)
+    # where the model predicts shifted, the last final token's row is the first draft's
+    first = 0 if _shifted_blocks(state) else 1
+    wanted = torch.arange(first, first + state.width - 1, device=device).expand(len(every), -1)
+    return VisibleQuery(
+        rows=rows,
+        tokens=torch.cat((known, tokens.repeat(state.branches, 1)), 1),
+        positions=torch.as_tensor(position, device=device),
+        wanted=wanted,
+        store=StoreCall(at, None, every, int(last.max()), step=state.commits),
+        branches=state.branches,
+        forwarded=np.full(len(rows), state.width),
+        index=np.arange(len(rows)),
+        kind="window",
+    )
+
+
+def _shifted_blocks(state: CausalState) -> bool:
+    """Whether masks are predicted by the row before theirs: block-causal models that were made of causal ones."""
+    return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
+
+
+def verifying(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
+    """What a block-causal model verifies the running rows' windows by, as one with blocks of one: final tokens that are
+    not stored and drafts, causal and stored; and for each slot a mask, which sees the tokens before it and itself.
+    Where the model predicts shifted, the tokens answer for themselves.
+
+    Args:
+        evaluated: [R] int64: slots of each row's window.
+    """
+    fresh = state.row_step[state.rows] == 0  # prompts have a call of their own
+    return [
+        _verifying(state, chosen, evaluated[chosen])
+        for chosen in (np.flatnonzero(fresh), np.flatnonzero(~fresh))
+        if len(chosen)
+    ]
+
+
+def _verifying(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
+    rows, device = state.rows[index], state.context.device
+    every, shift, count = state._every(rows), state.shift[:, rows], np.tile(evaluated, state.branches)[:, None]
+    last = (state.committed[rows] - 1 + shift).reshape(-1, 1)
+    begin = np.where(state.row_step[rows] == 0, 0, state.committed[rows] - 1 + shift).reshape(-1, 1)
+    column = begin + np.arange(int((last + count - begin).max()))
+    masks = 0 if _shifted_blocks(state) else int(count.max())
+    slot = np.arange(masks)
+    position = np.concatenate((column, last + 1 + slot[None]), 1)
+    valid = np.concatenate((column < last + count, np.broadcast_to(slot < count, (len(every), masks))), 1)
+    of_masks = np.arange(position.shape[1]) >= column.shape[1]
+    sees = (position[:, :, None] - of_masks[:, None] >= position[:, None, :]) & ~of_masks
+    sees |= np.eye(len(of_masks), dtype=bool)
+    at = torch.as_tensor(every, device=device)
+    drafted = state.memory.read(rows)["drafts"].repeat(state.branches, 1)
+    ahead = torch.as_tensor(column - last - 1, device=device)
+    final = state.context[at.unsqueeze(1), torch.as_tensor(np.minimum(column, last), device=device)]
+    tokens = torch.where(ahead < 0, final, drafted.gather(1, ahead.clamp(0, drafted.shape[1] - 1)))
+    first = column.shape[1] if masks else last - begin
+    wanted = first + np.minimum(np.arange(state.width), count - 1)
+    return VisibleQuery(
+        rows=rows,
+        tokens=torch.cat((tokens, tokens.new_full((len(every), masks), state.facts.mask_id)), 1),
+        positions=torch.as_tensor(position, device=device),
+        wanted=torch.as_tensor(wanted, device=device),
+        valid=torch.as_tensor(valid, device=device),
+        visible=torch.as_tensor(sees, device=device),
+        store=StoreCall(
+            at,
+            torch.as_tensor(np.where(valid & ~of_masks, position, -1), device=device),
+            every,
+            int(begin.max()),
+            step=state.commits,
+        ),
+        branches=state.branches,
+        forwarded=-(-valid.sum(1).reshape(state.branches, -1).sum(0) // state.branches),
+        index=index,
+        kind="window" if begin.any() else "full",
+    )

@@ -1,0 +1,176 @@
+"""Prompts of a batch that begin alike: the same answers with fewer evaluations, and nothing left by what went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import Failing, drained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import END, MASK, tiny
+
+import paradec
+from paradec.batching import Batch, Cancelled
+from paradec.models.adapter import Model
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
+BLOCKS = {"topology": "block_causal"}
+ASKED: dict[str, dict[str, Any]] = {
+    "causal": {"sampler": "sjd", "max_new_tokens": 9},
+    "pool": {"sampler": paradec.samplers.create("jacobi", pool=4), "max_new_tokens": 9},
+    "tree": {"sampler": "tree", "max_new_tokens": 9},
+    "block": {"cache": "block", "max_new_tokens": 8},
+    "smaller": {"cache": "block", "block_length": 2, "sampler": "credit", "max_new_tokens": 8},
+    "prefix": {"cache": "prefix", "max_new_tokens": 8},
+    "pipelined": {"cache": "block", "blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8},
+}
+
+
+def model_of(name: str) -> Model:
+    if name in ("causal", "pool", "tree"):
+        return paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+    return tiny(2, **BLOCKS)
+
+
+@pytest.fixture(scope="module", params=ASKED)
+def case(request: pytest.FixtureRequest) -> tuple[Model, dict[str, Any]]:
+    asked = dict(ASKED[request.param])
+    if request.param == "tree":
+        drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
+        asked["sampler"] = paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
+    return model_of(request.param), asked
+
+
+def words(seed: int, count: int) -> list[int]:
+    return torch.randint(0, min(MASK, END), (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=8),
+    st.sampled_from([None, 0.7]),
+    st.sampled_from([400, 6000, 10**6]),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 7), max_size=2),
+)
+def test_answers_are_those_without(
+    case: tuple[Model, dict[str, Any]],
+    shape: list[tuple[int, int, int]],
+    temperature: float | None,
+    budget: int,
+    rows: int,
+    gone: set[int],
+) -> None:
+    """Conversations that branch: each prompt continues the beginning of an earlier one; some are taken back."""
+    model, asked = case
+    prompts = [words(99, 20)]
+    for at, (earlier, kept, more) in enumerate(shape):
+        prompts.append(prompts[earlier % len(prompts)][:kept] + words(at, more + 1))
+    request = {**asked, "temperature": temperature or 0.0, "seed": 5, "logprobs": 1}
+    found = []
+    for memory in (0, budget):
+        with Batch(model, batch_size=rows, prefix_memory=memory, **request) as batch:
+            tickets = [batch.add(prompt) for prompt in prompts]
+            for _ in range(2):
+                batch.step()
+            for at in gone:
+                batch.cancel(tickets[at % len(tickets)])
+            drained(batch)
+            assert batch.prefixes is None or batch.prefixes.nbytes <= budget
+        found.append([ticket.output for ticket in tickets])
+    for plain, output in zip(*found, strict=True):
+        assert isinstance(output.error, Cancelled) == isinstance(plain.error, Cancelled)
+        if plain.error is None:
+            assert torch.equal(output.sequences, plain.sequences)
+            torch.testing.assert_close(output.logprobs.chosen, plain.logprobs.chosen, equal_nan=True)
+            assert output.forwarded_tokens <= plain.forwarded_tokens or not sum(output.reused)
+
+
+def conversation(batch: Batch, turns: int = 5) -> list[Any]:
+    """Each turn says all that was said before."""
+    said, outputs = words(1, 12), []
+    for turn in range(turns):
+        ticket = batch.add(said)
+        drained(batch)
+        assert ticket.output is not None and ticket.output.error is None
+        outputs.append(ticket.output)
+        said = ticket.output.sequences[0].tolist() + words(10 + turn, 3)
+    return outputs
+
+
+def test_a_conversation_evaluates_each_turn_once(case: tuple[Model, dict[str, Any]]) -> None:
+    model, asked = case
+    plain, outputs = (
+        conversation(Batch(model, prefix_memory=memory, **asked, logprobs=1, temperature=0.8, seed=3))
+        for memory in (0, 10**6)
+    )
+    for one, other in zip(plain, outputs, strict=True):
+        assert torch.equal(one.sequences, other.sequences)
+        torch.testing.assert_close(one.logprobs.chosen, other.logprobs.chosen, equal_nan=True)
+    block = 4 if model.facts.topology == "block_causal" else 16
+    for before, after in zip(outputs, outputs[1:], strict=False):
+        known = before.sequences.shape[1]
+        assert known - 2 * block < after.reused[0] <= known, (known, after.reused)
+
+
+def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
+    model, shared = model_of("block"), words(3, 24)
+    prompts = [shared + words(at, 2) for at in range(4)]
+    with Batch(model, batch_size=4, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
+        tickets = [batch.add(prompt) for prompt in prompts]
+        drained(batch)
+        assert [ticket.output.reused for ticket in tickets] == [[24]] * 4 and batch.prefixes is not None
+        assert (batch.prefixes.hits, batch.prefixes.saved) == (4, 96)
+        counted = [ticket.output.forwarded_tokens for ticket in tickets]
+        assert counted[0] - counted[1] == 24
+
+
+def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
+    model, prompt = model_of("block"), words(3, 24)
+    with Batch(model, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
+        reused = []
+        for salt in (None, "a", "b", "a", None):
+            ticket = batch.add(prompt, cache_salt=salt)
+            drained(batch)
+            reused.append(sum(ticket.output.reused))
+        assert reused == [0, 0, 0, 24, 24]
+        with torch.no_grad():
+            next(model.module.parameters()).mul_(1.5)
+        ticket = batch.add(prompt)
+        drained(batch)
+        assert ticket.output.reused == [0]
+        assert torch.equal(ticket.output.sequences, paradec.generate(model, [prompt], max_new_tokens=4).sequences)
+
+
+def test_a_row_of_nan_leaves_nothing() -> None:
+    model, bad = model_of("block"), words(3, 16)
+    failing = Failing(model, token=bad[-1])
+    with Batch(failing, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
+        ticket = batch.add(bad)
+        drained(batch)
+        assert isinstance(ticket.output.error, FloatingPointError)
+        assert batch.prefixes is not None and len(batch.prefixes.tree) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "request_"),
+    [
+        (tiny(1, **BLOCKS), {}),
+        (tiny(1, **BLOCKS), {"cache": "block", "guidance_scale": 2.0}),
+    ],
+    ids=["no store", "guidance"],
+)
+def test_what_has_nothing_to_share_keeps_nothing(model: Model, request_: dict[str, Any]) -> None:
+    with Batch(model, max_new_tokens=4, **request_) as batch:
+        for _ in range(2):
+            ticket = batch.add(words(3, 24))
+            drained(batch)
+        assert ticket.output.reused == [0] and batch.prefixes.nbytes == 0
+
+
+def test_bidirectional_models_say_why_they_keep_nothing() -> None:
+    assert Batch(tiny(1), cache="prefix", max_new_tokens=4).prefixes is None
+    with pytest.raises(ValueError, match="prefix_memory=5 has nothing to keep: every key .* depends on the whole row"):
+        Batch(tiny(1), prefix_memory=5, max_new_tokens=4)

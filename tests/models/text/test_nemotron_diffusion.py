@@ -1,0 +1,345 @@
+"""Nemotron-Labs-Diffusion: forwards of transformers' module in all three modes, recorded in float32, and traces of the
+published loops, restated over that module (`tests/golden/autumn/nld`).
+
+Ours makes the reference's calls with its tokens, one row at a time. The mask id may be predicted there and never is
+here; no trace depends on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import golden
+from safetensors.torch import load_file
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.core.family_queries import CausalQuery
+from paradec.core.query import Query, StoreCall, WindowLogits, WindowQuery
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError
+from paradec.tools.evaluation.likelihood import log_likelihoods
+
+NLD = golden("autumn") / "nld"
+FOLDERS = sorted(path.parent for path in NLD.glob("*/config.json"))
+NEW = 13
+
+
+@functools.cache
+def model_of(name: str, topology: str | None = None, dtype: str = "float64") -> Model:
+    return paradec.load(NLD / name, topology=topology, dtype=dtype)
+
+
+def some() -> Model:
+    return model_of(FOLDERS[0].name)
+
+
+def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int]]:
+    usual = [token for token in range(20, model.facts.vocab_size) if token not in special(model)]
+    return [usual[7 * row : 7 * row + length] for row, length in enumerate(lengths)]
+
+
+def special(model: Model) -> set[int | None]:
+    return {model.own_drafts.mask_token_id, *model.facts.eos_token_ids}
+
+
+# ---- forwards --------------------------------------------------------------------------------------------------------
+
+
+def forwards() -> list[Any]:
+    found = []
+    for folder in FOLDERS:
+        # of cases of one name the file of tensors holds the last one's
+        cases = {case["name"]: case for case in json.loads((folder / "forwards.json").read_text())["cases"]}.values()
+        found += [pytest.param(folder, case, id=f"{folder.name}-{case['name']}") for case in cases]
+    return found
+
+
+def evaluated(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
+    """[T, V] logits of one call. sees: what columns see, [T, T] bool, or True for all and None for the model's own."""
+    tokens, width = torch.tensor([ids]), len(ids)
+    positions = torch.arange(start, start + width)[None]
+    common: dict[str, Any] = {"rows": np.array([0]), "tokens": tokens, "positions": positions}
+    if store is not None:
+        slots = positions if keeps else torch.full_like(positions, -1)
+        common["store"] = StoreCall(torch.tensor([0]), slots, np.array([0]), start + (width if sees is None else 0))
+    if sees is not None:
+        full = torch.ones(1, width, width, dtype=torch.bool)
+        common["visible"] = full if sees is True else sees[None]
+    query: Query
+    if model.facts.topology == "causal":
+        query = CausalQuery(**common, index=np.array([0]))
+    else:
+        query = WindowQuery(**common, **extra, window=WindowLogits(np.array([0])))
+    return (model(query) if store is None else model(query, store))[0]
+
+
+def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
+    """What a recorded case computes, by calls as samplers make them."""
+    ids, count = case["input_ids"], len(case["input_ids"])
+    if case["kind"] == "block_causal":
+        return evaluated(model, ids, 0, None, None, False, origin=torch.tensor([[case["origin"]]]))
+    rows = torch.arange(count)
+    causal = rows[:, None] >= rows
+    if case["kind"] == "one_call":
+        return evaluated(model, ids, 0, None, causal | (rows[:, None] >= case["causal_below"]), False)
+    store, start = model.make_store(1, 64), 0
+    own = model.facts.topology == "causal"
+    for call in case["before"]:
+        size = len(call["input_ids"])
+        sees = None if own else True if not call["causal"] else causal_mask(size)
+        evaluated(model, call["input_ids"], start, store, sees, True)
+        start += size
+    sees = None if own else True if not case["causal"] else causal_mask(count)
+    if not case["adapter"]:
+        return evaluated(model, ids, start, store, sees, own)
+    with model.own_drafts.adapter.on(model.module):
+        return evaluated(model, ids, start, store, sees, own)
+
+
+def causal_mask(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(("folder", "case"), forwards())
+def test_forwards(folder: Path, case: dict[str, Any]) -> None:
+    plain = all(call["causal"] for call in case["before"]) and case.get("causal")
+    modes = ["block_causal"] if case["kind"] == "block_causal" else [None, "causal"] if plain else [None]
+    expected = load_file(folder / "forwards.safetensors")[case["name"]]
+    for mode in modes:
+        found = calls_of(model_of(folder.name, mode, "float32"), folder, case)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def traces(mode: str) -> list[Any]:
+    """Recorded files of one mode: those whose draws are argmaxes, or that are ours to put the uniforms in."""
+    found = []
+    for path in sorted((NLD / "traces").glob("*.json")):
+        trace = json.loads(path.read_text())
+        if trace["mode"] == mode and not trace["settings"].get("temperature"):
+            found.append(pytest.param(trace, id=path.stem))
+    return found
+
+
+def ends(trace: dict[str, Any]) -> bool:
+    return trace["settings"].get("eos", 0) is not None
+
+
+@pytest.mark.parametrize("trace", traces("ar"))
+def test_the_causal_mode(trace: dict[str, Any]) -> None:
+    model = model_of(trace["model"], "causal")
+    for case in trace["cases"]:
+        request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace)}
+        found = paradec.generate(model, [case["prompt_ids"]], sampler="jacobi", temperature=0, **request)
+        assert found.new_tokens[0, : len(case["tokens"])].tolist() == case["tokens"]
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.parametrize("trace", traces("diffusion"))
+def test_blocks(trace: dict[str, Any], cache: str) -> None:
+    """Every call's tokens, and how many calls there are; those that only store a block are ours with the seed's."""
+    settings = trace["settings"]
+    threshold, block = settings["threshold"], settings["block"]
+    model = model_of(trace["model"], None if settings.get("causal_context", True) else "block_causal")
+    by_count = threshold is None or threshold > 1
+    sampler = samplers.create("low_confidence") if by_count else samplers.create("threshold", threshold=threshold)
+    for case in trace["cases"]:
+        if not case["fp64_same"]:
+            continue
+        new, begin = case["max_new_tokens"], len(case["prompt_ids"])
+        request: dict[str, Any] = {"steps": new} if by_count else {}
+        request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": ends(trace)}
+        state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
+        made, evaluated = [], []
+        while not state.done:
+            before = state.canvas.clone()
+            proposal = sampler.step(model, state)
+            sampler.commit(state, proposal)
+            evaluated.append(int(proposal.cost.queries[0].forwarded[0]))
+            written = (state.canvas[0] != before[0]).nonzero()[:, 0].tolist()
+            made.append({(at, int(state.canvas[0, at])) for at in written})
+        theirs, width = [], []
+        for step in case["steps"]:
+            if "step" in step:
+                theirs.append({(at, token) for at, token in step["commit"]})
+                width.append(block)
+            elif step["seed"] != model.own_drafts.mask_token_id:
+                theirs.append({(begin + step["block"] * block, step["seed"])})
+                width.append(begin if not step["block"] else block)
+        assert made == theirs
+        assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
+        if cache == "block" and model.facts.topology == "causal_context":
+            assert evaluated == width
+
+
+# ---- rows, requests --------------------------------------------------------------------------------------------------
+
+METHODS = ["threshold", "credit", "klass", "editing", "low_confidence"]
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.parametrize("sampler", METHODS)
+def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> None:
+    """Neither on the cache, at a temperature either, with log-probabilities; in a batch that rows leave and enter."""
+    model, request = some(), {"sampler": sampler, "temperature": 0.7, "seed": 3, "max_new_tokens": NEW, "logprobs": 1}
+    rows = prompts(model)
+    together = paradec.generate(model, rows, cache=cache, **request)
+    plain = paradec.generate(model, rows, **request)
+    assert together.new_tokens.tolist() == plain.new_tokens.tolist()
+    torch.testing.assert_close(together.logprobs.chosen, plain.logprobs.chosen, equal_nan=True, atol=1e-9, rtol=0)
+    many = paradec.generate_many(model, rows, cache=cache, batch_size=2, **request)
+    for row, found in enumerate(many):
+        assert found.new_tokens.tolist() == [together.new_tokens[row].tolist()]
+        alone = paradec.generate(model, [rows[row]], cache=cache, **request)
+        assert found.new_tokens.tolist() == alone.new_tokens.tolist()
+        assert found.row_nfe == [together.row_nfe[row]] == alone.row_nfe
+
+
+def test_a_block_s_first_token_is_the_causal_one() -> None:
+    """A block of one is greedy decoding of the causal mode, whichever method decodes."""
+    model = some()
+    causal = paradec.generate(
+        model_of(FOLDERS[0].name, "causal"), prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW
+    )
+    for sampler in METHODS:
+        blocks = paradec.FixedBlocks(1)
+        found = paradec.generate(model, prompts(model), sampler=sampler, blocks=blocks, max_new_tokens=NEW)
+        assert found.new_tokens.tolist() == causal.new_tokens.tolist()
+
+
+def test_holes_and_guidance() -> None:
+    """Given tokens inside the answer stay, blocks that begin with one have no seed, and the cache changes nothing."""
+    model = some()
+    mask, (row,) = model.facts.mask_id, prompts(model, (3,))
+    block = model.facts.block_length
+    holes = [*row, *[mask] * block, 40, *[mask] * (block + 1), 41, mask]
+    for request in ({}, {"guidance_scale": 1.5}):
+        found = [
+            paradec.generate(model, [holes], sampler="credit", cache=cache, max_new_tokens=0, **request)
+            for cache in ("none", "block")
+        ]
+        assert found[0].sequences.tolist() == found[1].sequences.tolist()
+        assert mask not in found[0].sequences
+        kept = [at for at, token in enumerate(holes) if token != mask]
+        assert [int(found[0].sequences[0, at]) for at in kept] == [holes[at] for at in kept]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"sampler": "freedave"}, "several steps in one call"),
+        ({"blocks": "pipelined"}, "before the one before it is final"),
+        ({"suffix": 8}, "suffix"),
+        ({"cache": "prefix"}, "it needs a bidirectional"),
+        ({"cache": "block", "keep_prefix": True}, "begin where its prompt ends"),
+    ],
+)
+def test_what_blocks_from_seeds_cannot_have(request_: dict[str, Any], message: str) -> None:
+    model = some()
+    with pytest.raises(ValueError, match=message):
+        paradec.generate(model, prompts(model), **{"sampler": "credit", "max_new_tokens": NEW} | request_)
+
+
+# ---- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_files_say(tmp_path: Path) -> None:
+    config = json.loads((FOLDERS[0] / "config.json").read_text())
+    for topology in (None, "causal", "block_causal"):
+        model = model_of(FOLDERS[0].name, topology)
+        facts, drafts = model.facts, model.own_drafts
+        assert facts.topology == (topology or "causal_context")
+        assert facts.prediction == ("shifted" if topology == "causal" else "same")
+        assert facts.block_length == (None if topology == "causal" else config["block_size"])
+        assert facts.mask_token_id == (None if topology == "causal" else config["mask_token_id"])
+        assert (drafts.mask_token_id, drafts.block_length) == (config["mask_token_id"], config["block_size"])
+        assert facts.eos_token_ids == (config["eos_token_id"],)
+    assert paradec.load(FOLDERS[0], block_length=2).facts.block_length == 2
+    with pytest.raises(CheckpointError, match="topology='bidirectional' does not fit"):
+        paradec.load(FOLDERS[0], topology="bidirectional")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dlm_paradigm": "autoregressive"}, "dlm_paradigm"),
+        ({"model_type": "nemotron_labs_diffusion_vlm"}, "takes pictures"),
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"block_size": None}, "block_length"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = json.loads((FOLDERS[0] / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (tmp_path / "model.safetensors").write_bytes((FOLDERS[0] / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=message):
+        paradec.load(tmp_path)
+
+
+def test_a_module_that_is_wrapped() -> None:
+    """Decodes as the loaded model does; blocks that are counted from elsewhere are refused."""
+    model = some()
+    facts: dict[str, Any] = {"mask_token_id": model.facts.mask_id, "prediction": "same", "topology": "causal_context"}
+    facts["block_length"] = model.facts.block_length
+    wrapped = paradec.wrap(copy.deepcopy(model.module), **facts, block_align="prompt")
+    request = {"sampler": "credit", "cache": "block", "max_new_tokens": NEW, "eos_early_stop": False}
+    made = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
+    assert made[0] == made[1]
+    with pytest.raises(ValueError, match="give block_align='prompt'"):
+        paradec.wrap(copy.deepcopy(model.module), **facts)
+
+
+def test_what_is_no_decoding_says_so() -> None:
+    """A likelihood, and calls that do not say which columns are an open block."""
+    model = some()
+    pair, window = torch.tensor([[5, 6]]), WindowLogits(np.array([0]))
+    with pytest.raises(ValueError, match="the query says in `visible`"):
+        model(WindowQuery(rows=np.array([0]), tokens=pair, positions=torch.arange(2)[None], window=window))
+    with pytest.raises(ValueError, match="topology='causal'"):
+        log_likelihoods(model, [([5], [6])])
+
+
+@pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
+def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
+    """With the adapter, and in whichever mode it is loaded then."""
+    model = model_of(FOLDERS[0].name, topology)
+    model.save_pretrained(tmp_path)
+    assert (
+        json.loads((tmp_path / "config.json").read_text()).keys()
+        == json.loads((FOLDERS[0] / "config.json").read_text()).keys()
+    )
+    for mode in (None, "causal"):
+        again, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0].name, mode)
+        assert again.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": again.facts.name})
+        for name, (down, up, scale) in before.own_drafts.adapter.products.items():
+            found = again.own_drafts.adapter.products[name]
+            assert torch.equal(found[0], down) and torch.equal(found[1], up) and found[2] == scale
+    assert (FOLDERS[0] / "linear_spec_lora").is_dir() == (tmp_path / "linear_spec_lora").is_dir()
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+def test_estimates(cache: str) -> None:
+    """The forwards of decoding one token a forward, and what they evaluate: a block's first token has its own."""
+    model = some()
+    block, (row,) = model.facts.block_length, prompts(model, (5,))
+    new = 2 * block + 1
+    found = paradec.estimate(FOLDERS[0], cache=cache, prompt=len(row), answer=new, device="H100")
+    request = {"sampler": "low_confidence", "eos_early_stop": False, "max_new_tokens": new}
+    made = paradec.generate(model, [row], cache=cache, **request)
+    assert found.forwards == made.row_nfe[0] == new
+    assert sum(step.count * step.positions for step in found.steps) == pytest.approx(made.forwarded_tokens)

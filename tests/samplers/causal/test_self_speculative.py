@@ -1,0 +1,327 @@
+"""Self-speculation: recorded runs of Nemotron-Labs-Diffusion's loop and of the exact greedy form on SDAR
+(`tests/golden/autumn`), and what must hold of any model: the tokens and the distribution of token by token decoding."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moe_models import MOE
+from places import assert_shown, golden
+from tiny_models import END, MASK, VOCAB, tiny
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.core.protocol import decode
+from paradec.models.base import Model
+from paradec.models.own_drafts import OwnDrafts
+from paradec.samplers.causal.self_speculative import SelfSpeculative
+
+AUTUMN = golden("autumn")
+PROMPTS = [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3, 3, 5]]
+pytestmark = pytest.mark.filterwarnings("ignore:seed=")
+
+
+@functools.cache
+def loaded(folder: Path, **options: Any) -> Model:
+    return paradec.load(folder, dtype="float64", **options)
+
+
+@functools.cache
+def causal(seed: int = 0) -> Model:
+    """A random model with causal attention that takes token MASK for a mask."""
+    torch.manual_seed(seed)
+    model = paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+    model.own_drafts = OwnDrafts(MASK, 4)
+    return model
+
+
+# ---- recorded runs ---------------------------------------------------------------------------------------------------
+
+
+class Fed:
+    """A state's uniform numbers, from a file in the order in which the reference used them."""
+
+    def __init__(self, state: Any, numbers: list[float], rule: str):
+        self.state, self.numbers, self.rule, self.used = state, numbers, rule, 0
+
+    def __call__(self, rows: Any, positions: Tensor, count: int, stream: int, ahead: Any = None) -> Tensor:
+        width = positions.shape[1]
+        left = torch.tensor([*self.numbers[self.used :], *[0.5] * (width + 3)], dtype=torch.float64)
+        if count == 1:  # drafts: under the match rule the last final token's row draws, too
+            skipped = int(self.rule == "match")
+            self.used += width + skipped
+            return left[skipped : skipped + width].view(1, -1, 1)
+        # a fresh token, whether the draft stands, and its residual: where one is needed it is the next number
+        return torch.stack((left[:width], left[:width], left[1 : width + 1]), 1)[None]
+
+    def committed(self, count: int) -> None:
+        """So many tokens became final."""
+        drafts = int(self.drafted)
+        if self.rule == "match":
+            self.used += drafts + 1
+        else:
+            self.used += count if count > drafts else count + 1
+
+
+def runs(mode: str) -> list[Any]:
+    found = []
+    for path in sorted((AUTUMN / "nld" / "traces").glob("*.json")):
+        trace = json.loads(path.read_text())
+        if trace["mode"] == mode:
+            marks = (pytest.mark.full,) if len(found) % 3 else ()
+            found.append(pytest.param(trace, id=path.stem, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("trace", runs("spec"))
+def test_recorded_rounds(trace: dict[str, Any]) -> None:
+    """Drafts, how many stand, and tokens of every round; on both loads. A round that could make one token only drafts
+    nothing here, and none makes more than was asked for."""
+    settings = trace["settings"]
+    threshold = settings.get("threshold") or None
+    rule = settings.get("rule", "ratio") if threshold is None else "match"
+    for topology in (None, "causal"):
+        model = loaded(AUTUMN / "nld" / trace["model"], topology=topology)
+        for case in trace["cases"]:
+            drafted_with = any(call[4] for call in case["calls"])
+            sampler = SelfSpeculative(settings["block"], rule=rule, threshold=threshold, adapter=drafted_with)
+            new, begin = case["max_new_tokens"], len(case["prompt_ids"])
+            ends = settings.get("eos", 0) is not None
+            request = {"temperature": settings["temperature"], "eos_early_stop": ends}
+            state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
+            fed = None
+            if "uniforms" in case:
+                fed = Fed(state, case["uniforms"], rule)
+                state.uniform = fed  # type: ignore[method-assign]
+            rounds, calls = [], 0
+            while not state.done:
+                drafts = state.memory.read(state.rows)["drafts"][0, : int(state.drafted[0])].tolist()
+                rounds.append((drafts, int(state.committed[0])))
+                if fed is not None:
+                    fed.drafted = int(state.drafted[0])
+                proposal = sampler.step(model, state)
+                if fed is not None:  # before the next drafts draw theirs
+                    draft = sampler._draft
+
+                    def noted(state: Any, *args: Any, draft: Any = draft, fed: Fed = fed) -> None:
+                        fed.committed(int(state.accepted[-1][0]))
+                        draft(state, *args)
+
+                    object.__setattr__(sampler, "_draft", noted)
+                sampler.commit(state, proposal)
+                if fed is not None:
+                    object.__delattr__(sampler, "_draft")
+                calls += 1
+            answer = state.canvas[0, begin : int(state.end[0])].tolist()
+            # windows that reach beyond the end use other numbers
+            same = new if fed is None else max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
+            assert answer[:same] == case["tokens"][:new][:same]
+            made = [int(step[0]) for step in state.accepted]
+            if fed is not None:
+                rounds = [(drafts, at) for drafts, at in rounds if at <= begin + same]
+                made = made[: len(rounds)]
+            for (drafts, committed), theirs in zip(rounds[1:], case["rounds"], strict=False):
+                assert committed - 1 == theirs["start"]
+                assert drafts == theirs["block"][1:] or not drafts
+            whole = [1, *(entry["accepted"] + 1 for entry in case["rounds"])]
+            assert made[:-1] == whole[: len(made) - 1] and len(made) <= len(whole)
+            if fed is None and drafts:
+                assert state.draft_nfe[0] == sum(entry["drafts"] for entry in case["rounds"][: calls - 1])
+
+
+def greedy_files() -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in sorted((AUTUMN / "s2d2").glob("*__*greedy_exact*.json"))]
+
+
+@pytest.mark.parametrize("path", greedy_files())
+def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
+    trace = json.loads(path.read_text())
+    folders = (AUTUMN / "s2d2" / trace["model"], AUTUMN / trace["model"], MOE / trace["model"])
+    folder = next(folder for folder in folders if (folder / "config.json").exists())
+    model = loaded(folder, block_length=trace["settings"]["block_length"])
+    stops, stood = set(trace["stop_ids"]), 0
+    for case in trace["cases"]:
+        request = {"temperature": 0, "max_new_tokens": case["max_new_tokens"], "eos_early_stop": False}
+        found = paradec.generate(model, [case["prompt_ids"]], sampler="self_speculative", **request)
+        expected = case["block1_tokens"]
+        assert found.new_tokens[0, : len(expected)].tolist() == expected
+        assert len(expected) == case["max_new_tokens"] or expected[-1] in stops
+        stood += case["max_new_tokens"] - found.nfe
+    assert_shown("autumn", stood)
+
+
+# ---- any model -------------------------------------------------------------------------------------------------------
+
+
+def token_by_token(model: Model, row: list[int], new: int, filters: Any = None) -> list[int]:
+    """Greedy decoding in blocks of one, without a store: a mask after the text, which is causal."""
+    tokens, module = list(row), model.module
+    for _ in range(new):
+        shown = tokens if model.facts.prediction == "shifted" else [*tokens, model.facts.mask_id]
+        causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
+        with torch.no_grad():
+            places = torch.arange(len(shown))[None]
+            out = module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=places, use_cache=False)
+        logits = out.logits[0, -1].clone()
+        if model.facts.topology == "block_causal":
+            logits[model.facts.mask_id] = -torch.inf
+        tokens.append(int(logits.argmax()))
+    return tokens[len(row) :]
+
+
+def kinds() -> dict[str, Any]:
+    return {
+        "causal": causal,
+        "same": lambda: tiny(2, "block_causal"),
+        "shifted": lambda: tiny(2, "block_causal", "shifted"),
+    }
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(170, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", kinds())
+def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: int) -> None:
+    model, draw = kinds()[kind](), random.Random(count)
+    assert model.pads and model.supports_store
+    usual = [token for token in range(VOCAB) if token not in (MASK, END)]
+    stood = 0
+    for number in range(count):
+        rows = [draw.choices(usual, k=draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]
+        new, threshold = draw.randint(1, 12), draw.choice((None, 0.1, 0.5))
+        rule = "match" if threshold is not None else draw.choice(("ratio", "match"))
+        sampler = SelfSpeculative(draw.choice((None, 1, 2, 5)), rule=rule, threshold=threshold)
+        request = {"temperature": 0, "max_new_tokens": new, "eos_early_stop": False}
+        found = paradec.generate(model, rows, sampler=sampler, **request)
+        assert found.new_tokens.tolist() == [token_by_token(model, row, new) for row in rows], (number, sampler)
+        stood += sum(new - nfe for nfe in found.row_nfe)
+    assert stood > 0
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+def test_rows_do_not_depend_on_their_neighbours(kind: str, rule: str) -> None:
+    """At a temperature, with log-probabilities, a trace, and in a batch that rows leave and enter."""
+    model, sampler = kinds()[kind](), SelfSpeculative(rule=rule)
+    request: dict[str, Any] = {"sampler": sampler, "temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 9}
+    together = paradec.generate(model, PROMPTS, logprobs=2, trace=True, **request)
+    for row, found in enumerate(paradec.generate_many(model, PROMPTS, batch_size=2, **request)):
+        alone = paradec.generate(model, [PROMPTS[row]], logprobs=2, **request)
+        assert found.new_tokens.tolist() == alone.new_tokens.tolist() == [together.new_tokens[row].tolist()]
+        assert found.row_nfe == alone.row_nfe == [together.row_nfe[row]]
+        assert found.draft_nfe == alone.draft_nfe == [together.draft_nfe[row]]
+    kept = ~together.logprobs.chosen.isnan()
+    assert kept.sum() == sum(together.tokens) and (together.logprobs.chosen[kept] <= 0).all()
+    # a mask beside a token would be one more draft at its place
+    rejected = [(step, *draft) for step, entry in enumerate(together.trace.steps) for draft in entry.rejected or ()]
+    assert rejected and len({draft[:3] for draft in rejected}) == len(rejected)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize(
+    "settings", [{}, {"rule": "match"}, {"rule": "match", "threshold": 0.2}, {"window": 2}], ids=str
+)
+@pytest.mark.full
+def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
+    """Of the first two tokens, over many rows: a chi-square test against the distribution token by token."""
+    model, rows, temperature = kinds()[kind](), 6000, 0.6
+    few = [token for token in range(VOCAB) if token not in (1, 2, 3, 5)]
+    request = {"temperature": temperature, "max_new_tokens": 3, "suppress_tokens": few, "eos_early_stop": False}
+    found = paradec.generate(model, [PROMPTS[0]] * rows, sampler=SelfSpeculative(**settings), seed=1, **request)
+    counts = np.zeros((4, 4))
+    ids = [1, 2, 3, 5]
+    for first, second in found.new_tokens[:, :2].tolist():
+        counts[ids.index(first), ids.index(second)] += 1
+    expected = np.zeros((4, 4))
+    start = chances(model, PROMPTS[0], ids, temperature)
+    for at, token in enumerate(ids):
+        expected[at] = start[at] * chances(model, [*PROMPTS[0], token], ids, temperature)
+    from scipy import stats
+
+    assert stats.chisquare(counts.ravel(), expected.ravel() * rows).pvalue > 1e-3
+
+
+def chances(model: Model, row: list[int], ids: list[int], temperature: float) -> np.ndarray:
+    """The distribution of the next token among `ids`, from a call without a store."""
+    shown = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
+    causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
+    with torch.no_grad():
+        positions = torch.arange(len(shown))[None]
+        out = model.module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=positions)
+    found: np.ndarray = (out.logits[0, -1, ids].double() / temperature).softmax(-1).numpy()
+    return found
+
+
+def test_the_adapter_changes_drafts_alone() -> None:
+    folder = next(iter(sorted(path.parent for path in (AUTUMN / "nld").glob("*/config.json"))))
+    model = loaded(folder)
+    before = {name: weight.clone() for name, weight in model.module.named_parameters()}
+    usual = [token for token in range(20, 30) if token != model.facts.mask_id]
+    made, drafts = [], []
+    for adapter in (True, False):
+        state = SelfSpeculative(adapter=adapter).start(model, [usual], max_new_tokens=20, temperature=0)
+        sampler, seen = SelfSpeculative(adapter=adapter), []
+        while not state.done:
+            sampler.commit(state, sampler.step(model, state))
+            seen.append(state.memory["drafts"].tolist())
+        made.append(state.canvas.tolist())
+        drafts.append(seen)
+    assert made[0] == made[1]
+    assert drafts[0] != drafts[1]
+    assert all(torch.equal(before[name], weight) for name, weight in model.module.named_parameters())
+    assert not any(part._forward_hooks for name, part in model.module.named_modules() if name.endswith("o_proj"))
+
+
+def test_another_name() -> None:
+    """`speculative` with itself as the drafter."""
+    made = samplers.create("speculative", drafter="self")
+    assert made == SelfSpeculative()
+    assert samplers.create("speculative", drafter="self", window=3) == SelfSpeculative(3)
+    assert samplers.registry.from_dict(made.to_dict()) == made
+
+
+def test_a_state_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    """A copy of half a decoding ends as the whole one."""
+    import copy
+
+    model, sampler = causal(), SelfSpeculative()
+    state = sampler.start(model, PROMPTS, max_new_tokens=9, temperature=1.0, seed=5)
+    for _ in range(2):
+        sampler.commit(state, sampler.step(model, state))
+    other = copy.deepcopy(state)
+    other.drafting.model = model
+    assert torch.equal(decode(sampler, model, state).canvas, decode(sampler, model, other).canvas)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (lambda: tiny(2), {}, "it is bidirectional"),
+        (lambda: paradec.wrap(tiny(2).unwrap(), topology="causal"), {}, "does not say what a mask is"),
+        (causal, {"adapter": True}, "has no adapter"),
+    ],
+)
+def test_models_that_cannot(model: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.generate(model(), [[1, 2]], sampler=SelfSpeculative(**settings), max_new_tokens=3)
+
+
+def test_settings_that_are_wrong() -> None:
+    for settings, message in (
+        ({"rule": "greedy"}, "unknown rule: 'greedy'"),
+        ({"threshold": 0.5}, "give rule='match'"),
+        ({"threshold": 2, "rule": "match"}, "threshold=2"),
+        ({"adapter": "no"}, "adapter='no'"),
+        ({"window": 0}, "window=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SelfSpeculative(**settings)
+    model = tiny(2, "block_causal")
+    with pytest.raises(ValueError, match="holds the mask id"):
+        paradec.generate(model, [[1, MASK, 2]], sampler="self_speculative", max_new_tokens=3)

@@ -1,0 +1,176 @@
+"""S2D2's public code on SDAR (`tests/golden/autumn/s2d2`): what every step writes, and which steps verify, with the
+recorded uniform numbers, in float32 as recorded. The mask's own probability counts there, and top-p is taken among the
+top-k tokens; ours does neither, and the replay does both."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_models import MOE
+from places import assert_shown, golden
+from tiny_models import tiny
+from torch import Tensor
+
+import paradec
+from paradec.models.base import Model
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.masked.rules.s2d2 import S2D2, VerifyLogits
+
+S2D2_RUNS = golden("autumn") / "s2d2"
+ROUTES = {"mask_span_length": "span", "score_threshold": "score", "score_hysteresis": "hysteresis"}
+ESTIMATORS = {"soft_entropy_negexp": "entropy", "hard_margin_threshold": "margin"}
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
+
+
+@dataclass(frozen=True)
+class Replayed(S2D2):
+    """With the numbers of a file in the order in which the reference used them."""
+
+    def weighs_mask(self, state: Any) -> bool:
+        return True
+
+    def distribution(self, state: Any, logits: Tensor) -> Tensor:
+        request = state.request
+        if request.temperature:
+            logits = filter_logits(logits / request.temperature, None, request.top_k, None)
+            logits = filter_logits(logits, request.top_p, None, None)
+        return logits.softmax(-1)
+
+    def numbers(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
+        width, block, fed = positions.shape[1], state.facts.block_length, state.fed
+        left = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
+        if not isinstance(query.window, VerifyLogits):  # one for every position of the block, the prompt's too
+            fed["used"] += block
+            return left[block - width : block].view(1, -1, 1)
+        masks = (state.window.read(state.canvas) == state.mask_id)[0].tolist()
+        first = masks.index(True)
+        span = next((at for at in range(first, width) if not masks[at]), width) - first
+        found = torch.full((1, width, 2), 0.5, dtype=torch.float64)
+        found[0, first : first + span, 0] = left[:span]
+        found[0, :, 1] = left[span]  # of the residual, if a draft falls
+        fed["used"] += span
+        return found
+
+
+def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
+    """Ours for the reference's arguments, whose defaults are these."""
+    given = {
+        "do_verify_policy": "mask_span_length",
+        "min_ssd_span_length": 1,
+        "do_verify_score_threshold": 0.0,
+        "hysteresis_threshold_on": 0.0,
+        "hysteresis_threshold_off": -5.0,
+        "score_penalty_coef": 2.0,
+        "do_verify_score_type": "difference_dynamic",
+        "token_acceptance_estimator": "hard_margin_threshold",
+        "confidence_threshold": 0.85,
+        "always_check_high_confidence": False,
+        "cache_ver": False,
+        **trace["settings"],
+    }
+    return {
+        "route": ROUTES[given["do_verify_policy"]],
+        "min_span": given["min_ssd_span_length"],
+        "tau": given["do_verify_score_threshold"],
+        "on": given["hysteresis_threshold_on"],
+        "off": given["hysteresis_threshold_off"],
+        "cost": given["score_penalty_coef"],
+        "dynamic": given["do_verify_score_type"] == "difference_dynamic",
+        "estimator": ESTIMATORS[given["token_acceptance_estimator"]],
+        "threshold": given["confidence_threshold"],
+        "block_steps": given["denoising_steps"],
+        "confident_too": given["always_check_high_confidence"],
+        "causal": given["cache_ver"],
+    }
+
+
+@functools.cache
+def loaded(folder: Path, block: int) -> Model:
+    return paradec.load(folder, dtype="float32", block_length=block)
+
+
+def files() -> list[Any]:
+    found = []
+    for path in sorted(S2D2_RUNS.glob("*__*.json")):
+        if "steps" in json.loads(path.read_text())["cases"][0]:
+            marks = (pytest.mark.full,) if len(found) % 3 else ()
+            found.append(pytest.param(path, id=path.stem, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.parametrize("path", files())
+def test_recorded_steps(path: Path, cache: str) -> None:
+    trace = json.loads(path.read_text())
+    asked, folders = trace["settings"], (S2D2_RUNS / trace["model"], MOE / trace["model"])
+    folder = next(folder for folder in folders if (folder / "config.json").exists())
+    model, sampler = loaded(folder, asked["block_length"]), Replayed(**settings_of(trace))
+    request: dict[str, Any] = {"temperature": 0.0, "cache": cache, "eos_early_stop": False}
+    if asked.get("do_sample"):
+        request["temperature"] = asked.get("temperature", 1.0)
+        request |= {name: asked[name] for name in ("top_k", "top_p") if name in asked}
+    for case in trace["cases"]:
+        if not case.get("fp64_same", True):
+            continue
+        state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], **request)
+        state.fed = {"numbers": case["uniforms"], "used": 0}  # type: ignore[attr-defined]
+        made, theirs = [], [(step["verified"], {(at, id) for at, id, _ in step["commit"]}) for step in case["steps"]]
+        while not state.done and len(made) < len(theirs):
+            before, verifies = state.canvas[0].clone(), bool(state.memory["verifies"][0])
+            sampler.commit(state, sampler.step(model, state))
+            written = (state.canvas[0] != before).nonzero()[:, 0].tolist()
+            if written:
+                made.append((verifies, {(at, int(state.canvas[0, at])) for at in written}))
+                # a draft that falls takes one number more
+                state.fed["used"] += verifies and case["steps"][len(made) - 1]["rejected"] is not None
+        assert made == theirs
+
+
+def test_the_recorded_runs_show_every_route() -> None:
+    routes = [settings_of(json.loads(param.values[0].read_text()))["route"] for param in files()]
+    assert_shown("autumn", set(routes) == set(ROUTES.values()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
+    model, rows = tiny(2, "block_causal"), [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3]]
+    for settings in ({}, {"route": "span", "causal": False}, {"route": "hysteresis", "on": 0.5, "off": 0.0}):
+        request: dict[str, Any] = {
+            "sampler": S2D2(**settings),
+            "temperature": temperature,
+            "seed": 1,
+            "max_new_tokens": 9,
+        }
+        together = [paradec.generate(model, rows, cache=cache, **request) for cache in ("none", "block")]
+        assert together[0].new_tokens.tolist() == together[1].new_tokens.tolist()
+        for row, found in enumerate(paradec.generate_many(model, rows, cache="block", batch_size=2, **request)):
+            alone = paradec.generate(model, [rows[row]], **request)
+            assert found.new_tokens.tolist() == alone.new_tokens.tolist() == [together[0].new_tokens[row].tolist()]
+            assert found.row_nfe == alone.row_nfe == [together[0].row_nfe[row]]
+
+
+def test_always_verified_it_is_nearly_token_by_token() -> None:
+    """With what makes it exact, next to temperature 0 the tokens are those of blocks of one."""
+    model, request = tiny(2, "block_causal"), {"max_new_tokens": 8, "eos_early_stop": False}
+    found = paradec.generate(model, [[3, 1, 2, 5]], sampler=S2D2(route="span"), temperature=1e-4, seed=0, **request)
+    exact = paradec.generate(model, [[3, 1, 2, 5]], sampler="self_speculative", temperature=0, **request)
+    assert found.new_tokens.tolist() == exact.new_tokens.tolist()
+
+
+def test_what_it_is_not_for() -> None:
+    for model, request, message in (
+        (tiny(2), {}, "needs a block-causal model"),
+        (tiny(2, "block_causal"), {"cache": "dual"}, "give 'none' or 'block'"),
+        (tiny(2, "block_causal"), {"guidance_scale": 2.0}, "guidance_scale=2.0 does not work"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paradec.generate(model, [[1, 2]], sampler=S2D2(), max_new_tokens=4, **request)
+    for settings in ({"route": "x"}, {"min_span": 0}, {"off": 9.0}, {"threshold": 2}, {"block_steps": 0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            S2D2(**settings)
