@@ -5,9 +5,8 @@
 The model looks up the logits of the next token by the two tokens before it, through the same key/value store, masks and
 queries as any other model, so that all answers of a few tokens can be enumerated and rows are cheap: every row of a
 batch is one answer. Batches are ragged: prompts of two lengths alternate, each tested by itself. Lossy methods (GSD,
-LANTERN) get
-their total variation distance instead, beside an upper bound: the share of rows in which any draft was verified
-otherwise than the exact rule would have with the same random number.
+LANTERN, S2D2) get their total variation distance instead, those over causal models beside an upper bound: the share of
+rows in which any draft was verified otherwise than the exact rule would have with the same random number.
 """
 
 from __future__ import annotations
@@ -146,6 +145,36 @@ class OwnDrafter(TableModel):
         return self.table[before, found[1].clamp(min=0)].take_along_dim(query.wanted.unsqueeze(-1), 1)
 
 
+class BlockTable(TableModel):
+    """A block-causal model of masks: a column that sees the token before it has the table's logits, and one that sees a
+    mask there has those of `drafts` [V, W, V], by the last token that it sees and how far away that is."""
+
+    def __init__(self, table: Tensor, drafts: Tensor):
+        super().__init__(table)
+        self.drafts = drafts
+        found = {"topology": "block_causal", "block_length": drafts.shape[1], "mask_token_id": len(table) - 2}
+        self.facts = ModelFacts(table.shape[-1], prediction="same", name="table", **found)
+
+    def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
+        assert query.visible is not None and query.wanted is not None
+        tokens, at = query.tokens, query.positions
+        seen = query.visible & (tokens != self.facts.mask_id).unsqueeze(1)
+        if query.valid is not None:
+            seen = seen & query.valid.unsqueeze(1)
+        before = []
+        for back in range(1, self.drafts.shape[1] + 2):
+            there = seen & (at.unsqueeze(1) == at.unsqueeze(2) - back)
+            if (there.sum(-1) > 1).any():
+                raise RuntimeError("a column sees two tokens at one place")
+            before.append(torch.where(there, tokens.unsqueeze(1), -1).amax(-1))
+        logits = self.table[torch.where(before[1] < 0, len(self.table) - 1, before[1]), before[0].clamp(min=0)]
+        known = before[0] >= 0
+        for back, token in enumerate(before[1:]):
+            logits = torch.where((~known & (token >= 0)).unsqueeze(-1), self.drafts[token.clamp(min=0), back], logits)
+            known = known | (token >= 0)
+        return logits.take_along_dim(query.wanted.unsqueeze(-1), 1)
+
+
 def exact_distribution(
     model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -219,8 +248,14 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     return float(stats.chisquare(*cells).pvalue) if len(cells[0]) > 1 else 1.0
 
 
-def test_case(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0, **request: Any) -> dict[str, Any]:
-    """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer."""
+def test_case(
+    sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0, target: float | None = None, **request: Any
+) -> dict[str, Any]:
+    """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer.
+
+    Args:
+        target: the temperature of what they are compared with; None is the request's.
+    """
     new = request.pop("new", 4)
     answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
     grid, settings = request.get("grid"), {key: value for key, value in request.items() if key != "grid"}
@@ -230,7 +265,7 @@ def test_case(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0
             model,
             within(PROMPTS[first], model),
             new,
-            Request(**{"temperature": 1.0} | settings),
+            Request(**{"temperature": 1.0} | settings | ({} if target is None else {"temperature": target})),
             within(NEGATIVE[first], model),
             grid,
         )
@@ -308,6 +343,22 @@ def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
             # the last token is the mask, which is never drawn
             request = request | {"suppress_tokens": [5]}
             yield f"self_speculative, {rule}, blocks of one; {what}", sampler, blocks, request
+    for what, request in REQUESTS.items():
+        if request.get("guidance_scale", 1) == 1:
+            sampler = paradec.samplers.create("s2d2", route="span")
+            yield (
+                f"s2d2, always verified; {what}",
+                sampler,
+                block_table(),
+                {"temperature": 1.0, "suppress_tokens": [5]} | request,
+            )
+
+
+def block_table() -> BlockTable:
+    """Five tokens and the mask; drafts whose logits are near those of the table after the token."""
+    table, generator = TableModel.random(6, seed=8).table, torch.Generator().manual_seed(9)
+    noise = torch.randn(6, 4, 6, generator=generator, dtype=torch.float64)
+    return BlockTable(table, (table[:6].mean(0).unsqueeze(1) + noise) / 2)
 
 
 def watched(sampler: ChainSampler) -> tuple[ChainSampler, list[np.ndarray]]:
@@ -346,6 +397,18 @@ def lossy() -> Iterator[tuple[str, ChainSampler, TableModel]]:
         for lam in (1.0, 1.5, 5.0):
             sampler = create("lantern++", window=4, k=2, lam=lam, guess_distribution=distribution)
             yield f"lantern++, {distribution} q, lambda {lam}", sampler, model
+
+
+def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(name, sampler, request) of S2D2 as published. At temperature 0 its answers are random; they are compared with
+    those of temperature 1, whose probabilities judge its drafts."""
+    create = paradec.samplers.create
+    for name in paradec.samplers.get("s2d2").presets:
+        yield f"s2d2, preset {name}, temperature 0", create("s2d2", preset=name), {"temperature": 0.0}
+    for name in paradec.samplers.get("s2d2").presets:
+        yield f"s2d2, preset {name}, temperature 1", create("s2d2", preset=name), {"temperature": 1.0}
+    yield "s2d2, always verified, one step a block", create("s2d2", route="span", block_steps=1), {"temperature": 1.0}
+    yield "s2d2, never verified", create("s2d2", route="span", min_span=99), {"temperature": 1.0}
 
 
 def bias(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
@@ -401,6 +464,10 @@ def main() -> None:
     for name, sampler, model in lossy():
         if wanted(name, biased):
             note(name, biased, bias(sampler, model, options.rows))
+    for name, sampler, request in partly_verified():
+        if wanted(name, biased):
+            request = request | {"suppress_tokens": [5]}
+            note(name, biased, test_case(sampler, block_table(), options.rows, target=1.0, **request))
     print(json.dumps(summary(exact), indent=1))
     if summary(exact)["smallest_p_corrected"] < 0.01:
         raise SystemExit("a sampler that should be exact is not")

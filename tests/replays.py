@@ -71,6 +71,8 @@ REPLAYS = {
         "models/text/test_rotary.py": "the_tables",
         "models/text/test_nemotron_diffusion.py": "forwards the_causal_mode blocks",
         "samplers/masked/rules/test_s2d2.py": "recorded_steps",
+        "samplers/masked/rules/test_levenshtein.py": "recorded_steps recorded_answers",
+        "models/text/test_llada2_routing.py": "forwards over_a_store routers",
         "samplers/causal/test_self_speculative.py": "recorded_rounds sdar_decodes_as_in_blocks_of_one",
     },
 }

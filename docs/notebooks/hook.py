@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def markdown(cells: list[dict[str, Any]], name: str) -> str:
-    """A notebook's cells as a page. Of outputs, texts and PNGs are shown."""
+    """A notebook's cells as a page. Of outputs, texts (in lines of 80) and PNGs are shown."""
     parts = []
     for index, cell in enumerate(cells):
         source = "".join(cell["source"])
@@ -50,5 +51,6 @@ def markdown(cells: list[dict[str, Any]], name: str) -> str:
                 parts.append(f'<img alt="what the cell shows" src="data:image/png;base64,{png}">')
             else:
                 text = "".join(output.get("text", data.get("text/plain", "")))
-                parts.append(f"```text\n{text.rstrip()}\n```")
+                lines = [textwrap.fill(line, 80, subsequent_indent="    ") for line in text.rstrip().split("\n")]
+                parts.append("```text\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(parts) + "\n"

@@ -485,6 +485,7 @@ class Batch:
 
     def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
+        group.clock()
         if self.prefixes is not None:
             self.prefixes.keep(group.state, group.tickets)
         self._feed(group, range(len(group.tickets)))

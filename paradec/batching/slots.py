@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,10 @@ class Ticket:
     isolated: bool = False
     """Whether a step of its group raised, so that it is decoded alone."""
     new: int = field(default=0, repr=False)
+    added: float = field(default_factory=time.perf_counter, repr=False)
+    """When it was made; this, `began` (it has a row) and `committed` (its first step is) in seconds of one clock."""
     began: float = field(default=0.0, repr=False)
+    committed: float = field(default=0.0, repr=False)
     sent: int | None = field(default=None, repr=False)
     """Positions that the streamer has been given; None before it has begun."""
 
@@ -193,6 +197,13 @@ class Group(Generic[S]):
     def commit(self, proposal: Any) -> None:
         """Make it final."""
         self.method.commit(self.state, proposal)
+
+    def clock(self) -> None:
+        """A step is committed: the first one of some rows."""
+        now = time.perf_counter()
+        for ticket in self.tickets:
+            if ticket is not None:
+                ticket.committed = ticket.committed or now
 
     def told(self, slots: np.ndarray) -> None:
         """Called before the state of these slots [N] is read."""

@@ -36,6 +36,10 @@ class Seen:
             ticket.sent = int(self.state.prompt_length[slot])
             streamer.put(row[: ticket.sent].unsqueeze(0).clone())
         if final > ticket.sent:
+            scores = getattr(streamer, "put_logprobs", None)
+            if scores is not None and self.state.logprobs is not None:
+                part = slice(ticket.sent, final)
+                scores(self.state.logprobs.row(slot).placed(lambda tensor, _: tensor[:, part].cpu()))
             streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
             ticket.sent = final
         stop = int(self.state.end[slot])

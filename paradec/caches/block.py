@@ -29,7 +29,9 @@ class BlockCache(RangeCache):
     paper = "BD3-LM"
     arxiv = "2503.09573"
     summary = "keeps finished blocks; evaluates the open block alone; exact"
-    facts = CacheFacts(topologies=("block_causal", "causal_context"), exact_on=("block_causal", "causal_context"))
+    facts = CacheFacts(
+        topologies=("block_causal", "causal_context"), exact_on=("block_causal", "causal_context"), final_alone=True
+    )
 
     def begin(self, state: CanvasState) -> np.ndarray:
         """[B] int64: where the last step began to evaluate the model's block; everything left of it is final."""

@@ -25,6 +25,8 @@ class CacheFacts:
     a set chosen before)."""
     steady: bool = True
     """Whether a step depends on nothing but the canvas and the block: not on which steps led there."""
+    final_alone: bool = False
+    """Whether what a step reads of the store is of finished blocks alone."""
     suffixes: bool = False
     """Whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which leave out
     what does not exist for now, and it keeps nothing beyond a block about what is after it."""

@@ -44,6 +44,8 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     """
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
+    if (refused := sampler.needs.refusal(facts)) is not None:
+        return Verdict(REFUSED, refused)
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
@@ -69,6 +71,12 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
+    if sampler.needs.moves and not cache.facts.steady:
+        return Verdict(REFUSED, "the sampler moves text, and the cache goes by when each position changed; use 'block'")
+    if facts.whole_blocks and not cache.facts.final_alone:
+        return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
+    if sampler.needs.stores_final and not cache.facts.final_alone:
+        return Verdict(REFUSED, "the sampler stores finished blocks alone, and the cache reads others too; use 'block'")
     if sampler.needs.multi_step and not cache.facts.steady and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
@@ -87,6 +95,8 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
         return Verdict(REFUSED, "the cache keeps no keys and values")
     if facts.topology not in cache.facts.topologies:
         return Verdict(REFUSED, f"it does not work with {facts.topology.replace('_', '-')} models")
+    if facts.topology == "causal_context":
+        return Verdict(REFUSED, "blocks over causal context begin where a row's prompt ends")
     if facts.topology == "block_causal":
         return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "as the cache is")
     return Verdict(APPROXIMATE, "the prefix was evaluated without what follows it; exact when the model has one layer")
@@ -96,6 +106,7 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
 class _Facts:
     topology: str
     prediction: str
+    whole_blocks = False
 
     @property
     def name(self) -> str:

@@ -30,6 +30,7 @@ class Facts:
     topology: str
     prediction: str
     name: str = "this model"
+    whole_blocks: bool = False
 
     @property
     def label(self) -> str:
@@ -68,13 +69,14 @@ def facts_of(source: str) -> Facts:
     from paradec.models.checkpoint import CheckpointError, read_json
     from paradec.models.loading import FAMILIES
 
-    model_type = read_json(source, "config.json", None, required=True).get("model_type")
+    config = read_json(source, "config.json", None, required=True)
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{source!r} has model_type={model_type!r}; caches are for {', '.join(map(repr, FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    return Facts(family.topology, family.prediction, source)
+    return Facts(family.topology, family.prediction, source, config.get("expert_capacity") is not None)
 
 
 def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:

@@ -32,6 +32,14 @@ Samplers = Annotated[
         "(FILE.py:NAME); by default every masked one."
     ),
 ]
+Cache = Annotated[
+    str,
+    typer.Option(
+        "--cache",
+        help="A name that `paradec caches` lists, or a cache of your own (FILE.py:NAME); settings go in parentheses: "
+        "'dkv_decode(refresh_interval=4)'.",
+    ),
+]
 Defaults = Annotated[bool, typer.Option("--defaults", help="Only the defaults of every sampler: one row for each.")]
 Format = Annotated[
     str | None, typer.Option("--format", help="Print the table as markdown, latex (with booktabs) or csv.")
@@ -45,12 +53,13 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue from the result
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")]
 
 
-@options.takes("model cache suffix attention attention_set batch max_new_tokens block_length dtype device")
+@options.takes("model suffix attention attention_set batch max_new_tokens block_length dtype device")
 def compare(
     prompts: Prompts = None,
     tasks: Tasks = None,
     limit: Limit = None,
     samplers: Samplers = None,
+    cache: Cache = "none",
     defaults: Defaults = False,
     seed: Seed = 0,
     out: Out = None,
@@ -70,6 +79,7 @@ def compare(
     # Everything is checked before the model is loaded, which may take minutes.
     names = options.sampler_names(samplers)
     evaluation.configurations(names, defaults)
+    shared["cache"] = options.own_name("--cache", cache, "cache")
     paradec.caches.create(shared["cache"])
     shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
     shared["suffix"] = paradec.Suffix.of(shared["suffix"])

@@ -76,8 +76,8 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "as_json": (AsJson, False),
 }
 """Parameters of commands, each with its default."""
-FILE_AND_NAME = re.compile(r"[^(]+\.py:\w+")
-"""A sampler of one's own, on the command line."""
+FILE_AND_NAME = re.compile(r"([^(]+\.py:\w+)(\(.*\))?")
+"""A sampler or a cache of one's own, on the command line, and its settings."""
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -169,25 +169,33 @@ def names(given: list[str] | None) -> list[str] | None:
 
 
 def sampler_names(given: list[str] | None) -> list[str] | None:
-    """`names`, of which FILE.py:NAME is a class of a sampler; it is registered under its own name.
+    """`names`, each by `own_name`."""
+    found = names(given)
+    return found if found is None else [own_name("--samplers", text, "sampler") for text in found]
+
+
+def own_name(option: str, text: str, kind: str) -> str:
+    """A name. FILE.py:NAME, with or without settings in parentheses, is a class, which is registered under its name.
+
+    Args:
+        kind: "sampler" or "cache".
 
     Raises:
-        ValueError: no such file, or no sampler in it, or one whose name is another sampler's.
+        ValueError: no such file, or no class of this kind in it, or one whose name is taken.
     """
-    found = names(given)
-    for place, text in enumerate(found or ()):
-        if not FILE_AND_NAME.fullmatch(text):
-            continue
-        from paradec.core.protocol import Sampler
+    split = FILE_AND_NAME.fullmatch(text)
+    if split is None:
+        return text
+    from paradec.caches.base import Cache
+    from paradec.core.protocol import Sampler
 
-        cls = from_file("--samplers", text)
-        if not isinstance(cls, type) or not issubclass(cls, Sampler):
-            raise ValueError(f"--samplers {text!r} must be a class of a sampler, as docs/write_a_sampler.md shows one")
-        if cls.name not in paradec.samplers.registry or paradec.samplers.get(cls.name) is not cls:
-            paradec.samplers.register(cls.name, cls)
-        assert found is not None
-        found[place] = cls.name
-    return found
+    base, registry = (Cache, paradec.caches.registry) if kind == "cache" else (Sampler, paradec.samplers.registry)
+    cls = from_file(option, split[1])
+    if not isinstance(cls, type) or not issubclass(cls, base):
+        raise ValueError(f"{option} {text!r} must be a class of a {kind}, as docs/write_a_{kind}.md shows one")
+    if cls.name not in registry or registry.get(cls.name) is not cls:
+        registry.register(cls.name, cls)
+    return cls.name + (split[2] or "")
 
 
 def from_file(option: str, text: str) -> Any:

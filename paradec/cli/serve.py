@@ -40,6 +40,10 @@ KeyFile = Annotated[
 MaxAnswer = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 MaxBody = Annotated[int, typer.Option(help="The most bytes of a request.")]
 MaxRequests = Annotated[int, typer.Option(help="Requests answered or waiting at once; more get 429.")]
+MaxWork = Annotated[
+    int,
+    typer.Option(help="Tokens of prompts and answers, asked for or being answered at once; more get 429."),
+]
 Timeout = Annotated[float, typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 KEY = "PARADEC_API_KEY"
@@ -59,6 +63,7 @@ def serve(
     max_answer: MaxAnswer = 4096,
     max_body: MaxBody = 2**20,
     max_requests: MaxRequests = 512,
+    max_work: MaxWork = 2**20,
     timeout: Timeout = 60.0,
     **shared: Any,
 ) -> None:
@@ -68,6 +73,7 @@ def serve(
     check_int("--max-memory", max_memory, low=1, high=LARGEST_INT64, none=True)
     check_int("--prefix-memory", prefix_memory, low=0, high=LARGEST_INT64, none=True)
     limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
+    limits["max_work"] = max_work
     for limit, value in limits.items():
         check_int(f"--{limit.replace('_', '-')}", value, low=1)
     check_number("--timeout", timeout, low=0, open_low=True)

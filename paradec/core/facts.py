@@ -38,6 +38,10 @@ class ModelFacts:
         block_length: the block of a block-causal model, and the canvas of one with canvases.
         block_align: where the blocks of a model with blocks are counted from: "absolute" is position 0 (SDAR, LLaDA2),
             "prompt" the end of the prompt, which is one block whatever its length (D2F).
+        delete_token_id, split_token_id: ids that say that a position goes, or that a mask comes in before it, of models
+            that were trained to edit so (LLaDA2.2); None of all others.
+        whole_blocks: whether a call must hold whole blocks of a block-causal model, since all positions of a block take
+            part in what each of them is computed by (experts that are chosen for blocks).
         name: what messages call it.
 
     Raises:
@@ -55,13 +59,16 @@ class ModelFacts:
     block_align: str = "absolute"
     name: str = "model"
     trained_length: int | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size, low=1)
         check_choice("prediction", self.prediction, PREDICTIONS)
         check_choice("topology", self.topology, TOPOLOGIES)
         check_choice("block_align", self.block_align, BLOCK_ALIGNS)
-        for name in ("mask_token_id", "pad_token_id"):
+        for name in ("mask_token_id", "pad_token_id", "delete_token_id", "split_token_id"):
             check_int(name, getattr(self, name), low=0, high=self.vocab_size - 1, none=True)
         for eos in self.eos_token_ids:
             check_int("eos_token_id", eos, low=0, high=self.vocab_size - 1)

@@ -21,7 +21,7 @@ class MemorySpec:
     Args:
         dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
             is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), "slot" (of
-            a window of drafts), "latent" (all of a latent's; comes last), or an int.
+            a window of drafts), "steps" (of a block, at most), "latent" (all of a latent's; comes last), or an int.
         dtype: None is that of the model: of its distributions, soft embeddings or latents.
         fill: the value it starts from and is reset to.
         reset: "block" (whenever a row opens a block) or "sequence" (never within a request).

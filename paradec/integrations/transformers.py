@@ -84,8 +84,16 @@ def hf_generate(
     """Decode a masked diffusion model, or a causal one, that transformers loaded, from within its own `generate`.
 
     ```
-    model.generate(ids, max_new_tokens=64, custom_generate=paradec.hf_generate, prediction="same", mask_token_id=...)
-    model.generate(ids, max_new_tokens=64, custom_generate=paradec.hf_generate, sampler="sjd")  # a causal model
+    # a masked model
+    model.generate(
+        ids,
+        max_new_tokens=64,
+        custom_generate=paradec.hf_generate,
+        prediction="same",
+        mask_token_id=...,
+    )
+    # a causal model
+    model.generate(ids, custom_generate=paradec.hf_generate, sampler="sjd")
     ```
 
     transformers prepares the inputs and calls this; the model is wrapped for the call and left as it was. The usual

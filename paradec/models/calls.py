@@ -69,6 +69,8 @@ class ModuleCall:
         self.wrap, self.columns, self.keeper = wrap, columns, keeper
         self.attended = False
         """Whether an attention of ours has run."""
+        self.blocks: tuple[Tensor, Tensor | None] | None = None
+        """[R, Q] int64 and bool, for experts that are chosen for blocks: those of the columns, and which are real."""
         self.soft: Tensor | None = None
         """[R, Q, D]: soft embeddings that a canvas is conditioned on, in the place of those that the module makes."""
 

@@ -32,6 +32,7 @@ class Family:
         reader: gives the class that reads the files, where `module` itself cannot; what it reads becomes a `module`.
         modes: the topologies that one checkpoint may be loaded with, its default first; none for those with one.
         draft_adapter: the folder beside the weights of an adapter that calls which draft are made with.
+        decoder: gives the `Decoder` of a configuration, where that is not the plain one.
         padding_ends: whether the tokenizer's end token, else the padding, ends answers where the checkpoint states no
             end.
     """
@@ -53,6 +54,7 @@ class Family:
     padding_ends: bool = False
     modes: tuple[str, ...] = ()
     draft_adapter: str | None = None
+    decoder: Callable[[Any], Any] | None = None
 
     @property
     def topology(self) -> str:

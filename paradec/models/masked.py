@@ -130,7 +130,7 @@ def load_masked(
     default_new = generation.get("max_new_tokens")
     if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
         default_new = DEFAULT_NEW_TOKENS
-    model = Decoder(
+    model = (Decoder if family.decoder is None else family.decoder(hf_config))(
         module,
         facts,
         tokenizer=tokenizer,

@@ -12,6 +12,8 @@ from paradec.models.checkpoint import TURN_ENDS, CheckpointError, fetch, token_i
 from paradec.models.family import Family
 from paradec.models.rotary import lengths
 
+CONTROL = ("delete_token_id", "split_token_id")
+"""Ids by which a model edits its text, in config.json (LLaDA2.2)."""
 logger = logging.getLogger("paradec")
 
 
@@ -37,7 +39,9 @@ def facts_of(
         raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
     ends = stated_ends(config, generation, tokenizer, family)
     pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
-    for name, value in (("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", end) for end in ends)):
+    control = {name: config.get(name) for name in CONTROL}
+    stated = (("mask_token_id", mask), ("pad_token_id", pad), *control.items())
+    for name, value in (*stated, *(("eos_token_id", end) for end in ends)):
         token_id(name, value, vocab)
     longest, trained = lengths(hf_config, raised)
     try:
@@ -52,6 +56,8 @@ def facts_of(
             topology=family.topology,
             block_length=block_length,
             block_align=family.block_align,
+            whole_blocks=getattr(hf_config, "expert_capacity", None) is not None,
+            **control,
             name=os.path.basename(source.rstrip("/")) or source,
         )
     except ValueError as error:

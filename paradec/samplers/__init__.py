@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.rules.hierarchy import Hierarchy as Hierarchy
     from paradec.samplers.masked.rules.klass import KLASS as KLASS
     from paradec.samplers.masked.rules.learn2pd import Learn2PD as Learn2PD
+    from paradec.samplers.masked.rules.levenshtein import Levenshtein as Levenshtein
     from paradec.samplers.masked.rules.localleap import LocalLeap as LocalLeap
     from paradec.samplers.masked.rules.low_confidence import LowConfidence as LowConfidence
     from paradec.samplers.masked.rules.lpd import LPD as LPD
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.rules.persistence import Persistence as Persistence
     from paradec.samplers.masked.rules.random import Random as Random
     from paradec.samplers.masked.rules.recap import Recap as Recap
+    from paradec.samplers.masked.rules.s2d2 import S2D2 as S2D2
     from paradec.samplers.masked.rules.saber import Saber as Saber
     from paradec.samplers.masked.rules.threshold import Threshold as Threshold
     from paradec.samplers.masked.rules.topk_margin import TopKMargin as TopKMargin
@@ -115,6 +117,7 @@ registry = SamplerRegistry(
         "learn2pd": "paradec.samplers.masked.rules.learn2pd:Learn2PD",
         "wino": "paradec.samplers.masked.rules.wino:Wino",
         "editing": "paradec.samplers.masked.rules.editing:Editing",
+        "levenshtein": "paradec.samplers.masked.rules.levenshtein:Levenshtein",
         "saber": "paradec.samplers.masked.rules.saber:Saber",
         "freedave": "paradec.samplers.masked.ahead.freedave:FreeDave",
         "lopa": "paradec.samplers.masked.ahead.lopa:LoPA",
@@ -129,6 +132,7 @@ registry = SamplerRegistry(
         "halton": "paradec.samplers.masked.rules.halton:Halton",
         "recap": "paradec.samplers.masked.rules.recap:Recap",
         "lpd": "paradec.samplers.masked.rules.lpd:LPD",
+        "s2d2": "paradec.samplers.masked.rules.s2d2:S2D2",
         "diffusion_gemma": "paradec.samplers.renoising.diffusion_gemma:DiffusionGemma",
         "canvas": "paradec.samplers.renoising.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fitting import taken, topology_of
 from image_models import tiny_llamagen, tiny_masked_image
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers.guidance import guided
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+OPAQUE = [name for name in MASKED if not samplers.get(name).needs.topologies and name not in ("learn2pd", "wino")]
+REFERENCE = [
+    name for name in MASKED if not samplers.get(name).needs.multi_step and "rng" not in samplers.get(name).unsupported
+]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 PROMPTS = [[1, 3, 5], [7, 9]]
 INF, LOW = torch.inf, -1e4
@@ -57,7 +62,7 @@ def pair(token_ids: list[int], topology: str) -> list[Model]:
     """A model that excludes the tokens, and one that finds them impossible."""
 
     def made(value: float) -> Model:
-        model = tiny(1)
+        model = tiny(1, "bidirectional" if topology == "causal" else topology)
         if topology == "causal":
             model = paradec.wrap(model.unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
             model.own_drafts = OwnDrafts(MASK, 4)
@@ -70,7 +75,9 @@ def pair(token_ids: list[int], topology: str) -> list[Model]:
 def pairs() -> dict[tuple[str, int], list[Model]]:
     sets = (HALF, MOST, ONE)
     return {
-        (topology, len(token_ids)): pair(token_ids, topology) for topology in ("masked", "causal") for token_ids in sets
+        (topology, len(token_ids)): pair(token_ids, topology)
+        for topology in {"causal", *map(topology_of, MASKED)}
+        for token_ids in sets
     }
 
 
@@ -78,7 +85,7 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
     settings = {"drafter": model} if name == "speculative" else {}
     out = paradec.generate(
         model, PROMPTS, sampler=samplers.create(name, **settings), max_new_tokens=4, seed=2, trace=True,
-        eos_early_stop=False, **request,
+        eos_early_stop=False, **taken(name, request),
     )  # fmt: skip
     scores = [[round(entry[3], 9) for entry in step.commits] for step in out.trace.steps]
     return out.new_tokens.tolist(), out.row_nfe, scores
@@ -95,11 +102,11 @@ def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: li
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
     for request, token_ids in cases:
-        alike(pairs["masked", len(token_ids)], name, request, token_ids)
+        alike(pairs[topology_of(name), len(token_ids)], name, request, token_ids)
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", [name for name in MASKED if not samplers.get(name).needs.multi_step])
+@pytest.mark.parametrize("name", REFERENCE)
 def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
     for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
         found = [
@@ -107,7 +114,7 @@ def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -
                 model, [[1, 2], [3, 4]], sampler=name, max_new_tokens=5, seed=2, rng="reference",
                 temperature=temperature, top_p=0.95,
             ).new_tokens.tolist()
-            for model in pairs["masked", len(token_ids)]
+            for model in pairs[topology_of(name), len(token_ids)]
         ]  # fmt: skip
         assert found[0] == found[1]
         assert not {*token_ids} & {token for row in found[0] for token in row}
@@ -175,7 +182,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", [name for name in MASKED if name not in ("wino", "learn2pd")])
+@pytest.mark.parametrize("name", OPAQUE)
 def test_large_vocabularies_in_float32(name: str) -> None:
     found = []
     for value in (-INF, LOW):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_drafters import answers, checkpoint, exactness, tiny_base, write
+from fitting import taken
 from image_models import CODES, tiny_llamagen
 from image_models import greedy as greedy_picture
 from tiny_models import tiny
@@ -286,7 +287,7 @@ def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tupl
         kinds = fitting[cache]
         turn += 1
         model, request = masked_models[kinds[turn % len(kinds)]], REQUESTS[turn % len(REQUESTS)]
-        request = request | {"cache": cache}
+        request = taken(name, request | {"cache": cache})
         state = sampler.start(model, rows, seed=[1, 2, 3], **request)
         given = ~state.undecided
         before = state.canvas.clone()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from causal_models import close_model, tiny_llama, wrapped
+from fitting import facts_of, taken
 from image_families import MODELS, made
 from image_models import tiny_llamagen
 from scheduler_runs import TEXT
@@ -37,6 +38,7 @@ from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+WARM = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 PICTURES = [name for name in DRAFTING if "image" in samplers.get(name).models]
 TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
@@ -70,8 +72,9 @@ class Table:
 
 
 @lru_cache
-def table(vocab: int = 50, dtype: torch.dtype = torch.float64, scale: float = 8.0) -> Table:
-    return Table(vocab, dtype, scale)
+def table(vocab: int = 50, dtype: torch.dtype = torch.float64, scale: float = 8.0, name: str = "threshold") -> Table:
+    """For a sampler of that name."""
+    return Table(vocab, dtype, scale, **facts_of(name, 4))
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +167,12 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:delimiters=")
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("name", MASKED + [name for name in PICTURES if name != "zipar"])  # which needs a grid
+@pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
 def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
     """Blocks of one masked position, whatever the rule; windows whose drafts are rejected or not. A row draws what it
     draws alone in a batch."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
-    model = Constant(**({} if name in MASKED else causal))
+    model = Constant(**(facts_of(name, 1) if name in MASKED else causal))
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
     sampler = with_drafter(name, lambda: table_drafter(causal), **settings, **UNCHANGED.get(name, {}))
     logits = model.table[0].clone()
@@ -195,34 +198,37 @@ def table_drafter(causal: dict[str, Any]) -> Constant:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> None:
     drawn = [
-        answer(name, table(), filter_file, 4, temperature=temperature, **filters)
+        answer(name, table(name=name), filter_file, 4, temperature=temperature, **filters)
         for temperature, others in zip(TEMPERATURES, FILTERS, strict=True)
         for filters in ([{}, others] if others else [{}])
     ]
     assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
     # a large vocabulary is read in float32
-    answer(name, table(9001, torch.float32, 40.0), filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3])
+    answer(
+        name, table(9001, torch.float32, 40.0, name), filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3]
+    )
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
     """Greedy tokens, where the order in which they are taken is the same: in blocks of one position, and in others
     where positions are ranked by the model's own distribution."""
-    blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" else (1,)
+    blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" and name != "s2d2" else (1,)  # which draws tokens
     for block, filters in itertools.product(blocks, FILTERS[::3]):
         greedy, cold = (
-            answer(name, table(), filter_file, block, temperature=temperature, **filters) for temperature in (0.0, COLD)
+            answer(name, table(name=name), filter_file, block, temperature=temperature, **filters)
+            for temperature in (0.0, COLD)
         )
         assert torch.equal(greedy, cold), (block, filters)
 
 
 IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2}, {"top_n_sigma": 0.1})
-DRAWN = ("random", "origin", "maskgit", "recap", "lpd")
-"""Samplers that draw positions, whatever the temperature."""
+DRAWN = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
+"""Samplers that draw positions, or whether a draft stands, whatever the temperature."""
 
 
 @pytest.mark.thinned
@@ -235,7 +241,7 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
         given = {"seed": 1} | changes
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            out = paradec.generate(table(), rows, sampler=sampler, max_new_tokens=8, block_length=4, **given)
+            out = paradec.generate(table(name=name), rows, sampler=sampler, max_new_tokens=8, block_length=4, **given)
         filters = {} if sampler.needs.score_from == "sampled" else changes
         idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
         idle += [f"seed={given['seed']}"] * (name not in DRAWN)
@@ -280,12 +286,12 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
     [(50, torch.float32, 3e38), (9001, torch.float32, 3e38), (50, torch.float64, 1.7e308)],
     ids=["float32", "float32, large", "float64"],
 )
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_take_extreme_logits(
     name: str, vocab: int, dtype: torch.dtype, scale: float, filter_file: str
 ) -> None:
     """Nothing is said to be NaN or infinite that the model gave as a number; the best token is certain then."""
-    model = table(vocab, dtype, scale)
+    model = table(vocab, dtype, scale, name)
     answer(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
     greedy, cold = (
         answer(name, model, filter_file, 1, temperature=temperature, max_new_tokens=2) for temperature in (0.0, COLD)
@@ -371,10 +377,10 @@ SIZES = ((50, torch.float64), (9001, torch.float32))
 @pytest.mark.parametrize("name", MASKED)
 def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file: str) -> None:
     for index, (kind, (vocab, dtype)) in enumerate(itertools.product(KINDS, SIZES)):
-        model = broken(vocab, dtype, kind)
+        model = broken(vocab, dtype, kind, **facts_of(name, 4))
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-            answer(name, model, filter_file, 2, **request)
+            answer(name, model, filter_file, 2, **taken(name, request))
 
 
 # ---- schedulers -----------------------------------------------------------------------------------------------------

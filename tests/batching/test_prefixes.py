@@ -47,15 +47,30 @@ def words(seed: int, count: int) -> list[int]:
     return torch.randint(0, min(MASK, END), (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+CONVERSATIONS = st.tuples(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=8),
     st.sampled_from([None, 0.7]),
     st.sampled_from([400, 6000, 10**6]),
     st.integers(1, 3),
     st.sets(st.integers(0, 7), max_size=2),
 )
-def test_answers_are_those_without(
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=CONVERSATIONS)
+def test_answers_are_those_without(case: tuple[Model, dict[str, Any]], drawn: tuple[Any, ...]) -> None:
+    check_equal(case, *drawn)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["causal", "block"])
+@settings(max_examples=250, deadline=None)
+@given(drawn=CONVERSATIONS)
+def test_answers_of_500_conversations_are_those_without(name: str, drawn: tuple[Any, ...]) -> None:
+    check_equal((model_of(name), ASKED[name]), *drawn)
+
+
+def check_equal(
     case: tuple[Model, dict[str, Any]],
     shape: list[tuple[int, int, int]],
     temperature: float | None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fitting import taken
 from tiny_models import MASK, VOCAB, tiny
 
 import paradec
@@ -127,6 +128,7 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
         "seed": draw.randrange(2**31),
         "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
     }
+    request = taken(name, request)
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)
 

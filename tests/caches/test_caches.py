@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import fits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import MASK, tiny
@@ -395,8 +396,8 @@ def test_table(entry: Any, models: dict) -> None:
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
     if found.status == REFUSED:
         message = f"cache='{cache}' does not work with sampler '{sampler}'"
-        if samplers.get(sampler).needs.mask_probes and prediction == "shifted":
-            message = f"sampler '{sampler}' evaluates masks"  # whatever the cache
+        if not fits(sampler, model):
+            message = f"sampler '{sampler}' (evaluates masks|does not work here)"  # whatever the cache
         elif topology == "causal_context" and cache == "none":
             message = f"sampler '{sampler}' does not work here"
         with pytest.raises(ValueError, match=message):
@@ -429,7 +430,7 @@ def test_table_follows_from_declarations() -> None:
     """Samplers that are registered later bring their own declarations."""
 
     class Facts:
-        topology, prediction, name = "bidirectional", "same", "a model"
+        topology, prediction, name, whole_blocks = "bidirectional", "same", "a model", False
 
     @dataclass(frozen=True)
     class Drafting(type(samplers.create("threshold"))):
@@ -455,7 +456,7 @@ def test_table_follows_from_declarations() -> None:
 
 def test_models_without_a_store_and_other_families_are_refused() -> None:
     class Facts:
-        topology, prediction, name = "bidirectional", "same", "an encoder"
+        topology, prediction, name, whole_blocks = "bidirectional", "same", "an encoder", False
 
     found = verdict(samplers.create("threshold"), caches.create("dual"), Facts, stores=False)
     assert found.status == REFUSED and "an encoder does not run over a key/value store" in found.why

@@ -384,7 +384,7 @@ def test_the_table_says_where_reuse_is_exact() -> None:
     assert EXACT not in found.values() and found["prefix"] == APPROXIMATE
     assert found["none"] == found["block"] == REFUSED
     said = {line["cache"]: line["prefix reuse"] for line in summary(samplers.registry, caches.registry)}
-    assert said["block"] == "exact (block_causal), approximate (causal_context)" and said["none"] == "refused"
+    assert said["block"] == "exact (block_causal)" and said["none"] == "refused"
     assert said["prefix"] == "approximate (bidirectional), exact (block_causal)"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import fits, topology_of
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor
 
@@ -26,6 +27,8 @@ ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 MASKED = [
     name for name in samplers.names() if samplers.get(name).family == "masked" and "text" in samplers.get(name).models
 ]
+SAID = [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")]
+SAID = [name for name in SAID if "logprobs" not in samplers.get(name).unsupported]
 CAUSAL = ["sjd", "scd", "jacobi", "gsd", "speculative", "tree", "dynamic"]
 NEW = 12
 
@@ -121,15 +124,16 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")])
+@pytest.mark.parametrize("name", SAID)
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
     """Every sampler in the registry, those that write a position several times included."""
     sampler = masked_sampler(name)
     given: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
     if name == "adablock":
         given.pop("block_length")
-    state, said = recorded(sampler, masked, **given)
-    assert len(said) == NEW * len(ROWS)
+    model = masked if fits(name, masked) else tiny(2, topology_of(name))
+    state, said = recorded(sampler, model, **given)
+    assert len(said) == state.total.sum() >= NEW * len(ROWS)
     compare(state, said)
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from every_model import EVERY, TEXT, decoded, expected, shared, started
+from fitting import fits, taken, topology_of
 from image_models import tiny_llamagen
+from tiny_models import tiny
 from transformers import AttentionInterface, AttentionMaskInterface
 from wrapped_models import IDS, ROWS, decoder
 
@@ -273,8 +275,10 @@ def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Te
 @pytest.mark.parametrize("name", MASKED)
 def test_copies_of_a_masked_state_go_on(name: str) -> None:
     model, sampler = shared("llada"), samplers.create(name)
+    model = model if fits(name, model) else tiny(2, topology_of(name))
     cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}
+    request = taken(name, request)
     state = sampler.start(model, encode(model, ROWS[:2], None, None), **request)
     going_on(model, sampler, state, lambda state: state.canvas)
 

@@ -36,7 +36,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 ELSEWHERE = re.compile(
     r"path|folder|cuda|\bpipe\b|pipe\.|\.ckpt|\.pth|\.pt\b|\.safetensors|mar_large|amused/|black-forest|BAAI|mine\.jsonl|"
-    r"custom_generate|logits\)|\.\.\.|questions|generate\(model, (prompt|chat)\b"
+    r"custom_generate|logits\)|\.\.\.|questions|generate\(\s*model,\s*(prompt|chat)\b"
 )
 """Code with one of these needs a checkpoint, a GPU, or something that only the text around it names."""
 WHOLE = ("README.md", "diffusion.md", "images.md", "index.md", "schedulers.md", "text.md")
@@ -55,7 +55,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def transcripts() -> Iterator[tuple[str, str, str]]:
     """Every command that is shown with what it prints: page, command, output."""
     for page in PAGES:
-        for block in blocks(page, "console"):
+        for block in (re.sub(r" \\\n *", " ", text) for text in blocks(page, "console")):
             for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, _, printed = entry.partition("\n")
                 yield page.name, command, printed

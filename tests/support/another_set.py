@@ -282,6 +282,36 @@ def autumn(folder: Path) -> None:
             for key in ("prompt_ids", "block1_tokens", "tokens"):
                 case[key] = order(case[key])
         write(folder / "s2d2" / f"other__{path.stem}.json", trace)
+    source = GOLDEN / "autumn" / "indel"
+    cases, tensors = read(source / "cases.json"), load_file(source / "logits.safetensors")
+    cases["cases"] = [case | {"name": f"block {case['name']}"} for case in cases["cases"][::3]]
+    write(folder / "indel" / "cases.json", cases)
+    save_file(
+        {case["name"]: tensors[case["name"][6:]] for case in cases["cases"]}, folder / "indel" / "logits.safetensors"
+    )
+    source, target = GOLDEN / "autumn" / "llada22" / "llada22-tiny", folder / "llada22" / "llada22-tiny"
+    order = checkpoint(source, target, ("forwards.safetensors",))
+    found, answers = read(source / "forwards.json"), read(source / "answers.json")
+    for key, value in found["facts"].items():
+        found["facts"][key] = value if key == "block" else order(value)
+    for case in found["cases"]:
+        for each in (case, *case.get("calls", [])):
+            if "input_ids" in each:
+                each["input_ids"] = order(each["input_ids"])
+    for case in answers["cases"]:
+        for key in ("prompt_ids", "canvas", "answer"):
+            case[key] = order(case[key])
+        for step in (step for block in case["blocks"] for step in block["steps"]):
+            step["ids"] = order(step["ids"])
+    write(target / "forwards.json", found)
+    write(target / "answers.json", answers)
+    source = GOLDEN / "autumn" / "s2d2"
+    # draws follow the order of the ids, which stays
+    shutil.copytree(source / "sdar-tiny", folder / "s2d2" / "sdar drawn")
+    for path in sorted(source.glob("sdar-tiny__b4__*.json")):
+        trace = read(path) | {"model": "sdar drawn"}
+        if "steps" in trace["cases"][0]:
+            write(folder / "s2d2" / f"drawn__{path.stem}.json", trace | {"cases": trace["cases"][::-2]})
 
 
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
@@ -293,7 +323,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
     "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]")),
-    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ")),
+    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
         for family in ("sjd", "gsd", "scd", "lantern")

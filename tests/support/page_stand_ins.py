@@ -19,7 +19,10 @@ NOW = "stand_in"
 KNOWN = {"Natalia sold 48 clips in April and half as many in May. How many in all?": "Sort: pear fig apple"}
 """The packaged model has words of its own."""
 SUBSTITUTES: dict[str, dict[str, str]] = {
-    "README.md": {'paradec.load("GSAI-ML/LLaDA-8B-Instruct"' + CUDA: "paradec.load()", **KNOWN},
+    "README.md": {
+        'paradec.load("GSAI-ML/LLaDA-8B-Instruct", device="cuda")': "paradec.load()",
+        "Anna sold 48 clips in May and half as many in June. How many in all?": "Sort: pear fig apple",
+    },
     "text.md": {
         'paradec.load("GSAI-ML/LLaDA-8B-Instruct"' + CUDA: "paradec.load()",
         'paradec.load("Dream-org/Dream-v0-Instruct-7B"' + CUDA: "paradec.load()",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import paradec
 from paradec.models.adapter import Model
 
-VOCAB, MASK, END = 41, 40, 39
+VOCAB, MASK, END, DELETE, SPLIT = 41, 40, 39, 38, 37
 
 
 def tiny(
@@ -35,7 +37,7 @@ def tiny(
         module = LlamaForCausalLM(LlamaConfig(**sizes))
     else:
         module = Qwen2ForCausalLM(Qwen2Config(**sizes))
-    return paradec.wrap(
+    model = paradec.wrap(
         module.double(),
         mask_token_id=MASK,
         eos_token_id=ends,
@@ -44,6 +46,9 @@ def tiny(
         block_length=4 if topology in ("block_causal", "causal_context") else None,
         block_align="prompt" if topology == "causal_context" else "absolute",
     )
+    if topology == "block_causal":  # whose methods may delete and split
+        model.facts = replace(model.facts, delete_token_id=DELETE, split_token_id=SPLIT)
+    return model
 
 
 def everything(length: int) -> torch.Tensor:

@@ -4,6 +4,10 @@
 |---|---|
 | `engine.py` | the batch and the one thread that steps it |
 | `asked.py` | a body of JSON becomes a prompt and changes of the request |
+| `tools.py` | messages and tools of a chat; how calls are read from answers |
+| `choices.py` | several answers to one request |
+| `scores.py` | log-probabilities as OpenAI's endpoints write them |
+| `work.py` | how many tokens may be asked for at once |
 | `streams.py` | ids that are final become text in a queue; what OpenAI's stop sequences cut off |
 | `hosts.py` | subclasses of transformers' model manager and generation managers |
 | `handlers.py` | subclasses of transformers' handlers of the two endpoints |

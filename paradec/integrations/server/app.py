@@ -24,6 +24,7 @@ from paradec.integrations.server.handlers import Chat, Completions
 from paradec.integrations.server.hosts import Models, State
 from paradec.integrations.server.index import HEADERS, index
 from paradec.integrations.server.metrics import Metrics
+from paradec.integrations.server.work import Work
 
 NOISY = ("transformers.cli.serving.chat_completion", "transformers.cli.serving.completion")
 """Loggers that write a warning for every request."""
@@ -38,6 +39,7 @@ def build_app(
     max_answer: int = 4096,
     max_body: int = 2**20,
     max_requests: int = 512,
+    max_work: int = 2**20,
     timeout: float = 60.0,
 ) -> FastAPI:
     """An ASGI application with the paths `gate.PATHS`. When it shuts down it closes the engine.
@@ -47,6 +49,7 @@ def build_app(
         name: what clients call the model.
         presets: fields of a request by name (`asked.read_presets`), for the body's field "preset".
         max_answer: tokens that a client may ask for.
+        max_work: tokens of prompts, and of what answers may have, that are answered or wait at once; more get 429.
         api_key, max_body, max_requests, timeout: as for `Gate`.
 
     Raises:
@@ -55,6 +58,7 @@ def build_app(
     check_int("max_answer", max_answer, low=1)
     check_int("max_body", max_body, low=1)
     check_int("max_requests", max_requests, low=1)
+    check_int("max_work", max_work, low=1)
     check_number("timeout", timeout, low=0, open_low=True)
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty; give a key, or None")
@@ -64,7 +68,7 @@ def build_app(
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     metrics = Metrics(engine)
-    models, state = Models(engine, name), State(engine, metrics, max_answer)
+    models, state = Models(engine, name), State(engine, metrics, max_answer, Work(max_work))
     chat, completions = Chat(models, state, presets or {}), Completions(models, state, presets or {})
     app = build_server(models, chat, completions, None, None, None, state)
     # the others load models of a client's choice, unload ours, or are not ours to answer
@@ -80,7 +84,8 @@ def build_app(
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return JSONResponse(error_body(error.status, str(error), error.param), error.status)
+        wait = None if error.retry_after is None else {"retry-after": str(error.retry_after)}
+        return JSONResponse(error_body(error.status, str(error), error.param), error.status, wait)
 
     @app.exception_handler(HTTPException)
     async def failed(_: Request, error: HTTPException) -> JSONResponse:

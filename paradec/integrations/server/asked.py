@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,12 @@ PASSED_OVER = (
 )
 """Fields of OpenAI's schema that do not change an answer."""
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
     "modalities": (["text"],),
     "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
 }
@@ -57,11 +53,14 @@ LONGEST_STOP = 256
 
 
 class Refused(ValueError):
-    """A body that cannot be served. `status` is the HTTP status, `param` the field."""
+    """A body that cannot be served.
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None):
+    `status` is the HTTP status, `param` the field, `retry_after` the seconds after which it may be served.
+    """
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, retry_after: int | None = None):
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.retry_after = status, param, retry_after
 
 
 @dataclass
@@ -74,6 +73,10 @@ class Asked:
     """Only requests with an equal one share keys and values."""
     drafts: bool = False
     """Whether a stream has drafts among it, as comments."""
+    count: int = 1
+    """Answers to the one prompt."""
+    scores: list[Any] | None = None
+    """Of an answer with `logprobs`: its tokens (`scores.Score`), once it has ended."""
     max_new_tokens: int | None = None
     """What the handlers tell by whether an answer was cut off (`settle`); None before it has ended."""
 
@@ -82,6 +85,13 @@ class Asked:
         """Texts at which an answer is cut off."""
         stops = self.changes.get("stop_strings")
         return () if stops is None else (stops,) if isinstance(stops, str) else tuple(stops)
+
+    def each(self) -> list[Asked]:
+        """One for each answer. With a seed each has its own, one larger than that of the answer before."""
+        seed = self.changes.get("seed")
+        seeds = [{} if not isinstance(seed, int) else {"seed": (seed + at) % 2**63} for at in range(self.count)]
+        seeds[0] = {}
+        return [replace(self, changes=self.changes | own, count=1) for own in seeds]
 
     def settle(self, finished: bool) -> None:
         """An answer has ended: by itself, or because it had no more room."""

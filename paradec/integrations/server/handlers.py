@@ -6,10 +6,10 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types.completion_usage import PromptTokensDetails
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -17,13 +17,16 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler, Modality
 
 from paradec.core.checks import shown
-from paradec.integrations.server import asked
+from paradec.integrations.server import asked, scores, tools
 from paradec.integrations.server.asked import Asked, Refused
+from paradec.integrations.server.choices import merged, read_count, together, with_scores
 from paradec.integrations.server.hosts import CALL, Models, State
 from paradec.integrations.server.streams import Draft
 
 ERROR = re.compile(r'data: \{"error": ("(?:[^"\\]|\\.)*")\}\n\n\Z')
 """How transformers' handlers end a stream that failed."""
+CONFIG = 5
+"""Where among the arguments of transformers' handlers the generation config is."""
 NOT_FOR_TEMPLATES = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Names that no variable of a chat template may have: a template among them, which would be a client's program."""
 NOT_FOR_TEMPLATES -= {"documents"}  # which is one
@@ -33,6 +36,10 @@ class Handler(BaseHandler):
     """What both have in common."""
 
     fields: tuple[str, ...] = ()
+    form: Callable[[Sequence[scores.Score]], Any]
+    """How the endpoint writes log-probabilities."""
+    scored: Callable[[Mapping[str, Any]], int | None]
+    """How many likeliest tokens a body asks for."""
 
     def __init__(self, models: Models, state: State, presets: Mapping[str, Mapping[str, Any]]):
         super().__init__(models, state)
@@ -62,35 +69,35 @@ class Handler(BaseHandler):
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
     ) -> Asked:
-        return asked.read(body, self.presets)
+        found = asked.read(body, self.presets)
+        found.count = read_count(body)
+        if (count := self.scored(body)) is not None:
+            found.changes["logprobs"] = min(count, self.generation_state.engine.model.facts.vocab_size)
+        return found
 
     def _streaming(self, *arguments: Any, **named: Any) -> StreamingResponse:
-        response = super()._streaming(*arguments, **named)
-        response.body_iterator = to_the_end(response.body_iterator)
+        each = [super(Handler, self)._streaming(*given, **named) for given in one_by_one(arguments)]
+        response, bodies = each[0], [response.body_iterator for response in each]
+        response.body_iterator = to_the_end(bodies[0] if len(bodies) == 1 else merged(bodies))
         return response
+
+    async def _non_streaming(self, *arguments: Any, **named: Any) -> JSONResponse:
+        each = one_by_one(arguments)
+        found = await asyncio.gather(*(super(Handler, self)._non_streaming(*given, **named) for given in each))
+        bodies = [json.loads(response.body) for response in found]
+        return together(bodies, [given[CONFIG] for given in each], self.form, cached_tokens())
 
 
 class Chat(Handler, ChatCompletionHandler):
     """/v1/chat/completions"""
 
-    fields = ("messages", "tools", "chat_template_kwargs")
+    fields = ("messages", "tools", "tool_choice", "chat_template_kwargs", "n", "logprobs", "top_logprobs")
+    form, scored = staticmethod(scores.of_chat), staticmethod(scores.read_chat)
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise Refused(f"messages={shown(messages)} must be a list of messages", 422, "messages")
-        for message in messages:
-            if not isinstance(message.get("role"), str):
-                raise Refused(f"message {shown(message)} must have a role", 422, "messages")
-            if not isinstance(message.get("content") or "", (str, list)):
-                raise Refused(f"message {shown(message)} must have a text as its content", 422, "messages")
-            parts = message["content"] if isinstance(message.get("content"), list) else []
-            for part in parts:
-                if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise Refused(
-                        f"content part {shown(part)} must be of type text: texts are read alone", 422, "messages"
-                    )
+        tools.check_messages(body.get("messages"))
+        tools.offered(body)
         options = body.get("chat_template_kwargs", {})
         if not isinstance(options, dict):
             raise Refused("chat_template_kwargs must be an object", 422, "chat_template_kwargs")
@@ -107,7 +114,9 @@ class Chat(Handler, ChatCompletionHandler):
 
     def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
         messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
-        return self.model_manager.processor.read_chat(messages, body.get("tools"), body.get("chat_template_kwargs", {}))
+        return self.model_manager.processor.read_chat(
+            messages, tools.offered(body), body.get("chat_template_kwargs", {})
+        )
 
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:  # type: ignore[override]
         """Messages as the chat template takes them."""
@@ -119,16 +128,15 @@ class Chat(Handler, ChatCompletionHandler):
     def _build_chunk_sse(self, request_id: str = "", content: str | None = None, *more: Any, **named: Any) -> str:
         if isinstance(content, Draft):
             return comment(content)
-        return super()._build_chunk_sse(request_id, content, *more, **with_cached(named))
-
-    def _build_completion(self, *arguments: Any, **named: Any) -> dict[str, Any]:
-        return super()._build_completion(*arguments, **with_cached(named))
+        event = super()._build_chunk_sse(request_id, content, *more, **with_cached(named))
+        return with_scores(event, self.form(content.scores)) if isinstance(content, scores.Scored) else event
 
 
 class Completions(Handler, CompletionHandler):
     """/v1/completions: text as it is, without the chat template unless the body says so."""
 
-    fields = ("prompt", "suffix")
+    fields = ("prompt", "suffix", "n", "logprobs")
+    form, scored = staticmethod(scores.of_text), staticmethod(scores.read_text)
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
@@ -148,7 +156,14 @@ class Completions(Handler, CompletionHandler):
     def _build_chunk_sse(self, request_id: str, model_id: str, text: str = "", *more: Any, **named: Any) -> str:
         if isinstance(text, Draft):
             return comment(text)
-        return super()._build_chunk_sse(request_id, model_id, text, *more, **with_cached(named))
+        event = super()._build_chunk_sse(request_id, model_id, text, *more, **with_cached(named))
+        return with_scores(event, self.form(text.scores)) if isinstance(text, scores.Scored) else event
+
+
+def cached_tokens() -> int:
+    """Of the prompt of this request those that no answer had to evaluate."""
+    outputs = [ticket.output for ticket in CALL.get().tickets if ticket.output is not None]
+    return min((sum(output.reused) for output in outputs), default=0)
 
 
 def with_cached(named: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +171,13 @@ def with_cached(named: dict[str, Any]) -> dict[str, Any]:
     usage = named.get("usage")
     if usage is None:
         return named
-    outputs = [ticket.output for ticket in CALL.get().tickets if ticket.output is not None]
-    cached = sum(sum(output.reused) for output in outputs)
-    details = PromptTokensDetails(cached_tokens=cached)
+    details = PromptTokensDetails(cached_tokens=cached_tokens())
     return named | {"usage": usage.model_copy(update={"prompt_tokens_details": details})}
+
+
+def one_by_one(arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The arguments of a handler for each answer by itself."""
+    return [(*arguments[:CONFIG], own, *arguments[CONFIG + 1 :]) for own in arguments[CONFIG].each()]
 
 
 def comment(draft: Draft) -> str:

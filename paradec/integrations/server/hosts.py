@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers.cli.serving.utils import (
     GenerationState,
     Modality,
     _StreamError,
+    response_events_to_chunks,
 )
 
 from paradec.api.generate import Output
@@ -27,7 +28,10 @@ from paradec.core.prompts import encode
 from paradec.integrations.server.asked import Asked, Refused
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.metrics import Metrics
-from paradec.integrations.server.streams import TextStream, cut_off
+from paradec.integrations.server.scores import Scores
+from paradec.integrations.server.streams import BROKEN, TextStream, cut_off
+from paradec.integrations.server.tools import template_of
+from paradec.integrations.server.work import Work
 
 
 class HttpCall:
@@ -39,6 +43,8 @@ class HttpCall:
         self.ended = False
         self.inputs: BatchEncoding | None = None
         """The ids of its prompt, once they are read."""
+        self.on_end: list[Callable[[], None]] = []
+        """What is called when it ends."""
 
     def add(self, ticket: Ticket) -> None:
         """It belongs to this request. A client may go away before its prompt is in the batch."""
@@ -49,6 +55,8 @@ class HttpCall:
     def end(self) -> None:
         """Take back what is not answered."""
         self.ended = True
+        while self.on_end:
+            self.on_end.pop()()
         for ticket in self.tickets:
             self.engine.cancel(ticket)
 
@@ -75,11 +83,30 @@ class Processor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model.tokenizer, name)
 
+    @property
+    def response_template(self) -> Any:
+        """How answers are read."""
+        return template_of(self._model.tokenizer)
+
     def __call__(self, *_: Any, **__: Any) -> BatchEncoding | None:
         """The ids of this request."""
         return CALL.get().inputs
 
     apply_chat_template = __call__
+
+    def parse_response(self, ids: Any, *arguments: Any, **named: Any) -> Any:
+        """An answer's text and calls; all of it as text where a call in it cannot be read."""
+        try:
+            found = self._model.tokenizer.parse_response(ids, *arguments, **named)
+            response_events_to_chunks(
+                [
+                    {"type": "region_close", "field": "tool_calls", "value": call}
+                    for call in found.get("tool_calls") or []
+                ]
+            )
+        except BROKEN:
+            return {"content": self._model.tokenizer.decode(ids, skip_special_tokens=True)}
+        return found
 
     def read_text(self, prompt: str, chat: bool) -> BatchEncoding:
         """The ids of a text as it is, or as a user's turn."""
@@ -88,7 +115,8 @@ class Processor:
     def read_chat(self, messages: Any, tools: Any, options: Mapping[str, Any]) -> BatchEncoding:
         """The ids of a chat, with the checks of `paradec.core.prompts`. Tools and options are for the template's
         code."""
-        if not tools and not options:
+        calls = any("tool_calls" in message or "tool_call_id" in message for message in messages)
+        if not tools and not options and not calls:
             return self._encoded(messages, None)
         tokenizer = self._model.tokenizer
         try:
@@ -96,7 +124,8 @@ class Processor:
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
             )
         except Exception as error:  # the template's own code, on data of a client
-            raise Refused(f"the chat template does not take this: {error}", 400, "tools") from error
+            param = "tools" if tools else "messages"
+            raise Refused(f"the chat template does not take this: {error}", 400, param) from error
         return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"], None)
 
     def _encoded(self, prompt: Any, chat: bool | None) -> BatchEncoding:
@@ -140,8 +169,8 @@ class Models(ModelManager):
 class Manager(BaseGenerateManager):
     """Generation: prompts go to the engine, and its answers to the handlers."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, max_answer: int):
-        self.engine, self.metrics, self.max_answer = engine, metrics, max_answer
+    def __init__(self, engine: Engine, metrics: Metrics, max_answer: int, work: Work):
+        self.engine, self.metrics, self.max_answer, self.work = engine, metrics, max_answer, work
 
     def generate_streaming(
         self,
@@ -159,7 +188,8 @@ class Manager(BaseGenerateManager):
             gen_config.stops,
             response_parser,
             mask=facts.mask_token_id if gen_config.drafts else None,
-            on_first=self.metrics.first_token(),
+            on_first=self.metrics.first_text(),
+            scored="logprobs" in gen_config.changes,
         )
 
         def done(ticket: Ticket) -> None:
@@ -190,10 +220,8 @@ class Manager(BaseGenerateManager):
             self._count(inputs, ticket)
             loop.call_soon_threadsafe(wake)
 
-        first = self.metrics.first_token()
         ticket = self._submit(inputs, gen_config, request_id, done, None)
         await future
-        first()
         output = ticket.output
         assert output is not None
         if isinstance(output.error, Cancelled):
@@ -204,7 +232,12 @@ class Manager(BaseGenerateManager):
             status = 400 if isinstance(output.error, (ValueError, TypeError)) else 500
             raise HTTPException(status, str(output.error))
         gen_config.settle(output.finished[0])
-        return cut_off(str(output.text), gen_config.stops), inputs["input_ids"].shape[-1], _ids(output).tolist()
+        text, ids = cut_off(str(output.text), gen_config.stops), _ids(output).tolist()
+        if output.logprobs is not None:
+            scores, filled = Scores(self.engine.model.tokenizer), output.filled[0]
+            scores.feed(ids, output.logprobs.placed(lambda tensor, _: tensor[:, filled][:, : len(ids)]))
+            gen_config.scores = scores.until(len(text))
+        return text, inputs["input_ids"].shape[-1], ids
 
     def stop(self) -> None:
         """End the engine."""
@@ -224,26 +257,32 @@ class Manager(BaseGenerateManager):
         try:
             check_int("max_tokens", new, low=1, high=self.max_answer)
             facts.check_length(len(ids) + new, new)
+            count, call = len(ids) + new, CALL.get()
+            self.work.take(count, self.engine.retry_after())
+            call.on_end.append(lambda: self.work.give_back(count))
             ticket = self.engine.submit(ids, on_done=done, streamer=streamer, id=request_id, **changes)
+        except Refused:
+            raise
         except (ValueError, TypeError) as error:
             raise Refused(str(error)) from error
         except EngineStopped as error:
             raise CBWorkerDeadError(str(error)) from error
-        CALL.get().add(ticket)
+        call.add(ticket)
         return ticket
 
     def _count(self, inputs: Any, ticket: Ticket) -> None:
         output = ticket.output
         assert output is not None
         self.metrics.answer(inputs["input_ids"].shape[-1], output.tokens[0], output.row_nfe[0], output.error)
+        self.metrics.times(ticket, output.tokens[0])
 
 
 class State(GenerationState):
     """Which generation manager a model has: the one there is."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, max_answer: int):
+    def __init__(self, engine: Engine, metrics: Metrics, max_answer: int, work: Work):
         super().__init__()
-        self.engine, self.manager = engine, Manager(engine, metrics, max_answer)
+        self.engine, self.manager = engine, Manager(engine, metrics, max_answer, work)
 
     def use_continuous_batching(self, model: Any, modality: Modality) -> bool:
         """No: that is transformers' own, for causal models."""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paradec.batching.slots import Cancelled
+from paradec.batching.slots import Cancelled, Ticket
 from paradec.integrations.server.engine import Engine
 
+SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -23,7 +24,19 @@ class Metrics:
             "paradec_request_seconds", "Seconds per HTTP request.", ["path"], buckets=SECONDS, registry=registry
         )
         self.first = Histogram(
-            "paradec_first_token_seconds", "Seconds to the first text.", buckets=SECONDS, registry=registry
+            "paradec_first_text_seconds", "Seconds to the first text of a stream.", buckets=SECONDS, registry=registry
+        )
+        self.waiting = Histogram(
+            "paradec_waiting_seconds", "Seconds that a prompt waits for a row.", buckets=SECONDS, registry=registry
+        )
+        self.committed = Histogram(
+            "paradec_first_token_seconds",
+            "Seconds to the first step of a prompt that is committed, waiting included.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.per_token = Histogram(
+            "paradec_token_seconds", "Seconds of decoding per token of an answer.", buckets=SHORT, registry=registry
         )
         self.answers = Counter("paradec_answers", "Answers by how they ended.", ["end"], registry=registry)
         self.tokens = Counter("paradec_tokens", "Tokens of prompts and answers.", ["of"], registry=registry)
@@ -39,7 +52,7 @@ class Metrics:
         ):
             Gauge(name, text, registry=registry).set_function(count)
 
-    def first_token(self) -> Callable[[], None]:
+    def first_text(self) -> Callable[[], None]:
         """A clock that starts now, to be called at the first text."""
         began = time.perf_counter()
         return lambda: self.first.observe(time.perf_counter() - began)
@@ -51,6 +64,14 @@ class Metrics:
         self.tokens.labels("prompts").inc(prompt)
         self.tokens.labels("answers").inc(tokens)
         self.row_calls.inc(forwards)
+
+    def times(self, ticket: Ticket, tokens: int) -> None:
+        """When an answer of so many tokens was asked for, began, had its first step, and ended, which is now."""
+        if ticket.began:
+            self.waiting.observe(ticket.began - ticket.added)
+        if ticket.committed:
+            self.committed.observe(ticket.committed - ticket.added)
+            self.per_token.observe((time.perf_counter() - ticket.began) / max(1, tokens))
 
     def text(self) -> bytes:
         """In Prometheus' own format."""

@@ -9,9 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from torch import Tensor
+from torch import Tensor, device
 from transformers.cli.serving.utils import response_events_to_chunks
 
+from paradec.core.logprobs import LogProbs
+from paradec.integrations.server.scores import Scored, Scores
+
+CPU = device("cpu")
+BROKEN = (ValueError, RuntimeError, KeyError, TypeError)
+"""What transformers' parser raises for a tool call that is none."""
+OPENING = "<tool_call>"
 MOST_DRAFTS = 4
 """Drafts that wait for a reader; a slow one is not given more."""
 
@@ -67,7 +74,7 @@ class TextStream:
         tokenizer: with a fast backend. stops: texts at which the answer is cut off. parser: transformers' response
             parser, or None for plain text. mask: the mask id, for a `Draft` after each step that left something open;
             None for none.
-        on_first: called with the first tokens.
+        on_first: called with the first tokens. scored: whether texts come with log-probabilities (`Scored`).
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class TextStream:
         parser: Any = None,
         mask: int | None = None,
         on_first: Callable[[], None] | None = None,
+        scored: bool = False,
     ):
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.total_tokens = 0
@@ -87,7 +95,13 @@ class TextStream:
         self._decoder = DecodeStream([], skip_special_tokens=parser is None)
         self._cut, self._on_first = Cut(stops), on_first
         self._text = ""  # decoded so far, without a cut
+        self._read = ""  # what the parser was given
         self._begun = False
+        self._length = 0  # characters that were let through
+        self._scores: Scores | None = None
+        if scored:
+            self._scores, self._found = Scores(tokenizer, parser is not None), LogProbs.empty(1, 0, 0, CPU)
+            self.put_logprobs = self._put_logprobs
         if mask is not None:
             self._mask = mask
             self.put_draft = self._put_draft
@@ -103,6 +117,8 @@ class TextStream:
             self._on_first()
         row = ids[0].tolist()
         self.total_tokens += len(row)
+        if self._scores is not None:
+            self._scores.feed(row, self._found)
         pieces = (self._decoder.step(self._tokenizer._tokenizer, token) for token in row)
         self._write("".join(piece for piece in pieces if piece is not None))
 
@@ -118,18 +134,44 @@ class TextStream:
         if self._parser is None:
             found = [rest] if rest else []
         else:
-            found += response_events_to_chunks(self._parser.feed(rest)) if rest else []
+            found += self._parsed(rest) if rest else []
             try:
-                found += response_events_to_chunks(self._parser.finalize()[1])
-            except (ValueError, RuntimeError):
+                found += response_events_to_chunks(self._parser.finalize()[1]) if self._parser is not None else []
+            except BROKEN:
                 pass  # the answer ended within a tool call: what is whole has been sent
-        self._push([*found, error])
+        self._length += len(rest)
+        self._push([*self._with_scores(found, True), error])
 
     def _write(self, text: str) -> None:
         self._text += text
         text = self._cut.feed(text)
+        self._length += len(text)
         if text:
-            self._push([text] if self._parser is None else response_events_to_chunks(self._parser.feed(text)))
+            self._push(self._with_scores([text] if self._parser is None else self._parsed(text)))
+
+    def _parsed(self, text: str) -> list[Any]:
+        """What the parser makes of a piece. A call that cannot be read is text, as is all that follows it."""
+        self._read += text
+        try:
+            return response_events_to_chunks(self._parser.feed(text))
+        except BROKEN:
+            self._parser = None
+            at = self._read.rfind(OPENING)
+            return [self._read[at:] if at >= 0 else text]
+
+    def _put_logprobs(self, found: LogProbs) -> None:
+        """Of the ids that come next."""
+        self._found = found
+
+    def _with_scores(self, items: list[Any], last: bool = False) -> list[Any]:
+        """Items of which the first text has the tokens whose text was let through, if anybody wants to know."""
+        at = next((at for at, item in enumerate(items) if type(item) is str), None)
+        if self._scores is None or (at is None and not last):
+            return items
+        scores = self._scores.until(self._length)
+        if at is None:
+            return [*items, Scored("", scores)] if scores else items
+        return [*items[:at], Scored(items[at], scores), *items[at + 1 :]]
 
     def _put_draft(self, ids: Tensor) -> None:
         if self.queue.qsize() >= MOST_DRAFTS or self._cut.over:

@@ -1,8 +1,9 @@
-"""LLaDA2 checkpoints (inclusionAI/LLaDA2.0-mini, -flash, LLaDA2.1-mini, -flash and kin) on transformers' Glm4Moe.
+"""LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and kin) on transformers' Glm4Moe.
 
 A mixture of experts with other names, and one matrix for queries, keys and values, which is split where it is read
 (`paradec.models.text.llada2_reader`). Attention is block-causal over blocks of 32 counted from position 0, logits row i
-predicts token i. Published decoding: sampler "threshold" (2.0) or "editing" (2.1), with the presets of these names.
+predicts token i. Published decoding: sampler "threshold" (2.0) or "editing" (2.1), with the presets of these names, and
+"levenshtein" (2.2), which also chooses experts for whole blocks (`paradec.models.text.llada2_routing`).
 Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 from paradec.core.checks import shown
 from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
+from paradec.models.decoder import Decoder
 from paradec.models.family import Family
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import experts_per_token, stated_block
@@ -56,8 +58,9 @@ ONLY = {
     "router_dtype": ("fp32", None),
 }
 """Fields that would change the maths, and the values that the published code follows."""
-OF_2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
-"""Fields of LLaDA2.2, which chooses experts for whole blocks, and whose decoding deletes and splits."""
+CAPACITY = "expert_capacity"
+"""How many experts a block may take, of LLaDA2.2, which also states its block as `BLOCK_SIZE`."""
+BLOCK_SIZE = "block_size"
 
 REQUIRED = (
     "hidden_size",
@@ -87,11 +90,6 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Glm4MoeConfig
 
-    if later := [f"{name}={shown(config[name])}" for name in OF_2_2 if config.get(name) is not None]:
-        raise CheckpointError(
-            f"config.json: {', '.join(later)}: this is LLaDA2.2, which is not supported: it chooses experts for whole "
-            "blocks (expert_capacity), and deletes and splits tokens; supported: LLaDA2.0 and LLaDA2.1, without these"
-        )
     require(config, REQUIRED)
     refuse_unless(config, ONLY)
     if config.get("quantization_config") is not None:
@@ -160,6 +158,8 @@ def _rotated(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, f
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Glm4Moe's fields of how experts are chosen."""
     experts, chosen = experts_per_token(config)
+    if config.get(CAPACITY) is not None:
+        return _block_routing(config, experts, chosen)
     groups, best = (positive(config, name) for name in ("n_group", "topk_group"))
     if experts % groups or experts < 2 * groups:
         raise CheckpointError(
@@ -181,6 +181,19 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _block_routing(config: Mapping[str, Any], experts: int, chosen: int) -> dict[str, Any]:
+    """The fields where experts are chosen for blocks, and not by groups."""
+    capacity, block = positive(config, CAPACITY), positive(config, BLOCK_SIZE)
+    if not chosen <= capacity <= experts:
+        raise CheckpointError(
+            f"config.json: {CAPACITY}={shown(capacity)} must be an integer from num_experts_per_tok={chosen} to "
+            f"num_experts={experts}"
+        )
+    own = {"n_routed_experts": experts, "num_experts_per_tok": chosen, "n_group": 1, "topk_group": 1}
+    own["norm_topk_prob"] = chosen > 1
+    return {**own, CAPACITY: capacity, BLOCK_SIZE: block}
+
+
 def block_length(config: Mapping[str, Any], source: str) -> int | None:
     """The block of the checkpoint: from config.json, else 32 for a published name.
 
@@ -188,6 +201,8 @@ def block_length(config: Mapping[str, Any], source: str) -> int | None:
         CheckpointError: config.json states something else than a positive integer.
     """
     stated = stated_block(config, BLOCK_NAME)
+    if stated is None:
+        stated = stated_block(config, BLOCK_SIZE)
     if stated is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
         return stated
     return 32
@@ -198,6 +213,15 @@ def reader() -> type:
     from paradec.models.text.llada2_reader import reading
 
     return reading(FUSED)
+
+
+def decoder(config: Any) -> type:
+    """The adapter of a configuration: one that chooses experts for blocks, or the plain one."""
+    if getattr(config, CAPACITY, None) is None:
+        return Decoder
+    from paradec.models.text.llada2_routing import BlockRouted
+
+    return BlockRouted
 
 
 FAMILY = Family(
@@ -211,5 +235,6 @@ FAMILY = Family(
     experts=True,
     fused=FUSED,
     reader=reader,
+    decoder=decoder,
     padding_ends=True,
 )

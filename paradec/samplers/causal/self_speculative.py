@@ -90,6 +90,8 @@ class SelfSpeculative(ChainSampler):
             why = "it does not say what a mask is" if own is None else None
         elif facts.topology != "block_causal":
             why = f"it is {facts.topology.replace('_', '-')}"
+        elif facts.whole_blocks:
+            why = "it chooses experts for whole blocks, and would for other ones than its own"
         elif own is not None:
             why = "in this mode it is not causal: load it with topology='causal' or as it is by default"
         if why is None and not (model.supports_store and model.supports_visibility and model.pads):

@@ -33,6 +33,8 @@ def check_pair(sampler: Any, model: Any) -> None:
             "paradec.wrap its mask_token_id, prediction and topology; else give one of family 'draft_verify', e.g. "
             "sampler='sjd'"
         )
+    if (refused := sampler.needs.refusal(facts)) is not None:
+        raise ValueError(f"sampler {sampler.name!r} does not work here: {refused}")
     if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "

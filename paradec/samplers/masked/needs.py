@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paradec.core.checks import check_choice
+from paradec.core.facts import TOPOLOGIES
 from paradec.core.former import check_former
 from paradec.core.registry import unknown
 from paradec.samplers.statistics import QUANTITIES
@@ -46,6 +47,8 @@ class Needs:
     decided_logits: bool = False
     """Whether the method reads the logits of decided positions of the block as well (to edit or remask). Without it,
     and without a `process_logits`, `extra_quantities` or `revise`, large vocabularies have none there."""
+    topologies: tuple[str, ...] = ()
+    """The topologies (`paradec.core.facts.TOPOLOGIES`) of models that the method is for; none is all of the family."""
     may_wait: bool = False
     """Whether a step may commit nothing; then the method's schedule must bound the steps."""
     least_by_steps: bool = False
@@ -53,8 +56,13 @@ class Needs:
     then pipelined blocks take the method, without `steps`."""
     mask_probes: bool = False
     """Whether it evaluates masks beside the row that the rest of the row does not see."""
+    stores_final: bool = False
+    """Whether it lets keys and values of final blocks be stored, and no others: for caches with `final_alone`."""
     multi_step: bool = False
     """Whether it evaluates drafts of later steps, and promises the result of taking them one by one."""
+    moves: bool = False
+    """Whether a step of a method that `revises` may move what is decided within the open block, and leave more
+    undecided than there was; then its last step must fill the block."""
     ends_with_block: bool = False
     """Whether stop rules of a method that `revises` see a block only when it closes."""
     names_rules: bool = False
@@ -85,6 +93,18 @@ class Needs:
         check_choice("score_from", self.score_from, ("raw", "sampled"))
         check_choice("reference_draws", self.reference_draws, ("canvas", "masked"))
         object.__setattr__(self, "reads", reads)
+        for topology in self.topologies:
+            check_choice("topologies", topology, TOPOLOGIES)
+
+    def refusal(self, facts: Any) -> str | None:
+        """Why the method is not for models of these facts; None where it is."""
+        if facts.whole_blocks and (self.mask_probes or self.multi_step):
+            what = "masks beside the row" if self.mask_probes else "several drafts"
+            return f"it evaluates {what} in one call; {facts.name} chooses experts for whole blocks of a call"
+        if not self.topologies or facts.topology in self.topologies:
+            return None
+        needed = " or ".join(topology.replace("_", "-") for topology in self.topologies)
+        return f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}"
 
 
 FORMER = {

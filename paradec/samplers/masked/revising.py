@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.blocks import LONGEST_BLOCK
 from paradec.core.contract import CanvasState
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import Decision, MaskedProposal, View
+from paradec.samplers.masked.views import Decision, MaskedProposal, Revision, View
 
 
 def editable(state: CanvasState, proposal: MaskedProposal) -> Tensor:
@@ -25,6 +26,8 @@ def editable(state: CanvasState, proposal: MaskedProposal) -> Tensor:
 def revised(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> Decision:
     """The selection [R, W] bool with what the method takes back; no more than it has steps left to decide again."""
     revision = sampler.revise(view, selected)
+    if revision.text is not None:
+        return _moved(state, view, revision)
     values, written, filled = view.tokens, selected, selected.long()
     if revision.edit is not None:
         written = written | revision.edit & view.editable
@@ -37,10 +40,36 @@ def revised(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> D
     return Decision(values, written, filled, revision.hold_block)
 
 
+def _moved(state: MaskedState, view: View, revision: Revision) -> Decision:
+    """The decision where text moves: what changes at open positions is written."""
+    assert revision.text is not None
+    mask_id, text = state.facts.mask_id, revision.text
+    written = (view.candidates | view.editable) & (text != view.current)
+    filled = (view.current == mask_id).long() - (text == mask_id).long()
+    return Decision(text, written, filled.masked_fill(~written, 0), revision.hold_block)
+
+
+def block_width(blocks: Any) -> int:
+    """The positions of a block where text moves, which takes blocks of one length."""
+    width: int = blocks.length
+    return width
+
+
+def most_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: the bound on the steps of the rows' open blocks. Where text moves, it is that of a block of masks."""
+    opened = state.masks_at_open[rows]
+    bound: np.ndarray = sampler.most_steps(
+        np.full_like(opened, block_width(state.blocks)) if sampler.needs.moves else opened
+    )
+    return bound
+
+
 def least(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
     """[R] int64: how many positions more than before must be decided after this step, so that the steps left suffice
-    for the others."""
-    left: np.ndarray = sampler.most_steps(state.masks_at_open[rows]) - state.block_step[rows] - 1
+    for the others; where text moves, the last step fills the block."""
+    left: np.ndarray = most_steps(sampler, state, rows) - state.block_step[rows] - 1
+    if sampler.needs.moves:
+        return np.where(left > 0, -LONGEST_BLOCK, state.remaining[rows])
     return state.remaining[rows] - left
 
 
@@ -52,7 +81,7 @@ def shown_to_stop_rules(
     held = decided.get("hold_block")
     closes = state.remaining[rows] <= 0
     if held is not None:
-        held = held & (state.block_step[rows] < sampler.most_steps(state.masks_at_open[rows]))
+        held = held & (state.block_step[rows] < most_steps(sampler, state, rows))
         closes = closes & ~held
     open_still = ~closes[:, None] if sampler.needs.ends_with_block else decided["selected"] & ~closes[:, None]
     return held, np.where(open_still, state.facts.mask_id, decided["tokens"])

@@ -28,6 +28,7 @@ from paradec.samplers.masked.kept_logprobs import KeptLogProbs
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
 from paradec.samplers.masked.prefix_reuse import PrefixReuse, take_over
 from paradec.samplers.masked.reference import ReferenceNumbers
+from paradec.samplers.masked.revising import block_width
 from paradec.samplers.masked.sparse_attention import SparseAttention
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stop_strings import StopStrings
@@ -79,6 +80,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if texts:
         rules.append(StopStrings(texts, model.tokenizer, mask, canvas, answers))
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}
+    if sampler.needs.moves:
+        sizes["steps"] = int(sampler.most_steps(np.array([block_width(policy)]))[0])
     state = MaskedState(
         batch=len(rows),
         memory=Memory(sampler.memory(), len(rows), sizes, device),

@@ -29,6 +29,7 @@ class Shape:
         tied: whether the output matrix is the embedding.
         dense_layers: layers with a dense MLP; the others are mixtures of experts.
         experts, experts_per_token, expert_width: of a mixture's layers; 0 where there are none.
+        expert_capacity: how many experts a block may choose, where they are chosen for whole blocks; else 0.
         shared_width: width of what every token takes in a mixture's layer beside its experts.
         prediction, topology, block_length, max_length: as in `paradec.core.facts.ModelFacts`.
         default_block_length: how answers are cut where a request does not say; None leaves them whole.
@@ -49,12 +50,18 @@ class Shape:
     experts_per_token: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    expert_capacity: int = 0
     prediction: str = "same"
     topology: str = "bidirectional"
     block_length: int | None = None
     max_length: int | None = None
     default_block_length: int | None = None
     dtype: str | None = None
+
+    @property
+    def whole_blocks(self) -> bool:
+        """As in `paradec.core.facts.ModelFacts`."""
+        return self.expert_capacity > 0
 
     @property
     def dense(self) -> int:
@@ -107,6 +114,10 @@ class Shape:
         """
         if not self.experts:
             return 0.0
+        if self.expert_capacity and self.block_length:
+            left_out = (1 - self.experts_per_token / self.expert_capacity) ** min(tokens, self.block_length)
+            of_block = self.expert_capacity * (1 - left_out)
+            return self.experts * (1 - (1 - of_block / self.experts) ** max(1.0, tokens / self.block_length))
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
 
 
@@ -299,6 +310,7 @@ def _mixture(config: Any) -> dict[str, int]:
         return {
             "dense_layers": min(config.first_k_dense_replace, config.num_hidden_layers),
             "experts": config.n_routed_experts,
+            "expert_capacity": getattr(config, "expert_capacity", None) or 0,
             "experts_per_token": config.num_experts_per_tok,
             "expert_width": width,
             "shared_width": width * config.n_shared_experts,

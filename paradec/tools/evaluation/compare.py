@@ -402,6 +402,8 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
         "tasks": dict(Counter(question.task for question in questions)),
         "questions": hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16],
     }
+    own = _digest(type(caches.create(request["cache"])))
+    setup |= {} if own is None else {"cache_source": own}
     # None has no entry, as in earlier results
     return setup | {name: plain(request[name]) for name in ("attention", "suffix") if request[name] is not None}
 
@@ -492,7 +494,11 @@ def _source(configuration: Configuration) -> str | None:
     """A digest of the file that a sampler of somebody else's is in; None of paradec's own, and of combinations."""
     if configuration.sampler not in samplers.registry:
         return None
-    cls = samplers.get(configuration.sampler)
+    return _digest(samplers.get(configuration.sampler))
+
+
+def _digest(cls: type) -> str | None:
+    """A digest of the file that a class is in; None of paradec's own."""
     if cls.__module__.startswith("paradec."):
         return None
     try:

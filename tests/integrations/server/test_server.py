@@ -158,6 +158,8 @@ def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
     assert [found.id for found in client.models.list().data] == [NAME]
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+DEEP = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
 REFUSED: list[tuple[Any, int, str]] = [
     (b'{"messages": [', 400, "no JSON"),
     (b"[1, 2]", 422, "JSON object"),
@@ -166,11 +168,24 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"messages": [{"content": "x"}]}, 422, "must have a role"),
     ({"messages": [{"role": "user", "content": 3}]}, 422, "must have a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "must be of type text"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 422, "cannot be read"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 422, "must have a function with a name"),
     (chat("Hello"), 400, "outside the model's vocabulary: 'Hello'"),
     (chat(colour="red"), 422, "unknown field: 'colour'"),
     (chat(temprature=1), 422, "did you mean 'temperature'?"),
-    (chat(n=2), 422, "n=2 is not offered"),
+    (chat(n=0), 422, "n=0 must be an integer from 1 to 128"),
+    (chat(n="2"), 422, "n='2' must be an integer"),
+    (chat(logprobs=3), 422, "logprobs=3 must be true or false"),
+    (chat(top_logprobs=3), 422, "top_logprobs=3 needs logprobs=true"),
+    (chat(logprobs=True, top_logprobs=21), 422, "top_logprobs=21 must be an integer from 0 to 20"),
+    (chat(tools=[1]), 422, "tools: 1 must be of type function"),
+    (chat(tools="x"), 422, "tools='x' must be a list"),
+    (chat(tools=[TOOL | {"x": json.loads("[" * 70 + "]" * 70)}]), 422, "64 levels deep"),
+    (chat(tool_choice="maybe"), 422, "tool_choice='maybe' must be"),
+    (chat(tool_choice="required", tools=[TOOL]), 422, "tool_choice='required' is not offered"),
+    (chat(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[TOOL]), 422, "'g' is none of the tools"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 422, "tool_calls=3 must be a list of calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "cannot be read as JSON"),
+    ({"messages": [{"role": "tool", "tool_call_id": [], "content": "x"}]}, 422, "tool_call_id=[] must be a text"),
     (chat(response_format={"type": "json_object"}), 422, "response_format="),
     (chat(stream="yes"), 422, "stream='yes' must be true or false"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
@@ -308,6 +323,9 @@ def test_metrics_count(model: Any) -> None:
     assert found["paradec_requests_total", "/v1/chat/completions", "400"] == 1
     assert (found["paradec_tokens_total", "prompts"], found["paradec_tokens_total", "answers"]) == (8, 4)
     assert found["paradec_answers_total", "whole"] == 1 and found["paradec_rows_occupied",] == 0
+    for name in ("waiting", "first_token", "token"):
+        assert found[f"paradec_{name}_seconds_count",] == 1, name
+    assert 0 < found["paradec_waiting_seconds_sum",] < found["paradec_first_token_seconds_sum",]
     assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_row_calls_total",] >= 1
 
 
@@ -325,6 +343,41 @@ def test_keys_and_numbers_are_limited(model: Any) -> None:
         assert status == 429 and headers["retry-after"] == "8" and "rate_limit_error" in text
         wire.close()
         wait(lambda: server.post(chat(), **key)[0] == 200)
+
+
+def test_the_tokens_asked_for_are_limited(model: Any) -> None:
+    with running(model, batch_size=2, max_work=450) as server:
+        status, _, text = server.post(chat(max_tokens=450))
+        assert status == 400 and "458 tokens of prompt and answer are more than this server takes, 450" in text
+        wire = server.send(json.dumps(chat(**LONG)).encode())
+        wait(lambda: server.engine.occupied == 1)
+        status, headers, text = server.post(chat(max_tokens=40, stream=True))
+        assert status == 429 and int(headers["retry-after"]) >= 1 and "408 tokens are being answered" in text
+        assert server.post(chat(max_tokens=20, n=2))[0] == 429  # the second answer does not fit
+        assert server.post(chat(max_tokens=20))[0] == 200
+        wire.close()
+        wait(lambda: server.post(chat(max_tokens=440))[0] == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_frees_its_row_within_one_step(model: Any, stream: bool) -> None:
+    with running(model, batch_size=2) as server:
+        cancelled, steps = server.engine.batch.cancel, []
+
+        def cancel(ticket: Any) -> bool:
+            steps.append(server.engine.steps)
+            return cancelled(ticket)
+
+        server.engine.batch.cancel = cancel
+        ended: list[int] = []
+        wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
+        wait(lambda: server.engine.occupied == 1)
+        (ticket,) = [ticket for group in server.engine.batch._groups for ticket in group.tickets if ticket]
+        told = ticket.on_done
+        ticket.on_done = lambda ticket: (ended.append(server.engine.steps), told(ticket))
+        wire.close()
+        wait(lambda: len(ended) == 1)
+        assert ended[0] - steps[0] <= 1 and server.engine.occupied == 0
 
 
 def test_an_engine_that_stops_says_so(model: Any) -> None:

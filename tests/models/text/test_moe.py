@@ -351,20 +351,6 @@ def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: A
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("fields", [
-    {"delete_token_id": 90, "split_token_id": 91, "block_size": 32, "expert_capacity": 3},
-    {"expert_capacity": 3}, {"expert_capacity": 0}, {"delete_token_id": 90}, {"split_token_id": 91, "num_experts": ...},
-])  # fmt: skip
-def test_llada2_2_is_refused_by_its_name(tmp_path: Path, fields: dict[str, Any]) -> None:
-    """By any of its fields: without its control ids, too, its experts would be others."""
-    folder = edited(tmp_path / "LLaDA2.2-mini", "llada2-tiny", **fields)
-    with pytest.raises(paradec.CheckpointError, match="this is LLaDA2.2, which is not supported") as error:
-        paradec.load(folder, **told("llada2-tiny"))
-    named = [f"{name}={value}" for name, value in fields.items() if name not in ("block_size", "num_experts")]
-    assert all(text in str(error.value) for text in named)
-    assert paradec.load(edited(tmp_path / "b", "llada2-tiny", expert_capacity=None), **told("llada2-tiny"))
-
-
 FOLLOWED = [
     ("llada2-tiny", "routed_scaling_factor", 1.0),
     ("llada2-tiny", "topk_group", 3),

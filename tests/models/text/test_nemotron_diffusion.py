@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import paradec
 from paradec import samplers
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query, StoreCall, WindowLogits, WindowQuery
+from paradec.kernels.token_stats import draw
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.tools.evaluation.likelihood import log_likelihoods
@@ -127,7 +129,7 @@ def traces(mode: str) -> list[Any]:
     found = []
     for path in sorted((NLD / "traces").glob("*.json")):
         trace = json.loads(path.read_text())
-        if trace["mode"] == mode and not trace["settings"].get("temperature"):
+        if trace["mode"] == mode:
             found.append(pytest.param(trace, id=path.stem))
     return found
 
@@ -136,13 +138,46 @@ def ends(trace: dict[str, Any]) -> bool:
     return trace["settings"].get("eos", 0) is not None
 
 
+def fed(name: str, state_of: list[Any], **settings: Any) -> Any:
+    """A masked sampler that draws with a file's uniform numbers in their order: one for a seed, else one for each mask
+    of the block, left to right. `state_of` gets the numbers that are left. As in the published loop, the mask's
+    probability counts."""
+    cls: Any = samplers.get(name)
+
+    @dataclass(frozen=True)
+    class Fed(cls):  # type: ignore[misc]
+        def weighs_mask(self, state: Any) -> bool:
+            return True
+
+        def draw_tokens(self, state: Any, logits: Tensor, query: Any, generator: Any) -> Tensor:
+            masks = (state.window.read(state.canvas) == state.mask_id)[0].nonzero()[:, 0].tolist()
+            seeds = state.seeding is not None and bool(state.seeding[0])
+            uniform = torch.full(logits.shape[:2], 0.5, dtype=torch.float64)
+            for column in masks[:1] if seeds else masks:
+                uniform[0, column] = state_of.pop(0)
+            return draw(logits.double().softmax(-1), uniform)
+
+    return Fed(**settings)
+
+
 @pytest.mark.parametrize("trace", traces("ar"))
 def test_the_causal_mode(trace: dict[str, Any]) -> None:
-    model = model_of(trace["model"], "causal")
+    model, temperature = model_of(trace["model"], "causal"), trace["settings"].get("temperature", 0.0)
     for case in trace["cases"]:
-        request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace)}
-        found = paradec.generate(model, [case["prompt_ids"]], sampler="jacobi", temperature=0, **request)
-        assert found.new_tokens[0, : len(case["tokens"])].tolist() == case["tokens"]
+        if not case["fp64_same"]:
+            continue
+        request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace), "temperature": temperature}
+        sampler = samplers.create("sjd", window=1)
+        state = sampler.start(model, [case["prompt_ids"]], **request)
+        numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
+        # every token is one of the file's numbers' draw
+        state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
+            (*at.shape, count), next(numbers), dtype=torch.float64
+        )
+        while not state.done:
+            sampler.commit(state, sampler.step(model, state))
+        begin = len(case["prompt_ids"])
+        assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
 
 
 @pytest.mark.parametrize("cache", ["none", "block"])
@@ -153,13 +188,16 @@ def test_blocks(trace: dict[str, Any], cache: str) -> None:
     threshold, block = settings["threshold"], settings["block"]
     model = model_of(trace["model"], None if settings.get("causal_context", True) else "block_causal")
     by_count = threshold is None or threshold > 1
-    sampler = samplers.create("low_confidence") if by_count else samplers.create("threshold", threshold=threshold)
+    name, given = ("low_confidence", {}) if by_count else ("threshold", {"threshold": threshold})
     for case in trace["cases"]:
         if not case["fp64_same"]:
             continue
+        numbers = [*case.get("uniforms", []), *[0.5] * 99]
+        sampler = fed(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)
         new, begin = case["max_new_tokens"], len(case["prompt_ids"])
         request: dict[str, Any] = {"steps": new} if by_count else {}
         request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": ends(trace)}
+        request["temperature"] = settings.get("temperature", 0.0)
         state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
         made, evaluated = [], []
         while not state.done:
@@ -177,6 +215,12 @@ def test_blocks(trace: dict[str, Any], cache: str) -> None:
             elif step["seed"] != model.own_drafts.mask_token_id:
                 theirs.append({(begin + step["block"] * block, step["seed"])})
                 width.append(begin if not step["block"] else block)
+        if state.stopped[0]:  # what comes after an end is padding
+            made, theirs = (
+                [{one for one in step if one[0] < state.end[0]} for step in steps] for steps in (made, theirs)
+            )
+            assert not any(theirs[len(made) :])
+            theirs, width = theirs[: len(made)], width[: len(made)]
         assert made == theirs
         assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
         if cache == "block" and model.facts.topology == "causal_context":

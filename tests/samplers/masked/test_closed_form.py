@@ -16,11 +16,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fitting import facts_of
 from torch import Tensor
 
 import paradec
@@ -67,6 +69,9 @@ class Denoiser:
     default_max_new_tokens, default_block_length = N, None
     device, dtype = torch.device("cpu"), torch.float64
     facts = ModelFacts(vocab_size=FIRST_TASK + len(TASKS), mask_token_id=HOLE, name="the tasks")
+
+    def __init__(self, sampler: str = "threshold", block: int = N) -> None:
+        self.facts = replace(self.facts, **facts_of(sampler, N + 1 if block == N else block))
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         rows, count = query.tokens.shape[0], query.wanted.shape[1]
@@ -125,6 +130,7 @@ ONE_STEP: dict[str, dict] = {
     "wino": {"threshold": 0.0, "cap_low": N, "cap_share": 1.0},
     "editing": {"threshold": 0.0, "editing_threshold": 1.0},
     "saber": {"minimum": N},
+    "s2d2": {"route": "span", "min_span": N + 2, "block_steps": 1},
     "credit": {"threshold": 0.0, "fusion": 0.0},
     "union": {"rules": ({"sampler": "threshold", "threshold": 0.0}, "localleap")},
     "intersection": {"rules": [{"sampler": "threshold", "threshold": 0.0}, {"sampler": "factor", "factor": N + 1.0}]},
@@ -136,6 +142,7 @@ FROM_THIS_STEP = {"ccd": {"history": 1}, "lopa": {"branches": 0}}
 """Settings with which tokens are drawn from this step's logits alone, where the defaults average over earlier steps or
 add a token of the last one: these did not know what has been decided since."""
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+MASKED = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +159,7 @@ def decode(name: str, settings: dict, filter_file: str, block: int, **request: A
     if name == "learn2pd":
         settings = settings | {"filter": filter_file, "allow_mismatch": True}
     return paradec.generate(
-        Denoiser(),
+        Denoiser(name, block),
         PROMPTS,
         sampler=samplers.create(name, **settings),
         blocks=paradec.FixedBlocks(block),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import fits, taken, topology_of
 from tiny_models import MASK, everything, tiny
 
 import paradec
@@ -22,24 +23,35 @@ from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-BIDIRECTIONAL = [name for name in caches.names() if "bidirectional" in caches.get(name).facts.topologies]
+MODELS: dict[str, dict[str, Any]] = {
+    "llada64": {"prediction": "same", "topology": "bidirectional"},
+    "dream64": {"prediction": "shifted", "topology": "bidirectional"},
+    "blocks64": {"prediction": "same", "topology": "block_causal", "block_length": 4},
+}
+"""The last one is for those that take neither of the others."""
+FOR = {
+    topology: [name for name in caches.names()[1:] if topology in caches.get(name).facts.topologies]
+    for topology in ("bidirectional", "block_causal")
+}
 
 
 def pairs() -> list[tuple[str, str, str]]:
     """(sampler, cache, model): every sampler without a cache on both models, and with one of the caches that it works
     with, in turn, on one of them."""
-    models = {"llada64": "same", "dream64": "shifted"}
-    found = [(name, "none", model) for model in models for name in MASKED if works(name, "none", models[model])]
+    bidirectional = list(MODELS)[:2]
+    found = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
+    found += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
     for index, sampler in enumerate(MASKED):
-        model = [model for model in models if works(sampler, "none", models[model])][-(index % 2)]
-        fitting = [name for name in BIDIRECTIONAL[1:] if works(sampler, name, models[model])]
+        fit = [model for model in bidirectional if works(sampler, "none", model)] or ["blocks64"]
+        model = fit[-(index % 2)]
+        fitting = [name for name in FOR[MODELS[model]["topology"]] if works(sampler, name, model)]
         found.append((sampler, fitting[index // 2 % len(fitting)], model))
-    delayed = [(name, "delayed", model) for name, model in zip(("credit", "threshold"), models, strict=True)]
+    delayed = [(name, "delayed", model) for name, model in zip(("credit", "threshold"), bidirectional, strict=True)]
     return [*found, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64"), *delayed]
 
 
-def works(sampler: str, cache: str, prediction: str) -> bool:
-    facts = ModelFacts(vocab_size=2, prediction=prediction)
+def works(sampler: str, cache: str, model: str) -> bool:
+    facts = ModelFacts(vocab_size=2, **MODELS[model])
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
 
 
@@ -69,21 +81,28 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
         for _ in range(draw.randint(2, 3)):
             row = [draw.randrange(36) for _ in range(draw.randint(1, 9))]
             rows += [row] if row not in rows else []
-        request = {
+        request: dict[str, Any] = {
             "block_length": draw.choice((3, 4, NEW)),
             "temperature": temperature,
             "guidance_scale": 1.5 if temperature == guided else 1.0,
             "seed": draw.randrange(2**31),
             "eos_early_stop": draw.random() < 0.5,
         }
-        found.append((rows, request))
+        found.append((rows, taken(name, request)))
     if pipelines(name) and (cache, model) != ("none", "dream64"):
         rows, request = found[draw.randrange(2)]
         policy = PipelinedBlocks(
             draw.choice((2, 3)), add=draw.choice((0, 0.3, 0.6)), full=0.5, forced=draw.choice(("first", "active"))
         )
         found.append((rows, request | {"blocks": policy, "block_length": None}))
+    for _, request in found if model == "blocks64" else []:
+        request["block_length"] = request["block_length"] and {3: 2, 4: 4, NEW: 8}[request["block_length"]]
     return found
+
+
+@pytest.fixture(scope="module")
+def blocks64() -> Model:
+    return tiny(2, "block_causal")
 
 
 @pytest.fixture(params=["llada64", "dream64"])
@@ -137,10 +156,18 @@ def test_every_step_and_every_row(
     sampler = samplers.create(name)
     state = sampler.start(model, rows, max_new_tokens=NEW, cache=cache, **asked)
     mask = model.facts.mask_token_id
-    most = NEW
+    total = int(state.total.max())
+    assert total == NEW or model_name == "blocks64"  # which decodes whole blocks
+    most = 2 * total if sampler.needs.may_wait and sampler.needs.mask_probes else total
     if sampler.needs.revises:
         length = asked["block_length"]
-        most = sampler.most_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
+        counts = [state.blocks.count(*each) for each in zip(state.prompt_length, state.length, strict=True)]
+        most = max(counts) * sampler.most_steps(np.array([length]))[0]
+        most = (
+            most
+            if model_name == "blocks64"
+            else sampler.most_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
+        )
     steps, forwarded = [], []
     with torch.inference_mode():
         while not state.done:
@@ -173,7 +200,7 @@ def test_every_step_and_every_row(
             assert len(steps) <= most
     assert not state.undecided.any()
     assert (state.nfe <= most).all()
-    assert state.progress[0] == state.progress[1] == NEW * len(rows)
+    assert state.progress[0] == state.progress[1] == state.total.sum() >= NEW * len(rows)
     seen: list[MaskedState] = []
     for index, prompt in enumerate(rows):
         assert state.canvas[index, : len(prompt)].tolist() == prompt
@@ -202,13 +229,14 @@ def test_every_step_and_every_row(
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", MASKED)
-def test_seeds_and_copies(name: str, llada64: Model) -> None:
+@pytest.mark.parametrize("name", [name for name in MASKED if "temperature" not in samplers.get(name).unsupported])
+def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
     """A seed gives the same result again, also among other rows; other seeds give others, and so do a prompt's copies
     under one seed."""
     arguments = {"sampler": name, "max_new_tokens": NEW, "temperature": 4.0, "eos_early_stop": False}
-    alone = paradec.generate(llada64, [1, 2, 3], seed=5, **arguments)
-    out = paradec.generate(llada64, [[1, 2, 3]] * 9, seed=[5, 6, 7, 8, 9, 5, 5, 5, 5], **arguments)
+    model = llada64 if fits(name, llada64) else blocks64
+    alone = paradec.generate(model, [1, 2, 3], seed=5, **arguments)
+    out = paradec.generate(model, [[1, 2, 3]] * 9, seed=[5, 6, 7, 8, 9, 5, 5, 5, 5], **arguments)
     first, *others = out.new_tokens
     assert torch.equal(first, alone.new_tokens[0]) and out.row_nfe[0] == alone.nfe
     assert any(not torch.equal(first, other) for other in others[:4])

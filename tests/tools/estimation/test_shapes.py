@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from moe_models import MOE, golden_moe
-from places import GOLDEN
+from places import GOLDEN, golden
 from tiny_models import tiny
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -18,6 +19,7 @@ from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.tools.estimation.shapes import BUILT_IN, Shape, shape_of
 
+LLADA22 = golden("autumn") / "llada22" / "llada22-tiny"
 LLADA = {
     "model_type": "llada",
     "block_type": "llama",
@@ -174,6 +176,14 @@ def test_experts_that_a_batch_covers() -> None:
         chosen = torch.rand(4000, tokens, 32, generator=generator).topk(4, -1).indices
         seen = torch.zeros(4000, 32).scatter_(1, chosen.flatten(1), 1.0).sum(1).mean()
         assert shape.covered(tokens) == pytest.approx(float(seen), rel=0.01)
+    # one block chooses among 6, another one among others
+    blocks = dataclasses.replace(shape, expert_capacity=6, block_length=5)
+    among = torch.rand(4000, 5, 6, generator=generator).topk(4, -1).indices
+    seen = torch.zeros(4000, 6).scatter_(1, among.flatten(1), 1.0).sum(1).mean()
+    assert blocks.covered(5) == pytest.approx(float(seen), rel=0.01) and blocks.whole_blocks
+    assert blocks.covered(5) < blocks.covered(10) < shape.covered(10) and blocks.covered(1) == pytest.approx(4)
+    published = shape_of(paradec.load(LLADA22, mask_token_id=95))
+    assert (published.experts, published.expert_capacity, published.block_length) == (16, 6, 8)
     assert shape.covered(1) == pytest.approx(4) and Shape("", 1, 1, 1, 1, 1, 1, 1).covered(9) == 0
 
 

@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import paradec
-from paradec import cli, samplers
+from paradec import caches, cli, samplers
 from paradec.cli import show
 from paradec.core.prompts import encode
 from paradec.core.version import DRAWS
@@ -680,6 +680,38 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "bad.py").write_text(text)
         result = run("--samplers", f"{tmp_path / 'bad.py'}:Mine")
         assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+OWN_CACHE = """
+from dataclasses import dataclass
+from paradec.caches.prefix import PrefixCache
+
+@dataclass(frozen=True)
+class Mine(PrefixCache):
+    name = "mine_of_a_file"
+    look: int = 0
+"""
+
+
+def test_a_cache_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It evaluates what the cache that it extends evaluates; a file that has changed is another cache."""
+    monkeypatch.setattr(caches.registry, "_targets", dict(caches.registry._targets))
+    file, out = tmp_path / "own_cache.py", tmp_path / "results.json"
+    file.write_text(OWN_CACHE)
+    flags = ("--tasks", "copy", "--limit", 2, "--max-new-tokens", 6, "--block-length", 2, "--defaults", "--samplers")
+    flags += ("low_confidence", "--out", out)
+    own = ("--cache", f"{file}:Mine(look=2)")
+    positions = []
+    for cache in (own, ("--cache", "prefix"), ()):
+        found = run(*flags, *cache)
+        assert found.exit_code == 0, found.output
+        positions.append(json.loads(out.read_text())["results"][1]["forwarded_tokens"])
+    assert positions[0] == positions[1] < positions[2]
+    assert run(*flags, *own).exit_code == 0 and run(*flags, *own, "--resume").exit_code == 0
+    file.write_text(OWN_CACHE + "\n# another plan\n")
+    assert "cache_source" in run(*flags, *own, "--resume").stderr
+    refused = run("--cache", f"{file}:dataclass")
+    assert refused.exit_code == 2 and "must be a class of a cache" in refused.stderr
 
 
 def test_progress_is_in_prompts(monkeypatch: pytest.MonkeyPatch, small: Comparison, packaged: Model) -> None:

@@ -23,7 +23,8 @@ MOST_SLOTS = 1024
 class Credit(MaskedSampler):
     """The threshold rule on logits with credit. With C(i, v) the credit of token v at position i, a step does
 
-        C(i, v) <- decay * C(i, v),  then  C(i, v*) <- C(i, v*) + p_i(v*) ** exponent  for the best token v*,
+        C(i, v) <- decay * C(i, v), then for the best token v*
+        C(i, v*) <- C(i, v*) + p_i(v*) ** exponent,
         z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     and commits every masked position whose best token has a confidence under softmax(z~) >= threshold, and the best one

@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.checks import check_bool, check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.kernels.token_stats import draw
@@ -46,7 +46,7 @@ class S2D2(MaskedSampler):
     one call over the block with its drafts, which is causal, and a mask for each position, which sees the tokens before
     it. With p of the draft call and q of this one a draft is accepted with min(1, q / p); the first one that is not is
     drawn again from max(0, q - p). Where a step has written fewer tokens than it is due, other masks of the block
-    follow by their confidence. It is not registered under a name: give it as a value, `sampler=S2D2(...)`.
+    follow by their confidence.
 
     Not lossless: only with temperature > 0, `block_steps` None and a route that always verifies ("span" with 1), the
     answers have the distribution of the model in blocks of one. At temperature 0, as in the published scripts, drafts
@@ -84,8 +84,9 @@ class S2D2(MaskedSampler):
     summary = (
         "drafts a block and verifies the first drafts token by token with the same weights, where that pays; lossy"
     )
-    needs = Needs(decided_logits=True, mask_probes=True, may_wait=True)
+    needs = Needs(decided_logits=True, mask_probes=True, may_wait=True, stores_final=True, topologies=("block_causal",))
     draws = True
+    unsupported = (*MaskedSampler.unsupported, "rng")
     sweep = ({"cost": 0.0}, {"route": "span"})
     presets = {
         "sdar": {},
@@ -105,12 +106,12 @@ class S2D2(MaskedSampler):
         if self.off > self.on:
             raise ValueError(f"off={self.off} must be at most on={self.on}")
         check_number("threshold", self.threshold, low=0, high=1)
+        for name in ("dynamic", "confident_too", "causal"):
+            check_bool(name, getattr(self, name))
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
-        if facts.topology != "block_causal" or facts.prompt_aligned:
-            raise ValueError(f"sampler {self.name!r} needs a block-causal model with blocks from position 0")
-        if cache.name not in ("none", "block"):
-            raise ValueError(f"cache={cache.name!r} does not work with sampler {self.name!r}; give 'none' or 'block'")
+        if facts.prompt_aligned:
+            raise ValueError(f"sampler {self.name!r} needs blocks counted from position 0; {facts.name} has others")
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
@@ -124,11 +125,8 @@ class S2D2(MaskedSampler):
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> MaskedState:
-        """Make the state of one request: see `MaskedSampler.start`. Raises ValueError for guidance."""
-        request = request_for(self, request, arguments)
-        if request.guidance_scale != 1:
-            raise ValueError(f"guidance_scale={request.guidance_scale} does not work with sampler {self.name!r}")
-        state = super().start(model, prompt, request, attention_mask=attention_mask)
+        """Make the state of one request: see `MaskedSampler.start`."""
+        state = super().start(model, prompt, request_for(self, request, arguments), attention_mask=attention_mask)
         # a step drafts or verifies: a block takes two for each of its positions at most
         state.steps_per_block = np.full(state.batch, 2 * state.canvas.shape[1])
         return state
@@ -149,42 +147,42 @@ class S2D2(MaskedSampler):
     def _drafting(self, state: MaskedState, query: WindowQuery) -> WindowQuery:
         """The block, which sees itself and all before it."""
         first, stop = _bounds_of(state, query.rows)
-        at = query.positions
+        at = query.positions[: len(query.rows)]
         undecided = (tokens_of(state.canvas, query, torch.as_tensor(query.rows)) == state.mask_id) & (at >= first)
         begins = torch.where(undecided, at, stop).amin(1, keepdim=True)  # its first mask
         sees = _before(state, at, self.causal, first) | (at >= (begins if self.causal else first)).unsqueeze(2) & (
             at < stop
         ).unsqueeze(1)
-        return query.but(visible=sees, store=_final_alone(query, at < first))
+        return query.but(visible=_of_branches(sees, query), store=_final_alone(query, at < first))
 
     def _verifying(self, state: MaskedState, query: WindowQuery) -> WindowQuery:
         """The block with its drafts, which is causal, and masks beside it."""
         assert query.forwarded is not None
-        window, index = state.window, query.window.index
-        current, canvas = window.read(state.canvas), state.canvas.clone()
-        drafts = state.memory.read(window.rows, current.shape[1])["drafts"]
-        window.write(canvas, torch.where(window.undecided(current, state.mask_id), drafts, current))
+        window, index, rows = state.window, query.window.index, torch.as_tensor(query.rows)
+        drafts = state.memory.read(window.rows, window.positions.shape[1])["drafts"]
+        current, canvas = window.read(state.canvas), torch.full_like(state.canvas, state.mask_id)
+        window.write(canvas, torch.where(window.undecided(current, state.mask_id), drafts, canvas[:1, :1]))
+        drafted = _of_branches(tokens_of(canvas, query, rows), query)
         first, _ = _bounds_of(state, query.rows)
-        at, masks = query.positions, window.positions[torch.as_tensor(index)]
-        tokens = tokens_of(canvas, query, torch.as_tensor(query.rows))
+        at, masks = query.positions[: len(rows)], window.positions[torch.as_tensor(index)]
         count, width = at.shape[1], masks.shape[1]
-        sees = _before(state, at, self.causal, first)
         whole = torch.eye(count + width, dtype=torch.bool).repeat(len(at), 1, 1)
-        whole[:, :count, :count] = sees
+        whole[:, :count, :count] = _before(state, at, self.causal, first)
         whole[:, count:, :count] = masks.unsqueeze(2) > at.unsqueeze(1)
         there = torch.ones_like(masks, dtype=torch.bool)
         if window.valid is not None:
             there = window.valid[torch.as_tensor(index)]
-        own = torch.ones_like(at, dtype=torch.bool) if query.valid is None else query.valid
-        store = _final_alone(query, at < first)
+        own = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
+        beside, store = _of_branches(masks, query), _final_alone(query, at < first)
         if store is not None:
-            store = store.but(slots=torch.cat((store.slots, torch.full_like(masks, -1)), 1))
+            store = store.but(slots=torch.cat((store.slots, torch.full_like(beside, -1)), 1))
+        tokens = torch.where(drafted == state.mask_id, query.tokens.narrow(1, 0, count), drafted)
         return query.but(
-            tokens=torch.cat((tokens, torch.full_like(masks, state.mask_id)), 1),
-            positions=torch.cat((at, masks), 1),
-            valid=torch.cat((own, there), 1),
-            visible=whole,
-            wanted=torch.arange(count, count + width).expand(len(at), -1),
+            tokens=torch.cat((tokens, torch.full_like(beside, state.mask_id)), 1),
+            positions=torch.cat((query.positions, beside), 1),
+            valid=torch.cat((own, _of_branches(there, query)), 1),
+            visible=_of_branches(whole, query),
+            wanted=torch.arange(count, count + width).expand(len(query.positions), -1),
             forwarded=query.forwarded + there.sum(1).numpy(),
             window=VerifyLogits(index),
             store=store,
@@ -321,4 +319,9 @@ def _final_alone(query: WindowQuery, final: Tensor) -> Any:
     """What the call asks of the store, where final columns alone are kept."""
     if query.store is None or query.store.slots is None:
         return query.store
-    return query.store.but(slots=torch.where(final, query.store.slots, -1))
+    return query.store.but(slots=torch.where(_of_branches(final, query), query.store.slots, -1))
+
+
+def _of_branches(values: Tensor, query: WindowQuery) -> Tensor:
+    """[R, ...] -> [branches * R, ...]."""
+    return values.repeat(query.branches, *[1] * (values.ndim - 1))

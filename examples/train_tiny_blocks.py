@@ -1,0 +1,147 @@
+"""Train the packaged model on to a block-causal one: minutes on two CPU cores.
+
+    python examples/train_tiny_blocks.py --out runs/tiny-blocks --minutes 7
+
+The packaged model (`examples/train_tiny_llada.py`) sees both directions. From its weights this trains one that sees its
+own block and those before it: blocks of 8 counted from position 0, as SDAR and LLaDA2 have them, and in half of the
+steps blocks of 1, which token by token decoding and the verification of drafts need. A row is read twice in one call,
+as it is and with masks (block diffusion, arXiv 2503.09573): a block with masks sees itself and the blocks before it as
+they are. `benchmarks/self_verified.py` compares samplers on the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+from train_tiny_llada import Codec, build_tokenizer
+
+import paradec
+from paradec.models.base import Model
+from paradec.tools.evaluation.tasks import TASKS
+
+BLOCK = 8
+LENGTHS = {24: 0.4, 32: 0.3, 48: 0.2, 80: 0.1}
+"""Length of a batch's rows -> how often; whole blocks."""
+LEFT_OUT = ("latin_square",)
+"""Tasks that take more training than this model gets."""
+
+
+CODEC: list[Codec] = []
+
+
+def draw(seed: int, tokens: int, length: int) -> tuple[list[list[int]], list[int]]:
+    """About so many tokens' worth of rows, prompt, answer and end tokens, and where their answers begin."""
+    if not CODEC:
+        CODEC.append(Codec(build_tokenizer()))
+    codec, rng = CODEC[0], Random(seed)
+    names = [name for name in TASKS if name not in LEFT_OUT]
+    rows: list[list[int]] = []
+    starts: list[int] = []
+    while len(rows) < tokens // length:
+        example = TASKS[rng.choice(names)].make(rng)
+        prompt, answer = codec.prompt(example), codec.encode(example.answer)
+        if len(prompt) + len(answer) < length:
+            rows.append(prompt + answer + [codec.eos] * (length - len(prompt) - len(answer)))
+            starts.append(len(prompt))
+    return rows, starts
+
+
+def visible(length: int, block: int, device: str) -> Tensor:
+    """[2 L, 2 L] bool: the row as it is, then with masks."""
+    number = torch.arange(length, device=device) // block
+    clean = number[:, None] >= number[None, :]
+    before = number[:, None] > number[None, :]
+    own = number[:, None] == number[None, :]
+    return torch.cat((torch.cat((clean, torch.zeros_like(clean)), 1), torch.cat((before, own), 1)))
+
+
+def loss_of(model: torch.nn.Module, ids: Tensor, starts: Tensor, mask_id: int, block: int) -> Tensor:
+    """Weighted cross-entropy of masked answer positions; every block of a row has a share of masks of its own."""
+    rows, length = ids.shape
+    at = torch.arange(length, device=ids.device)
+    share = torch.rand(rows, math.ceil(length / block), device=ids.device)
+    # the states that decoding meets: everything masked, most of all
+    share = torch.where(torch.rand_like(share) < 0.3, torch.ones_like(share), share)
+    wanted = share.repeat_interleave(block, 1)[:, :length]
+    masked = (torch.rand(rows, length, device=ids.device) < wanted) & (at >= starts[:, None])
+    both = torch.cat((ids, ids.masked_fill(masked, mask_id)), 1)
+    sees = visible(length, block, str(ids.device)).expand(rows, 1, -1, -1)
+    positions = at.repeat(2).expand(rows, -1)
+    logits = model(input_ids=both, attention_mask=sees, position_ids=positions).logits[:, length:]
+    losses = F.cross_entropy(logits.transpose(1, 2).float(), ids, reduction="none", label_smoothing=0.02)
+    weights = masked / wanted.clamp(min=0.1)
+    return (losses * weights).sum() / weights.sum()
+
+
+def load_blocks(folder: Path) -> Model:
+    """The model in the folder, in LLaDA's format, with blocks from position 0."""
+    model = paradec.load(folder)
+    facts, tokenizer = model.facts, model.tokenizer
+    return paradec.wrap(
+        model.unwrap(),
+        mask_token_id=facts.mask_token_id,
+        eos_token_id=facts.eos_token_ids,
+        topology="block_causal",
+        block_length=BLOCK,
+        prediction="same",
+        tokenizer=tokenizer,
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder of the checkpoint")],
+    minutes: float = 60.0,
+    device: str = "cpu",
+    workers: int = 1,
+    tokens: int = 1536,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> None:
+    """Train for so many minutes and write the checkpoint."""
+    torch.manual_seed(seed)
+    codec, rng = Codec(build_tokenizer()), Random(seed)
+    packaged = paradec.load()
+    model = packaged.module.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    began, step, shown = time.monotonic(), 0, 0.0
+    lengths, often = list(LENGTHS), list(LENGTHS.values())
+    with ProcessPoolExecutor(workers) as pool:
+
+        def more() -> tuple[int, object]:
+            (length,) = rng.choices(lengths, often)
+            return length, pool.submit(draw, rng.randrange(2**40), tokens, length)
+
+        waiting = [more() for _ in range(3 * workers)]
+        while (spent := (time.monotonic() - began) / (60 * minutes)) < 1:
+            _, future = waiting.pop(0)
+            waiting.append(more())
+            rows, starts = future.result()  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:  # rises, then falls with the time left
+                group["lr"] = lr * min(1.0, (step + 1) / 50) * max(0.02, 1 - spent)
+            ids, begin = torch.tensor(rows, device=device), torch.tensor(starts, device=device)
+            loss = loss_of(model, ids, begin, codec.mask, BLOCK if step % 2 else 1)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step, shown = step + 1, shown * 0.98 + 0.02 * (step % 2) * 2 * loss.detach()
+            if step % 100 == 0:
+                print(f"step {step}: loss in blocks {float(shown):.4f}, {100 * spent:.0f} % of the time", flush=True)
+        for _, future in waiting:
+            future.cancel()  # type: ignore[attr-defined]
+    model.cpu().eval()
+    packaged.save_pretrained(out)
+    print(f"{step} steps; written to {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,161 @@
+"""Several answers, log-probabilities, tools and shared beginnings, with OpenAI's own client over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+from serving import NAME, SORT, Running, chat, running
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
+from transformers.utils.chat_parsing.response_parser import ResponseParser
+
+import paradec
+from paradec.integrations.server.hosts import Processor
+from paradec.integrations.server.streams import TextStream
+from paradec.integrations.server.tools import HERMES, template_of
+
+SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
+DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, {"y": "}"}]}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return paradec.load(dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def client(model: Any) -> Iterator[openai.OpenAI]:
+    with running(model) as server:
+        yield client_of(server)
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def alone(model: Any, seed: int) -> Any:
+    return paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, max_new_tokens=12, logprobs=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
+    client: openai.OpenAI, model: Any, stream: bool
+) -> None:
+    more = {**DRAWN, "n": 3, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    found = client.chat.completions.create(model=NAME, messages=chat(SHUFFLE)["messages"], **more)
+    texts, scores = [""] * 3, [[], [], []]
+    if stream:
+        chunks = list(found)
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content or ""
+            scores[choice.index] += choice.logprobs.content if choice.logprobs else []
+        (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+        ends = sorted(choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason)
+        assert ends == [0, 1, 2]
+    else:
+        texts = [choice.message.content for choice in found.choices]
+        scores, usage = [choice.logprobs.content for choice in found.choices], found.usage
+    outputs = [alone(model, seed) for seed in (7, 8, 9)]
+    assert texts == [output.text for output in outputs] and len(set(texts)) > 1
+    assert usage.completion_tokens == sum(output.tokens[0] for output in outputs)
+    for text, own, output in zip(texts, scores, outputs, strict=True):
+        assert "".join(entry.token for entry in own) == text == bytes(sum((e.bytes for e in own), [])).decode()
+        said = output.logprobs.chosen[0][~output.logprobs.chosen[0].isnan()].tolist()
+        assert all(entry.token for entry in own)  # the end token has no text
+        assert [entry.logprob for entry in own] == pytest.approx(said[: len(own)]) and own
+        assert all(len(entry.top_logprobs) == 2 for entry in own)
+        assert all(a.logprob >= b.logprob for a, b in (entry.top_logprobs for entry in own))
+
+
+def test_completions_have_log_probabilities_in_their_own_form(client: openai.OpenAI, model: Any) -> None:
+    own: dict[str, Any] = {"model": NAME, "prompt": SORT, "extra_body": {"paradec": {"chat": True}}}
+    (choice,) = client.completions.create(logprobs=1, stop=["pear"], **own).choices
+    assert choice.text == "apple fig " and choice.logprobs.tokens == ["apple", " fig", " pear"]
+    assert choice.logprobs.text_offset == [0, 5, 9] and list(choice.logprobs.top_logprobs[1]) == [" fig"]
+    pieces = [chunk.choices[0] for chunk in client.completions.create(logprobs=0, stream=True, **own)]
+    scored = [piece.logprobs for piece in pieces if piece.logprobs]
+    assert [token for each in scored for token in each.tokens] == ["apple", " fig", " pear"]
+    assert all(best == {} for each in scored for best in each.top_logprobs)
+    (bare,) = client.completions.create(**own).choices
+    assert bare.logprobs is None and bare.text == "apple fig pear"
+
+
+def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(model: Any) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": len(model.tokenizer), "hidden_size": 16, "intermediate_size": 16}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).double()
+    causal = paradec.wrap(module, tokenizer=model.tokenizer, topology="causal", prediction="shifted", eos_token_id=0)
+    with running(causal, request={"sampler": "sjd", "prefix_memory": 10**6}) as server:
+        client, cached = client_of(server), []
+        messages = chat("Copy: " + "fig " * 40)["messages"]
+        for salt in (None, None, "a", "a", "b"):
+            extra = {} if salt is None else {"cache_salt": salt}
+            answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=4, extra_body=extra)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        *_, last = client.chat.completions.create(model=NAME, messages=messages, max_tokens=4, stream=True)
+        cached.append(last.usage.prompt_tokens_details.cached_tokens)
+        assert cached == [0, 32, 0, 32, 0, 32]
+        text = client.completions.create(model=NAME, prompt="fig " * 40, max_tokens=4)
+        assert text.usage.prompt_tokens_details.cached_tokens == 0
+        with urllib.request.urlopen(f"{server.address}/metrics") as page:
+            lines = page.read().decode().splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        assert (float(found["paradec_prefix_rows"]), float(found["paradec_prefix_tokens"])) == (3, 96)
+        assert float(found["paradec_prefix_bytes"]) > 0
+        for salt in ("", 3, "x" * 257):
+            status, _, said = server.post(chat(cache_salt=salt))
+            assert status == 422 and json.loads(said)["error"]["param"] == "cache_salt"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_are_read_from_an_answer_in_pieces(size: int) -> None:
+    class Tokenizer:
+        chat_template = "{% if tools %}<tool_call>{% endif %}<|im_start|>"
+
+    assert template_of(Tokenizer()) is HERMES
+    whole = f"Well.\n{CALL}\n{CALL}<|im_end|>"
+    parser = ResponseParser(HERMES, prefix="<|im_start|>assistant\n")
+    found = [each for at in range(0, len(whole), size) for each in parser.feed(whole[at : at + size])]
+    items = response_events_to_chunks([*found, *parser.finalize()[1]])
+    assert "".join(item for item in items if isinstance(item, str)) == "Well."
+    calls = [item for item in items if isinstance(item, ToolCall)]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("f", {"x": [1, {"y": "}"}]})] * 2
+
+
+@pytest.mark.parametrize("bad", ["{bad}", '{"name": "f"}', "3", "[" * 5000])
+def test_a_call_that_cannot_be_read_is_text(model: Any, bad: str) -> None:
+    """The model writes what it likes: the answer neither fails nor loses its text."""
+
+    async def run() -> list[Any]:
+        parser = ResponseParser(HERMES, prefix="<|im_start|>assistant\n")
+        stream = TextStream(model.tokenizer, parser=parser)
+        for piece in ("Hi <tool_", f"call>{bad}</tool_call>", " more"):
+            stream._write(piece)
+        stream.finish(None)
+        return [stream.queue.get_nowait() for _ in range(stream.queue.qsize())]
+
+    *texts, end = asyncio.run(run())
+    assert end is None and "".join(texts).replace(" ", "") == f"Hi<tool_call>{bad}</tool_call>more".replace(" ", "")
+
+    class Tokenizer:
+        def decode(self, ids: Any, **_: Any) -> str:
+            return f"Hi <tool_call>{bad}</tool_call> more"
+
+        def parse_response(self, ids: Any, template: Any, prefix: str, tools: Any) -> Any:
+            parser = ResponseParser(template, prefix=prefix)
+            parser.feed(self.decode(ids))
+            return parser.finalize()[0]
+
+    class Model:
+        tokenizer = Tokenizer()
+
+    found = Processor(Model()).parse_response([1], HERMES, prefix="<|im_start|>assistant\n", tools=None)
+    assert found["content"] == f"Hi <tool_call>{bad}</tool_call> more" and not found.get("tool_calls")

@@ -1,0 +1,126 @@
+"""LLaDA2.2 (`tests/golden/autumn/llada22`): experts chosen for whole blocks, its format, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import golden
+from safetensors.torch import load_file
+from torch import Tensor
+
+import paradec
+from paradec.core.query import StoreCall, WindowLogits, WindowQuery
+
+LLADA22 = golden("autumn") / "llada22" / "llada22-tiny"
+RECORDED = json.loads((LLADA22 / "forwards.json").read_text()) | {
+    "tensors": load_file(LLADA22 / "forwards.safetensors")
+}
+
+
+@pytest.fixture(scope="module")
+def llada22() -> Any:
+    return paradec.load(LLADA22, mask_token_id=RECORDED["facts"]["mask"])
+
+
+def of_kind(kind: str) -> list[Any]:
+    return [pytest.param(case, id=case["name"]) for case in RECORDED["cases"] if case["kind"] == kind]
+
+
+def call(model: Any, ids: list[list[int]], start: int = 0, store: Any = None) -> Tensor:
+    """Logits of rows of ids, right-padded to the longest, from a position on."""
+    width = max(map(len, ids))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    valid = torch.arange(width) < torch.tensor([[len(row)] for row in ids])
+    positions = (start + torch.arange(width)).expand(len(ids), -1)
+    rows = np.arange(len(ids))
+    query = WindowQuery(rows=rows, tokens=tokens, positions=positions, valid=valid, window=WindowLogits(rows))
+    if store is not None:
+        query.store = StoreCall(torch.as_tensor(rows), positions, rows, start + width)
+        return model(query, store)
+    return model(query)
+
+
+@pytest.mark.parametrize("case", of_kind("block_causal"))
+def test_forwards(llada22: Any, case: dict[str, Any]) -> None:
+    """Alone, and beside a longer and a shorter row: padding takes no part in the choice of experts."""
+    expected = RECORDED["tensors"][case["name"]]
+    ids = case["input_ids"]
+    alone = call(llada22, [ids])[0]
+    beside = call(llada22, [ids[:3], ids, [*ids, *ids]])[1, : len(ids)]
+    assert (alone - expected).abs().max() < 2e-4 and (beside - expected).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("case", of_kind("cached"))
+def test_over_a_store(llada22: Any, case: dict[str, Any]) -> None:
+    """What the reference does not store is overwritten here."""
+    store = llada22.make_store(1, 64)
+    for each in case["calls"]:
+        found = call(llada22, [each["input_ids"]], each["start"], store)[0]
+        assert (found - RECORDED["tensors"][each["logits"]]).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("case", of_kind("router"))
+def test_routers(llada22: Any, case: dict[str, Any]) -> None:
+    name, tensors = case["name"], RECORDED["tensors"]
+    logits, bias = tensors[f"{name}_logits"].double(), tensors[f"{name}_bias"].double()
+    router = copy.deepcopy(next(part for part in llada22.module.modules() if hasattr(part, "capacity"))).double()
+    experts = logits.shape[1]
+    router.hidden_dim, router.top_k, router.num_experts = experts, case["num_experts_per_tok"], experts
+    router.capacity, router.block = case["expert_capacity"], case["block_size"]
+    router.routed_scaling_factor = case["routed_scaling_factor"]
+    router.weight = torch.nn.Parameter(torch.eye(experts, dtype=torch.float64))
+    router.e_score_correction_bias = bias
+    _, weights, chosen = router(logits.unsqueeze(0))
+    ids, order = chosen.sort(-1)
+    assert ids.tolist() == tensors[f"{name}_ids"].tolist()
+    torch.testing.assert_close(weights.gather(1, order).float(), tensors[f"{name}_weights"].float(), rtol=0, atol=1e-5)
+
+
+def test_saved_and_loaded_again(llada22: Any, tmp_path: Path) -> None:
+    llada22.save_pretrained(tmp_path / "again")
+    again, case = paradec.load(tmp_path / "again", mask_token_id=RECORDED["facts"]["mask"]), RECORDED["cases"][1]
+    assert again.facts == dataclasses.replace(llada22.facts, name="again")
+    assert torch.equal(call(again, [case["input_ids"]]), call(llada22, [case["input_ids"]]))
+    copied = pickle.loads(pickle.dumps(llada22))
+    assert torch.equal(call(copied, [case["input_ids"]]), call(llada22, [case["input_ids"]]))
+
+
+def test_it_is_for_whole_blocks(llada22: Any) -> None:
+    """What would cut blocks, or put other columns into them, is refused by name."""
+    for request, message in (
+        ({"cache": "dual"}, "chooses experts for whole blocks, which the cache cuts; use 'block'"),
+        ({"sampler": "s2d2"}, "masks beside the row.*chooses experts for whole blocks"),
+        ({"sampler": "freedave"}, "several drafts.*chooses experts for whole blocks"),
+        ({"sampler": "self_speculative"}, "it chooses experts for whole blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paradec.generate(llada22, [[1, 2, 3]], max_new_tokens=4, **request)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"expert_capacity": 3}, "expert_capacity=3 must be an integer from num_experts_per_tok=4"),
+    ({"expert_capacity": 99}, "expert_capacity=99 must be .* to num_experts=16"),
+    ({"expert_capacity": 0}, "expert_capacity"),
+    ({"block_size": None}, "block_size"),
+    ({"delete_token_id": 96}, "delete_token_id=96 is not a token id"),
+    ({"split_token_id": "x"}, "split_token_id='x' is not a token id"),
+])  # fmt: skip
+def test_fields_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder = tmp_path / "LLaDA2.2-mini"
+    shutil.copytree(LLADA22, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    with pytest.raises(paradec.CheckpointError, match=message) as error:
+        paradec.load(folder, mask_token_id=95)
+    assert "\n" not in str(error.value)

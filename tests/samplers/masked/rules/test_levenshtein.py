@@ -1,0 +1,222 @@
+"""LLaDA2.2's rule: SGLang's class step by step (`tests/golden/autumn/indel`), whole answers of a checkpoint
+(`tests/golden/autumn/llada22`), and what holds for all that it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from places import golden
+from safetensors.torch import load_file
+from tiny_models import DELETE, MASK, SPLIT, tiny
+from torch import Tensor
+
+import paradec
+from paradec.core.facts import ModelFacts
+from paradec.core.query import Query
+from paradec.models.adapter import Model
+
+INDEL = golden("autumn") / "indel"
+CASES = json.loads((INDEL / "cases.json").read_text())["cases"]
+
+
+class Recorded:
+    """A model that answers with a file's logits [rows, B, V], whatever it is asked."""
+
+    tokenizer, default_max_new_tokens, default_block_length = None, 8, None
+    pads = supports_store = supports_visibility = True
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, case: dict[str, Any]):
+        self.facts = ModelFacts(
+            case["vocab_size"],
+            mask_token_id=case["mask_id"],
+            topology="block_causal",
+            block_length=case["block_length"],
+            delete_token_id=case["delete_token_id"],
+            split_token_id=case["split_token_id"],
+        )
+        self.logits: Tensor
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        assert query.wanted is not None
+        own = self.logits[torch.as_tensor(query.rows)]
+        at = query.positions.gather(1, query.wanted) - self.facts.block_length
+        return own.gather(1, at.unsqueeze(2).expand(-1, -1, own.shape[2])).clone()
+
+
+def create(settings: dict[str, Any]) -> Any:
+    return paradec.samplers.create(
+        "levenshtein",
+        threshold=settings["threshold"],
+        editing_threshold=settings["edit_threshold"],
+        max_post_steps=settings["max_post_edit_steps"],
+    )
+
+
+@pytest.fixture(scope="module")
+def logits() -> dict[str, Tensor]:
+    return load_file(INDEL / "logits.safetensors")
+
+
+def thinned(cases: list[Any]) -> list[Any]:
+    """Parameters, of which every third runs by default."""
+    marks = [() if at % 3 == 0 else (pytest.mark.full,) for at in range(len(cases))]
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+
+
+@pytest.mark.parametrize("case", thinned(CASES), ids=lambda case: case["name"])
+def test_recorded_steps(case: dict[str, Any], logits: dict[str, Tensor]) -> None:
+    model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
+    for row, (entry, given) in enumerate(zip(case["ids"], case["given"], strict=True)):
+        count = sum(
+            given
+        )  # in front; a mask among them would be a hole here: the recorded logits notice no other token
+        ids = [0 if own and token == model.facts.mask_id else token for token, own in zip(entry, given, strict=True)]
+        prompt = [0] * block + ids[:count]  # a block before it, since no prompt is empty
+        state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
+        assert state.canvas[0, block:].tolist() == ids
+        for step in case["steps"]:
+            over = step["closed"][row] or step["done"][row]
+            if not state.done:
+                logits_of_step = logits[case["name"]][step["logits"]]
+                model.logits = logits_of_step.view(len(case["ids"]), block, -1)[row : row + 1]
+                sampler.commit(state, sampler.step(model, state))
+                assert state.done == over
+            assert over or not state.done
+            assert state.canvas[0, block + count :].tolist() == step["ids"][row][count:]
+            if not state.done:
+                assert state.memory["post_steps"].tolist() == [step["post_steps"][row]]
+                assert state.memory["original"][0].tolist() == [flag > 0 for flag in step["original"][row][count:]]
+        assert state.done
+
+
+# ---- whole answers --------------------------------------------------------------------------------------------------
+
+TINY = golden("autumn") / "llada22" / "llada22-tiny"
+FACTS = json.loads((TINY / "forwards.json").read_text())["facts"]
+ANSWERS = json.loads((TINY / "answers.json").read_text())["cases"]
+
+
+@pytest.fixture(scope="module")
+def tiny22() -> Model:
+    return paradec.load(TINY, dtype="float64", mask_token_id=FACTS["mask"])
+
+
+@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.parametrize("number", thinned([*range(len(ANSWERS))]))
+def test_recorded_answers(tiny22: Model, number: int, cache: str) -> None:
+    case, block = ANSWERS[number], FACTS["block"]
+    sampler = create(case["settings"])
+    state = sampler.start(tiny22, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], cache=cache)
+    calls = 0
+    for recorded in case["blocks"]:
+        first, closed = recorded["block"] * block, False
+        for step in recorded["steps"]:
+            if closed:  # a call that only stores: here the next block's first one does
+                continue
+            sampler.commit(state, sampler.step(tiny22, state))
+            calls, closed = calls + 1, step["closed"]
+            stop = min(first + block, int(state.end[0]))  # what comes after an end is padding
+            assert state.canvas[0, first:stop].tolist() == step["ids"][: stop - first]
+    assert state.done and state.nfe.tolist() == [calls]
+    out = paradec.generate(
+        tiny22, [case["prompt_ids"]], sampler=sampler, max_new_tokens=case["max_new_tokens"], cache=cache
+    )
+    assert out.new_tokens[0, : out.tokens[0]].tolist() == case["answer"]
+
+
+@pytest.mark.parametrize("cache", [pytest.param("none", marks=pytest.mark.full), "block"])
+def test_rows_do_not_depend_on_their_neighbours(tiny22: Model, cache: str) -> None:
+    rows = [case["prompt_ids"] for case in ANSWERS[:5]] + [[7, 7, 9]]
+    request: dict[str, Any] = {"sampler": "levenshtein", "max_new_tokens": 20, "cache": cache}
+    together = paradec.generate(tiny22, rows, **request)
+    queued = list(paradec.generate_many(tiny22, rows, batch_size=2, **request))
+    for row, prompt in enumerate(rows):
+        alone = paradec.generate(tiny22, [prompt], **request)
+        assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist() == queued[row].new_tokens[0].tolist()
+        assert alone.row_nfe == [together.row_nfe[row]] == queued[row].row_nfe
+
+
+def shown(model: Model, prompt: list[int], **request: Any) -> tuple[list[list[int]], Any]:
+    """What the canvas of a request holds after each step, and the output."""
+    seen: list[list[int]] = []
+    out = paradec.generate(
+        model, [prompt], trace=True, callback=lambda state, commit: seen.append(state.canvas[0].tolist()), **request
+    )
+    return seen, out
+
+
+def test_a_trace_follows_what_moves(tiny22: Model) -> None:
+    """Written again over the prompt and masks, the commits of each step give the text after it; some of them move."""
+    moved = 0
+    for case in ANSWERS[:9]:
+        prompt = case["prompt_ids"]
+        request = {
+            "max_new_tokens": case["max_new_tokens"],
+            "sampler": create(case["settings"]),
+            "eos_early_stop": False,
+        }
+        seen, out = shown(tiny22, prompt, **request)
+        text = prompt + [FACTS["mask"]] * (len(seen[0]) - len(prompt))
+        for step, after in zip(out.trace.steps, seen, strict=True):
+            for _, position, token, _ in step.commits:
+                moved += token == FACTS["mask"]
+                text[position] = token
+            assert text == after
+        assert out.trace.replay()[0][: out.sequences.shape[1]] == out.sequences[0].tolist()
+    assert moved
+
+
+@pytest.mark.parametrize("sampler", [{}, {"max_post_steps": 0}, {"threshold": 1.0, "max_post_steps": 3}])
+def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> None:
+    """Noise for a model: a block of B takes at most B + max_post_steps + 1 steps, and the last one leaves no mask and
+    no control id."""
+    block = 6
+    case = {"vocab_size": 9, "mask_id": 8, "block_length": block, "delete_token_id": 6, "split_token_id": 7}
+    method = paradec.samplers.create("levenshtein", **sampler)
+    for seed in range(40):
+        model, draw = Recorded(case), torch.Generator().manual_seed(seed)
+        state = method.start(model, [[1] * (block + seed % block)], max_new_tokens=block - seed % block)
+        steps = 0
+        while not state.done:
+            noise = torch.randn(1, block, 9, generator=draw) * 3
+            noise[..., 6:8] += 2.0  # it deletes and splits most of the time
+            model.logits = noise
+            method.commit(state, method.step(model, state))
+            steps += 1
+        assert steps <= block + method.max_post_steps + 1
+        assert (state.canvas < 6).all()
+
+
+def test_what_was_given_stays_where_it_is() -> None:
+    """Also control ids, and what is behind holes: text moves between them."""
+    model = tiny(2, "block_causal")
+    given = [5, DELETE, SPLIT, MASK, MASK, 7, MASK, DELETE, MASK, MASK, MASK, 9]
+    state = paradec.samplers.create("levenshtein").start(model, [given], max_new_tokens=4)
+    places, method = [at for at, token in enumerate(given) if token != MASK], paradec.samplers.create("levenshtein")
+    while not state.done:
+        method.commit(state, method.step(model, state))
+        assert [int(state.canvas[0, at]) for at in places] == [given[at] for at in places]
+    assert not (state.canvas == MASK).any()
+
+
+def test_what_it_is_not_for() -> None:
+    blocks = tiny(2, "block_causal")
+    without = tiny(2, "block_causal")
+    without.facts = dataclasses.replace(without.facts, delete_token_id=None)
+    for model, request, message in (
+        (tiny(2), {}, "levenshtein.* needs a block-causal model"),
+        (without, {}, "needs a model that deletes and splits.* no delete_token_id"),
+        (blocks, {"temperature": 0.5}, "temperature=0.5 has no meaning"),
+        (blocks, {"logprobs": 2}, "logprobs=2 has no meaning"),
+        (blocks, {"cache": "delayed"}, "goes by when each position changed.*use 'block'"),
+        (blocks, {"blocks": "pipelined"}, "blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paradec.generate(model, [[1, 2]], sampler="levenshtein", max_new_tokens=4, **request)
+    stated = paradec.samplers.create("levenshtein", delete_token_id=DELETE, split_token_id=SPLIT)
+    assert paradec.generate(without, [[1, 2]], sampler=stated, max_new_tokens=4).tokens[0] <= 4
