@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ class Table(nn.Module):
         super().__init__()
         self.bias, self.pair = torch.tensor(bias, dtype=torch.float64), torch.tensor(pair, dtype=torch.float64)
         self.extra = extra
+        size = self.bias.shape[1] + extra
+        self.config = SimpleNamespace(vocab_size=size, max_position_embeddings=64)
 
     def of(self, canvas: Canvas) -> Tensor:
         """[n, V]."""
@@ -67,11 +70,11 @@ class Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         size = self.bias.shape[1]
-        logits = torch.full((*ids.shape, size + self.extra), -torch.inf, dtype=torch.float64)
-        logits[:, 0] = 0
+        logits = torch.zeros(*ids.shape, size + self.extra, dtype=torch.float64)
+        logits[:, 1:, size:] = -torch.inf
         for row, tokens in enumerate(ids[:, 1:].tolist()):
-            found = self.of([token if token < size else None for token in tokens])
-            logits[row, 1:, :size] = found[: len(tokens)]
+            known = [token if token < size else None for token in tokens[: len(self.bias)]]
+            logits[row, 1 : 1 + len(known), :size] = self.of(known)[: len(known)]
         return logits
 
 

@@ -163,12 +163,16 @@ class Constrained(Tracker):
         if request.temperature == 0:
             tokens = source.best()
         else:
-            step = torch.tensor([state.row_step[part.row]], device=raw.device)
-            places = torch.tensor([part.open], device=raw.device)
-            uniform = rng.uniform(state.keys[part.row : part.row + 1], step, places, 1, STREAM)[0, :, 0]
-            tokens = source.drawn(uniform.cpu().numpy())
-            self._drawn[part.row, number] = int(step), part, source.log_masses(), source.log_z()
+            tokens = source.drawn(self.uniform(state, part))
+            step = int(state.row_step[part.row])
+            self._drawn[part.row, number] = step, part, source.log_masses(), source.log_z()
         return tokens, (model if needs.score_from == "raw" else source).conditioned()
+
+    def uniform(self, state: TrackedState, part: Part) -> np.ndarray:
+        """The numbers [m] in (0, 1) that a text is drawn with: they depend on row, step and position alone."""
+        step, places = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
+        key = state.keys[part.row : part.row + 1]
+        return rng.uniform(key, step.to(key.device), places.to(key.device), 1, STREAM)[0, :, 0].cpu().numpy()
 
     def _marginals(self, state: TrackedState, part: Part, logits: Tensor) -> Marginals | None:
         """The marginals of a part; None where logits are NaN or infinite, of which `commit` speaks."""

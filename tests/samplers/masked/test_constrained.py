@@ -1,0 +1,296 @@
+"""Requests with a constraint: recorded runs, exact distributions by enumeration, and every sampler's answers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from structured import CASES, Canvas, accepts, automaton_of, distribution, model_of, named, softmax, uniform_for
+
+import paradec
+from paradec import samplers
+from paradec.constraints import passes
+from paradec.constraints.marginals import Marginals
+from paradec.samplers.masked import constraining
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.constrained import Constrained
+
+
+class Recorded(Constrained):
+    """Draws with given numbers, by the row's step and position, and keeps what happens. `forced` False writes nothing
+    without a forward."""
+
+    uniforms: Any = None
+    forced = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.log: list[tuple[str, Any]] = []
+        self.z = 1.0
+
+    def uniform(self, state: Any, part: Any) -> np.ndarray:
+        first = int(state.prompt_length[part.row])
+        return np.array([self.uniforms[int(state.row_step[part.row])][at - first] for at in part.open])
+
+    def _marginals(self, state: Any, part: Any, logits: torch.Tensor) -> Marginals | None:
+        found = super()._marginals(state, part, logits)
+        assert found is not None
+        self.z = math.exp(found.log_z())
+        return found
+
+    def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
+        found = super()._certain(state, row, canvas) if self.forced else {}
+        self.log.append(("forced", sorted([at - 1, token] for at, token in found.items())))
+        return found
+
+    def opened(self, state: Any, rows: np.ndarray) -> None:
+        self.log.append(("opened", None))
+        super().opened(state, rows)
+
+    def decided(self, state: Any, proposal: Any, decision: Any) -> None:
+        chosen = decision.selected[0].nonzero()[:, 0]
+        entries = zip(
+            proposal.positions[0, chosen].tolist(),
+            decision.values[0, chosen].tolist(),
+            proposal.scores[0, chosen].tolist(),
+            strict=True,
+        )
+        self.log.append(("step", (self.z, sorted([at - 1, token, score] for at, token, score in entries))))
+        super().decided(state, proposal, decision)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What happened, as it was recorded."""
+        found, before = list[dict[str, Any]](), list[Any]()
+        for kind, value in [*self.log, ("opened", None)]:
+            if kind == "step":
+                z, chosen = value
+                entry = {"z": z, "commit": [[at, token] for at, token, _ in chosen], "scores": [s for *_, s in chosen]}
+                found.append(entry | ({"forced": before} if self.forced else {}))
+            elif kind == "opened" and before:
+                found.append({"forced": before})
+            before = value if kind == "forced" else []
+        return found
+
+
+class Never:
+    """An early rule, which widens the window to the end of the row, and ends nothing."""
+
+    reads = ("confidence",)
+
+    def satisfied(self, state: Any, proposal: Any) -> torch.Tensor:
+        return torch.zeros(len(proposal.rows), dtype=torch.bool)
+
+
+def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any) -> tuple[Any, Any, Any]:
+    """Sampler, model and state of a recorded case."""
+    settings, slots, size = case.get("settings", {}), case["slots"], len(case["vocab"])
+    block, rule = settings.get("block") or slots, dict(settings.get("rule", {"name": "low_confidence"}))
+    request: dict[str, Any] = {"block_length": block, "temperature": settings.get("temperature", 0.0)}
+    if "steps" in rule:
+        request["steps"] = rule.pop("steps") * -(-slots // block)
+    if settings.get("seen", True) and block < slots:
+        request["stop"] = Never()
+    sampler = samplers.create(**rule) if sampler is None else sampler
+    model, canvas = model_of(case), case["canvas"] if canvas is None else canvas
+    row = [size + 1, *(size if token is None else token for token in canvas)]
+    holes = case.get("holes", () if case["ends"] else [{"first": 0, "stop": slots, **case["constraint"]}])
+    if holes:  # text fills them, with something given after it
+        row = [*row, size + 1]
+        edges = [1 + hole["first"] for hole in holes], [1 + hole["stop"] for hole in holes]
+        assert all(row[at] == size for at in range(len(row)) if any(a <= at < b for a, b in zip(*edges, strict=True)))
+        request["constraint"] = [paradec.Regex(hole["regex"]) for hole in holes]
+        request["holes_eos_inf"] = False
+    else:
+        request["constraint"] = paradec.Regex(case["constraint"]["regex"])
+    return sampler, model, sampler.start(model, torch.tensor([row]), max_new_tokens=0, **request | more)
+
+
+def text_of(state: Any, case: dict[str, Any]) -> list[int]:
+    """The row's text; what comes after it holds end tokens."""
+    canvas = state.canvas[0, 1 : 1 + case["slots"]].tolist()
+    kept = canvas[: int(state.end[0]) - 1] if case.get("ends") else canvas
+    return kept + [case["end"]] * (case["slots"] - len(kept))
+
+
+def assert_same_steps(steps: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for found, wanted in zip(steps, expected, strict=True):
+        assert all(found[key] == wanted[key] for key in ("commit", "forced") if key in wanted)
+        for key in {"z", "scores"} & wanted.keys():
+            assert found[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12)
+
+
+OURS = [name for name in named("run", "draws", "holes") if CASES[name]["settings"]["candidates"] == "path"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    own = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
+    monkeypatch.setattr(constraining, "Constrained", type("Own", (Recorded,), own))
+    sampler, model, state = begun(case)
+    while not state.done:
+        sampler.commit(state, sampler.step(model, state))
+    tracker = next(each for each in state.trackers if isinstance(each, Recorded))
+    steps, expected = tracker.steps(), case["expected"]
+    assert_same_steps(steps, expected["steps"])
+    assert text_of(state, case) == expected["tokens"]
+
+
+THEIRS = [name for name in named("run", "draws", "holes") if CASES[name]["settings"]["candidates"] == "marginal"]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> None:
+    """They check candidates one after the other, which no request of ours does: marginals and what fits are ours."""
+    case, expected = CASES[name], CASES[name]["expected"]
+    settings, canvas, end = case["settings"], [*case["canvas"]], case["end"]
+    rule, size = settings["rule"], len(case["vocab"])
+    spans = [(hole["first"], hole["stop"], automaton_of(case, hole["regex"], False)) for hole in case.get("holes", ())]
+    spans = spans or [(0, case["slots"], automaton_of(case))]
+    module, block = model_of(case).module, settings.get("block") or case["slots"]
+
+    def ended() -> bool:
+        known = canvas[: canvas.index(None)] if None in canvas else canvas
+        return case.get("ends", False) and end in known
+
+    def certain(first: int, stop: int) -> list[list[int]]:
+        begin, last, automaton = spans[0]
+        fits = passes.possible(automaton, canvas[begin:last], 0, automaton.accept)
+        found = []
+        for at in range(first, stop):
+            ids = np.concatenate([automaton.members[index] for index in np.flatnonzero(fits[at])])
+            if canvas[at] is None and len(ids) == 1:
+                found.append([at, int(ids[0])])
+        for at, token in found:
+            canvas[at] = token
+        return found
+
+    steps: list[dict[str, Any]] = []
+    for begin in range(0, case["slots"], block):
+        stop, count = min(begin + block, case["slots"]), 0
+        forced = certain(begin, stop) if settings.get("forced") else []
+        masks = canvas[begin:stop].count(None)
+        while None in canvas[begin:stop] and not ended():
+            logits, scores, tokens = module.of(canvas), {}, {}
+            z = 1.0
+            for first, last, automaton in spans:
+                seen = last if settings.get("seen", True) else min(last, stop)
+                accept = passes.completions(automaton, canvas[seen:last], automaton.accept)[0]
+                held = canvas[first:seen]
+                places = [first + at for at, token in enumerate(held) if token is None]
+                if not places:
+                    continue
+                padded = torch.nn.functional.pad(logits[places], (0, 2), value=-torch.inf)
+                found = Marginals(automaton, padded, held, 0, accept)
+                z *= math.exp(found.log_z())
+                best = found.conditioned().softmax(-1)[:, :size].max(-1)
+                scores |= dict(zip(places, best.values.tolist(), strict=True))
+                tokens |= dict(zip(places, best.indices.tolist(), strict=True))
+            free = [at for at in scores if begin <= at < stop]
+            order = sorted(free, key=lambda at: (-scores[at], at))
+            if rule["name"] == "threshold":
+                order = [at for number, at in enumerate(order) if not number or scores[at] >= rule["threshold"]]
+            else:
+                quota = masks // rule["steps"] + (count < masks % rule["steps"]) if "steps" in rule else 1
+                order = order[:quota]
+            kept = []
+            for first, last, automaton in spans:  # each hole by itself
+                for at in [at for at in order if first <= at < last]:
+                    trial = [*canvas]
+                    trial[at] = tokens[at]
+                    if passes.completions(automaton, trial[first:last], automaton.accept)[0, 0]:
+                        canvas, kept = trial, [*kept, at]
+            entry = {"z": z, "commit": sorted([at, tokens[at]] for at in kept), "scores": [scores[at] for at in sorted(kept)]}
+            steps.append(entry | ({"forced": forced} if settings.get("forced") else {}))
+            forced, count = certain(begin, stop) if settings.get("forced") else [], count + 1
+        if forced:
+            steps.append({"forced": forced})
+    if case.get("ends") and ended():
+        canvas[canvas.index(end) :] = [end] * (case["slots"] - canvas.index(end))
+    assert canvas == expected["tokens"]
+    assert_same_steps(steps, expected["steps"])
+
+
+# ---- exact distributions -----------------------------------------------------------------------------------------------
+
+
+class Ordered(MaskedSampler):
+    """Commits one position a step, the one that `where` names for what is undecided."""
+
+    name = "ordered by a test"
+    where: ClassVar[Any] = None
+
+    def select(self, view: View) -> torch.Tensor:
+        canvas = [None if free else token for free, token in zip(view.candidates[0].tolist(), view.current[0].tolist())]
+        chosen = torch.zeros_like(view.candidates)
+        chosen[0, type(self).where(canvas)] = True
+        return chosen
+
+
+def all_runs(case: dict[str, Any], sampler: Any, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[float]]:
+    """Every text that a request at temperature 1 can give: its probability, and the sum of probability times weight.
+
+    Each step is taken once for every text that it may draw, with numbers that a list of all texts gives; what the step
+    takes as candidates has to be that text."""
+    tracker = type("Own", (Recorded,), {})
+    monkeypatch.setattr(constraining, "Constrained", tracker)
+    automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
+    sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
+    left = [(state, 1.0)]
+    while left:
+        state, probability = left.pop()
+        if state.done:
+            entry = found.setdefault(tuple(text_of(state, case)), [0.0, 0.0])
+            entry[0] += probability
+            entry[1] += probability * math.exp(state.log_weight[0])
+            continue
+        tokens = state.canvas[0, 1 : 1 + case["slots"]].tolist()
+        canvas = [None if token == state.mask_id else token for token in tokens]
+        nu, _ = distribution(automaton, softmax(model.module.of(canvas)), canvas)
+        after: dict[tuple[int, ...], list[Any]] = {}
+        for text, share in nu.items():
+            tracker.uniforms = {int(state.row_step[0]): uniform_for(automaton, nu, text)}
+            proposal = sampler.step(model, state)
+            undecided = state.undecided[0, 1 : 1 + case["slots"]].tolist()
+            drawn = proposal.values[0, : case["slots"]].tolist()
+            assert all(drawn[at] == token for at, token in enumerate(text) if undecided[at])
+            other = copy.deepcopy(state)
+            sampler.commit(other, proposal)
+            key = tuple(other.canvas[0].tolist())
+            after.setdefault(key, [other, 0.0])[1] += probability * share
+        left += [(other, mass) for other, mass in after.values()]
+    return found
+
+
+def surest(case: dict[str, Any], canvas: Canvas) -> int:
+    nu, _ = distribution(automaton_of(case), softmax(model_of(case).module.of(canvas)), canvas)
+    best = {}
+    for at in [at for at, token in enumerate(canvas) if token is None]:
+        of_tokens: dict[int, float] = {}
+        for text, mass in nu.items():
+            of_tokens[text[at]] = of_tokens.get(text[at], 0.0) + mass
+        best[at] = max(of_tokens.values())
+    return max(best, key=lambda at: (best[at], -at))
+
+
+@pytest.mark.parametrize("name", named("law"))
+def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all runs; their weights make it the model's own distribution of texts in the language."""
+    case, expected = CASES[name], CASES[name]["expected"]
+    orders = {
+        "left": lambda canvas: canvas.index(None),
+        "right": lambda canvas: max(at for at, token in enumerate(canvas) if token is None),
+        "surest": lambda canvas: surest(case, canvas),
+    }
+    monkeypatch.setattr(Ordered, "where", orders[case["settings"]["order"]])
+    found = all_runs(case | {"settings": case["settings"] | {"rule": {}}}, Ordered(), monkeypatch)
+    stepwise = {tuple(text): mass for text, mass in expected["stepwise"]}
+    assert {text: mass for text, (mass, _) in found.items()} == pytest.approx(stepwise, rel=1e-9)
+    inside = math.fsum(weighted for _, weighted in found.values())
+    assert inside == pytest.approx(expected["inside"], rel=1e-9)
+    weighted = {text: mass / inside for text, (_, mass) in found.items()}
+    assert weighted == pytest.approx({tuple(text): mass for text, mass in expected["global"]}, rel=1e-9)
