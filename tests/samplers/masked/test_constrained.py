@@ -97,15 +97,16 @@ def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = Non
     sampler = samplers.create(**rule) if sampler is None else sampler
     model, canvas = model_of(case), case["canvas"] if canvas is None else canvas
     row = [size + 1, *(size if token is None else token for token in canvas)]
-    holes = case.get("holes", () if case["ends"] else [{"first": 0, "stop": slots, **case["constraint"]}])
+    holes = case.get("holes") or []
+    if not holes and not case["ends"] and canvas.count(None) == slots:
+        holes = [{"first": 0, "stop": slots, **case["constraint"]}]
     if holes:  # text fills them, with something given after it
         row = [*row, size + 1]
-        edges = [1 + hole["first"] for hole in holes], [1 + hole["stop"] for hole in holes]
-        assert all(row[at] == size for at in range(len(row)) if any(a <= at < b for a, b in zip(*edges, strict=True)))
         request["constraint"] = [paradec.Regex(hole["regex"]) for hole in holes]
         request["holes_eos_inf"] = False
     else:
         request["constraint"] = paradec.Regex(case["constraint"]["regex"])
+        request["suppress_tokens"] = () if case["ends"] else (case["end"],)
     return sampler, model, sampler.start(model, torch.tensor([row]), max_new_tokens=0, **request | more)
 
 
