@@ -36,15 +36,20 @@ def constrained(sampler: Any, model: Any, state: MaskedState) -> Constrained:
 
 def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
     """Why a sampler and the other arguments of a request cannot serve a constraint; None where they can."""
-    needs, request = sampler.needs, state.request
+    from paradec.samplers.masked.base import MaskedSampler  # which begins requests through this module
+
+    needs, request, methods = sampler.needs, state.request, getattr(sampler, "rules", (sampler,))
     if model.tokenizer is None:
         return f"it says what texts read, and {model.facts.name} has no tokenizer"
     reasons = {
         f"sampler {sampler.name!r} drafts steps ahead of the text": needs.multi_step,
         f"sampler {sampler.name!r} replaces what it has decided": needs.revises or needs.mask_probes,
-        f"sampler {sampler.name!r} draws every token once more, by itself": needs.redraws and request.temperature > 0,
+        f"sampler {sampler.name!r} draws every token once more, by itself": (
+            type(sampler).read is not MaskedSampler.read and request.temperature > 0
+        ),
+        f"sampler {sampler.name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
         f"sampler {sampler.name!r} cuts rows off before their end; give eos_early_stop=False": (
-            needs.trims and request.eos_early_stop
+            request.eos_early_stop and any(type(each).trim is not MaskedSampler.trim for each in methods)
         ),
         f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": (
             state.cache.facts.evaluates not in ("block", "undecided")

@@ -21,8 +21,6 @@ OVERRIDES = {
     "extra_quantities": "extra_quantities",
     "revise": "revises",
     "draw_tokens": "draws_tokens",
-    "read": "redraws",
-    "trim": "trims",
 }
 """Methods of `MaskedSampler`, and the field of `Needs` that follows from overriding each."""
 
@@ -78,10 +76,6 @@ class Needs:
     left it as it is, or its block has closed."""
     draws_tokens: bool = False
     """Whether counter-based draws of tokens go through the method's own `draw_tokens`."""
-    redraws: bool = False
-    """Whether it has the last word on candidates (`read`)."""
-    trims: bool = False
-    """Whether it may cut rows off before their end (`trim`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.reads, (tuple, list)):

@@ -65,8 +65,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     generator, seeds = randomness(request, rows)
     stop_rules, early_rules = check_stop(request.stop, sampler)
     texts = stop_strings_of(request, model)
-    reuse = _reuse(request, model, cache, rows, starts)
-    attention = attention_of(request, sampler, model)
+    reuse, attention = _reuse(request, model, cache, rows, starts), attention_of(request, sampler, model)
     if request.suffix is not None:
         check_suffix(request, sampler, model, cache, policy, len(rows), gaps)
 

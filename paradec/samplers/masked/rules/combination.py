@@ -78,7 +78,6 @@ class Combination(MaskedSampler):
             decided_logits=any(rule.needs.decided_logits for rule in self.rules),
             processes_logits=any(member.needs.processes_logits for member in self.members),
             extra_quantities=any(rule.needs.extra_quantities for rule in self.rules),
-            trims=any(rule.needs.trims for rule in self.rules),
         )
         draws, uses_steps = (any(getattr(rule, name) for rule in self.rules) for name in ("draws", "uses_steps"))
         vars(self).update(needs=needs, draws=draws, uses_steps=uses_steps)
