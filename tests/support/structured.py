@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from places import golden
-from tokenizers import Tokenizer, decoders, models
+from tiny_models import VOCAB, tiny
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
@@ -130,3 +132,37 @@ def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], tex
         left = {other: mass for other, mass in left.items() if other[at] == token}
         found.append((below + math.fsum(left.values()) / 2) / total)
     return np.array(found)
+
+
+# ---- random models over texts of one or a few characters -----------------------------------------------------------------
+
+TEXTS = [*"0123456789abcdexyz", '"', "{", "}", ":", ",", " ", "-", ".", "ab", "12", '": ', '"a', "true", "null", "[", "]"]
+TEXTS += ["yes", "no", 'x"']
+KINDS: dict[str, tuple[Any, Any]] = {
+    "choice": (paradec.Choice(("yes", "no", "ab")), lambda text: text in ("yes", "no", "ab")),
+    "regex": (
+        paradec.Regex(r"[0-9]{1,3}\.[0-9]{2}|ab+x"),
+        lambda text: re.fullmatch(r"[0-9]{1,3}\.[0-9]{2}|ab+x", text, re.ASCII),
+    ),
+    "schema": (
+        paradec.JsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 50}, "minItems": 1}),
+        lambda text: all(isinstance(item, int) and 0 <= item <= 50 for item in json.loads(text)) and json.loads(text),
+    ),
+}
+"""A constraint of each kind, and what says whether a text is in it."""
+
+
+def lettered(topology: str = "bidirectional") -> Model:
+    """`tiny_models.tiny` with a tokenizer whose tokens read `TEXTS`."""
+    model = tiny(2, topology)
+    names = {39: "<end>", 40: "<mask>"}
+    words = {text: token for token, text in enumerate(TEXTS)}
+    words |= {names.get(token, f"<{token}>"): token for token in range(len(TEXTS), VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<38>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("yes|no|ab|."), "isolated")
+    others = [f"<{token}>" for token in range(len(TEXTS), 39)]
+    model.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="<mask>", eos_token="<end>", extra_special_tokens=others
+    )
+    return model

@@ -44,10 +44,10 @@ def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
     reasons = {
         f"sampler {sampler.name!r} drafts steps ahead of the text": needs.multi_step,
         f"sampler {sampler.name!r} replaces what it has decided": needs.revises or needs.mask_probes,
+        f"sampler {sampler.name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
         f"sampler {sampler.name!r} draws every token once more, by itself": (
             type(sampler).read is not MaskedSampler.read and request.temperature > 0
         ),
-        f"sampler {sampler.name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
         f"sampler {sampler.name!r} cuts rows off before their end; give eos_early_stop=False": (
             request.eos_early_stop and any(type(each).trim is not MaskedSampler.trim for each in methods)
         ),

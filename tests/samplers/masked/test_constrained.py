@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import re
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from structured import CASES, Canvas, accepts, automaton_of, distribution, model_of, named, softmax, uniform_for
+from fitting import MASKED, taken, topology_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structured import (
+    CASES,
+    KINDS,
+    Canvas,
+    automaton_of,
+    distribution,
+    lettered,
+    model_of,
+    named,
+    softmax,
+    uniform_for,
+)
 
 import paradec
-from paradec import samplers
+from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
 from paradec.constraints import passes
 from paradec.constraints.marginals import Marginals
+from paradec.models.adapter import Model
 from paradec.samplers.masked import constraining
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.constrained import Constrained
@@ -295,3 +312,147 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
     assert inside == pytest.approx(expected["inside"], rel=1e-9)
     weighted = {text: mass / inside for text, (_, mass) in found.items()}
     assert weighted == pytest.approx({tuple(text): mass for text, mass in expected["global"]}, rel=1e-9)
+
+
+# ---- every sampler, kind of constraint, cache and block policy -------------------------------------------------------------
+
+NAMED_REFUSALS = {
+    **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces what it has decided"),
+    **dict.fromkeys(("freedave", "lopa"), "drafts steps ahead"),
+    **dict.fromkeys(("maskgit", "halton"), "draws every token once more"),
+    "recap": "counts the positions of several steps ahead",
+}
+"""Of samplers, and a part of the reason; those in the middle serve temperature 0."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "4": {"block_length": 4},
+    "whole": {"blocks": "whole"},
+    "adaptive": {"blocks": AdaptiveBlocks(4, delimiters=(",", "1"))},
+    "pipelined": {"blocks": PipelinedBlocks(4)},
+}
+REFUSED_POLICIES = {"adaptive": "single candidates say so", "pipelined": "several blocks of a row open at once"}
+WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_prefill", "hierarchical")
+
+
+def product() -> list[Any]:
+    """All; without `-m full` a tenth of them, in which every sampler, kind and policy is."""
+    found = []
+    for number, name in enumerate(MASKED):
+        for at, (kind, policy) in enumerate(itertools.product(KINDS, POLICIES)):
+            marks = [] if (number + at) % 12 == 0 or policy == "4" and (number + at) % 36 == 5 else [pytest.mark.full]
+            found.append(pytest.param(name, kind, policy, marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bidirectional() -> Model:
+    return lettered()
+
+
+@pytest.fixture(scope="module")
+def block_causal() -> Model:
+    return lettered("block_causal")
+
+
+@pytest.mark.filterwarnings("ignore:cache=", "ignore:.*delimiter", "ignore:.*no effect")
+@pytest.mark.parametrize(("name", "kind", "policy"), product())
+def test_every_answer_fits_or_the_request_is_refused_by_name(
+    name: str, kind: str, policy: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(topology_of(name))
+    value, fits = KINDS[kind]
+    for turn, temperature in enumerate((0.0, 0.8)):
+        cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
+        for named in dict.fromkeys((cache, "none")):
+            asked = {"constraint": value, "temperature": temperature, "cache": named, "seed": 3, **POLICIES[policy]}
+            asked = taken(name, asked | {"max_new_tokens": 12})
+            try:
+                out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **asked)
+            except ValueError as error:
+                if "constraint=" not in str(error):
+                    continue  # they do not go together without it either
+                reason = NAMED_REFUSALS.get(name, "nothing")
+                late = reason.startswith("draws") and not temperature
+                reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if late else reason]
+                assert any(reason in str(error) for reason in reasons), error
+                continue
+            assert name not in NAMED_REFUSALS or "draws" in NAMED_REFUSALS[name] and not temperature
+            assert policy not in REFUSED_POLICIES
+            assert all(fits(text) for text in out.text), out.text
+            assert (out.log_weight is None) == (temperature == 0)
+
+
+def test_other_refusals(bidirectional: Model) -> None:
+    value = paradec.Regex("[0-9]+")
+    for more, part in (
+        ({"rng": "reference", "generator": torch.Generator()}, "draws every token by itself"),
+        ({"stop_strings": "1"}, "stop_strings may end a row"),
+        ({"cache": "dkv_greedy", "sampler": "random"}, "leaves undecided positions"),
+        ({"constraint": [value]}, None),
+        ({"constraint": [value, None]}, "2 entries, and row 0 1 holes"),
+        ({"constraint": paradec.Regex("[0-9]{13}")}, "the shortest text takes 7 tokens, max_new_tokens=6"),
+        ({"constraint": paradec.Regex("q+")}, "no text that the tokenizer can write"),
+        ({"suppress_tokens": [*range(10), 27]}, "no text that the tokenizer can write"),
+    ):
+        if part is None:
+            paradec.generate(bidirectional, [[1, 2]], max_new_tokens=6, **{"constraint": value} | more)
+            continue
+        with pytest.raises(ValueError, match=part):
+            paradec.generate(bidirectional, torch.tensor([[1, 2]]), max_new_tokens=6, **{"constraint": value} | more)
+
+
+@pytest.mark.filterwarnings("ignore:.*no effect")
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject) -> None:
+    """Rows of several lengths, several tokens a step, early rules, guidance, filters: each answer matches."""
+    part = st.sampled_from(["a", "b", "[a-e]", "[0-9]", "12", "(?:yes|no)", r"\.", "x", "."])
+    pieces = st.tuples(part, st.sampled_from(["", "", "?", "+", "*", "{2}", "{1,3}"])).map("".join)
+    pattern = "|".join(data.draw(st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3)))
+    asked = data.draw(
+        st.fixed_dictionaries({
+            "sampler": st.sampled_from(["threshold", "random", "entropy_bound", "credit", "low_confidence+margin"]),
+            "cache": st.sampled_from(["none", "prefix", "dual", "dkv_decode"]),
+            "block_length": st.sampled_from([3, 5, 32]),
+            "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+            "top_p": st.sampled_from([None, 0.5]),
+            "top_k": st.sampled_from([None, 2]),
+            "guidance_scale": st.sampled_from([1.0, 1.5]),
+            "eos_early_stop": st.booleans(),
+            "stop": st.sampled_from([None, paradec.Prophet()]),
+            "seed": st.integers(0, 99),
+        })
+    )
+    prompts = [[1, 2, 3], [4]]
+    try:
+        out = paradec.generate(
+            bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **asked
+        )
+    except ValueError as error:
+        assert "the shortest text takes" in str(error) or "works with" in str(error), error
+        return
+    assert all(re.fullmatch(pattern, text, re.ASCII) for text in out.text), (pattern, asked, out.text)
+
+
+def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the canvas a step of {ab, ba}: each alone would be aa or bb half of the time."""
+    case = {
+        "vocab": ["a", "b", "<end>"], "end": 2, "ends": True, "slots": 2, "canvas": [None, None],
+        "constraint": {"regex": "ab|ba"}, "model": {"bias": [[0.0] * 3] * 2, "pair": [[[[0.0] * 3] * 3] * 2] * 2},
+        "settings": {"rule": {"name": "low_confidence", "steps": 1}, "temperature": 1.0},
+    }  # fmt: skip
+    found = all_runs(case, None, monkeypatch)
+    assert {text: mass for text, (mass, _) in found.items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
+
+
+def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
+    """Only the digits take forwards; a row of which everything is certain takes none."""
+    pattern = r'\{"a": [0-9]\}'
+    free = paradec.generate(bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", eos_early_stop=False)
+    out = paradec.generate(
+        bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", constraint=paradec.Regex(pattern)
+    )
+    assert re.fullmatch(pattern, out.text[0]) and free.nfe == 8 and out.nfe < 8
+    certain = paradec.generate(
+        bidirectional, [[1, 2]], max_new_tokens=3, constraint=paradec.Choice(("yes",)), trace=True
+    )
+    assert certain.text == ["yes"] and certain.nfe == 0
