@@ -54,9 +54,12 @@ class _Parts:
         self.free: list[list[int]] = []
         self.moves: list[list[tuple[int, int, int]]] = []
 
-    def new(self) -> int:
-        if len(self.free) >= MOST_PARTS:
+    def _check(self, more: int) -> None:
+        if len(self.free) + more >= MOST_PARTS:
             raise ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states")
+
+    def new(self) -> int:
+        self._check(0)
         self.free.append([])
         self.moves.append([])
         return len(self.free) - 1
@@ -78,6 +81,7 @@ class _Parts:
                     self.free[self.add(part, first)].append(end)
                 return end
             case Repeated(part, least, most):
+                self._check(max(least, most or 0))
                 for _ in range(least):
                     begin = self.add(part, begin)
                 end = self.new()
