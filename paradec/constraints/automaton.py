@@ -74,8 +74,8 @@ class TokenAutomaton:
 
     @cached_property
     def ascending(self) -> np.ndarray:
-        """[A] int64: the order in which `tokens` ascend."""
-        return np.argsort(self.tokens)
+        """[A] int64: `tokens`, ascending."""
+        return np.sort(self.tokens)
 
     @cached_property
     def by_state(self) -> Grouped:

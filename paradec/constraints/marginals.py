@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,69 +21,77 @@ class Marginals:
     """
 
     def __init__(self, automaton: TokenAutomaton, logits: Tensor, held: list[int | None], first: int, last: np.ndarray):
-        self.automaton, self.logits, self.held, self.first, self.last = automaton, logits, held, first, last
+        self.automaton, self.logits, self.held, self.first, self.last = automaton, logits.detach(), held, first, last
         self._open = [slot for slot, token in enumerate(held) if token is None]
-        self._values, tops, sums = _class_sums(automaton, logits)
+        tops, sums = _class_sums(automaton, self.logits)
         self.broken = bool(np.isnan(sums).any() or (tops == np.inf).any())
         """Whether logits are NaN or +inf; nothing else may be asked then."""
         fixed = [None if token is None else passes.certain(automaton, token) for token in held]
-        self._sums, self._tops = (_filled(fixed, found, automaton.classes) for found in (sums, tops))
+        self.sums, self._tops = (_filled(fixed, found, automaton.classes) for found in (sums, tops))
+        """[n, C] float64: the logarithm of each class's probability in each slot, up to the constant `norms` says."""
         if not self.broken:
-            self.total, self._log_g, self._backward = passes.conditioned(automaton, self._sums, first, last)
-            """ln Z, up to the constants of the slots' logits."""
+            self.total, self._log_g, self._backward = passes.conditioned(automaton, self.sums, first, last)
+            """ln Z, up to the constants of the slots."""
 
     def conditioned(self) -> Tensor:
         """Logits [m, V] of the conditioned marginals r; in the dtype of the logits."""
         nothing = np.full((len(self._open), 1), -np.inf)
         table = torch.as_tensor(np.concatenate((self._log_g[self._open], nothing), 1)).to(self.logits)
-        return table[:, self._class_of()] + self.logits
+        class_of = torch.as_tensor(self.automaton.class_of, device=table.device).remainder(self.automaton.classes + 1)
+        return table.index_select(1, class_of).add_(self.logits)
+
+    def probabilities(self, tokens: Tensor) -> Tensor:
+        """[m] float64: r of one token [m] of each slot; exactly 1 where no other token fits."""
+        ids = tokens.cpu().numpy()
+        own = self.logits.gather(1, tokens.unsqueeze(1))[:, 0].double().cpu().numpy()
+        shares = self.sums[self._open] + self._log_g[self._open]
+        top = shares.max(1)
+        whole = np.log(np.exp(shares - top[:, None]).sum(1)) + top
+        found = own + self._log_g[self._open, self.automaton.class_of[ids]] - whole
+        return torch.as_tensor(np.minimum(np.exp(found), 1), device=tokens.device)
 
     def best(self) -> Tensor:
         """The tokens [m] of the likeliest text; of several the lowest ids, from the left."""
-        fixed = [0 if token is None else token for token in self.held]
-        lowest = np.tile(np.array(fixed)[:, None], (1, self.automaton.classes))
-        lowest[self._open] = self._lowest()
-        found = passes.best(self.automaton, self._tops, lowest, self.first, self.last)
-        return torch.as_tensor(lowest[self._open, np.array(found)[self._open]], device=self.logits.device)
+        found = passes.best(self.automaton, self._tops, self._lowest, self.first, self.last)
+        return torch.tensor([found[slot] for slot in self._open], device=self.logits.device)
 
     def drawn(self, uniform: np.ndarray) -> Tensor:
         """The tokens [m] of a text that is drawn jointly, with the numbers uniform [m] (see `passes.drawn`)."""
-        wide, logs = np.zeros(len(self.held)), np.zeros((len(self.held), len(self.automaton.tokens)))
-        wide[self._open] = uniform
-        logs[self._open] = self._host_values()
-        found = passes.drawn(self.automaton, logs, self._backward, self.held, self.first, wide)
-        return torch.tensor(found, device=self.logits.device)[self._open]
+        rows = {slot: row for row, slot in enumerate(self._open)}
+        found = passes.drawn(
+            self.automaton,
+            lambda slot, ids: self._values(rows[slot], ids),
+            self._backward,
+            self.held,
+            self.first,
+            [0.0 if slot not in rows else float(uniform[rows[slot]]) for slot in range(len(self.held))],
+        )
+        return torch.tensor([found[slot] for slot in self._open], device=self.logits.device)
 
-    def log_masses(self) -> np.ndarray:
-        """[n, C] float64: the logarithm of each class's probability in each slot."""
-        found = self._sums.copy()
-        found[self._open] -= self._norms()[:, None]
+    def norms(self, slots: Sequence[int]) -> np.ndarray:
+        """[k] float64: the logarithms of what makes the distributions of undecided slots sum to 1."""
+        rows = [self._open.index(slot) for slot in slots]
+        found: np.ndarray = self.logits[rows].double().logsumexp(-1).cpu().numpy()
         return found
 
     def log_z(self) -> float:
         """ln Z: the logarithm of the language's probability."""
-        return self.total - float(self._norms().sum())
+        return self.total - float(self.norms(self._open).sum())
 
-    def _norms(self) -> np.ndarray:
-        found: np.ndarray = self.logits.double().logsumexp(-1).cpu().numpy()
+    def _values(self, row: int, ids: np.ndarray) -> np.ndarray:
+        """The logits of a slot's tokens [k], float64."""
+        logits = self.logits[row]
+        if len(ids) == 0 or len(ids) < len(logits):
+            logits = logits[torch.as_tensor(ids, device=logits.device)]
+        found: np.ndarray = logits.double().cpu().numpy()
         return found
 
-    def _class_of(self) -> Tensor:
-        return torch.as_tensor(self.automaton.class_of, device=self.logits.device).long()  # -1 is the last entry
-
-    def _host_values(self) -> np.ndarray:
-        if self._values is None:
-            tokens = torch.as_tensor(self.automaton.tokens, device=self.logits.device)
-            self._values = self.logits.index_select(-1, tokens).float().cpu().numpy()
-        return self._values
-
-    def _lowest(self) -> np.ndarray:
-        """[m, C] int64: the likeliest token of each class, the lowest of several."""
-        values, automaton = self._host_values(), self.automaton
-        found = np.empty((len(values), automaton.classes), np.int64)
-        for index, (begin, size) in enumerate(zip(automaton.begins, automaton.sizes, strict=True)):
-            found[:, index] = automaton.tokens[begin + values[:, begin : begin + size].argmax(1)]
-        return found
+    def _lowest(self, slot: int, index: int) -> int:
+        """The likeliest token of a class in a slot, the lowest of several."""
+        held, members = self.held[slot], self.automaton.members[index]
+        if held is not None:
+            return held
+        return int(members[self._values(self._open.index(slot), members).argmax()])
 
 
 def _filled(fixed: list[np.ndarray | None], found: np.ndarray, classes: int) -> np.ndarray:
@@ -90,11 +100,11 @@ def _filled(fixed: list[np.ndarray | None], found: np.ndarray, classes: int) -> 
     return np.array([next(rows) if row is None else row for row in fixed]).reshape(len(fixed), classes)
 
 
-def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Of logits [m, V]: those of `automaton.tokens` [m, A] where they are on the host; the largest of each class, and
-    the logarithms of the sums of their exponentials [m, C], float64."""
+def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Of logits [m, V]: the largest of each class, and the logarithms of the sums of their exponentials [m, C]; float64
+    on the host."""
     tokens = torch.as_tensor(automaton.tokens, device=logits.device)
-    values = logits.detach().index_select(-1, tokens)
+    values = logits.index_select(-1, tokens)
     if not values.is_cpu:
         owner = torch.as_tensor(automaton.class_of, device=logits.device)[tokens].long().expand(len(values), -1)
         wide = values.float()
@@ -102,13 +112,15 @@ def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray |
         base = top.where(top > -torch.inf, 0)
         sums = torch.zeros_like(base, dtype=torch.float64)
         sums.scatter_add_(1, owner, (wide - base.gather(1, owner)).exp().double())
-        return None, top.double().cpu().numpy(), (sums.log() + base).cpu().numpy()
+        return top.double().cpu().numpy(), (sums.log() + base).cpu().numpy()
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
     array = values.numpy()
     tops = np.maximum.reduceat(array, automaton.begins, axis=1)
     base = np.where(tops > -np.inf, tops, 0)
-    shifted = array - np.repeat(base, automaton.sizes, axis=1)
-    sums = np.add.reduceat(torch.from_numpy(shifted).exp_().numpy(), automaton.begins, axis=1, dtype=np.float64)
+    for index, (begin, size) in enumerate(zip(automaton.begins, automaton.sizes, strict=True)):
+        array[:, begin : begin + size] -= base[:, index, None]
+    values.exp_()
+    sums = np.add.reduceat(array, automaton.begins, axis=1, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return array, tops.astype(np.float64), np.log(sums) + base.astype(np.float64)
+        return tops.astype(np.float64), np.log(sums) + base.astype(np.float64)

@@ -13,6 +13,8 @@ the last slot may lead to. What is decided is certain (`certain`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from paradec.constraints.automaton import Grouped, TokenAutomaton
@@ -79,31 +81,32 @@ def conditioned(
     return total, found, backward
 
 
-def best(automaton: TokenAutomaton, tops: np.ndarray, lowest: np.ndarray, first: int, last: np.ndarray) -> list[int]:
-    """The classes [n] of the likeliest text; of equally likely ones that with the lowest ids, from the left.
+def best(
+    automaton: TokenAutomaton, tops: np.ndarray, lowest: Callable[[int, int], int], first: int, last: np.ndarray
+) -> list[int]:
+    """The likeliest text [n]; of equally likely ones that with the lowest ids, from the left.
 
     Args:
         tops: [n, C] float64: the logarithm of the probability of the likeliest token of each class in each slot.
-        lowest: [n, C] int64: that token, the lowest of several.
+        lowest: called with a slot and a class: that token, the lowest of several.
     """
     backward, state, found = ahead(automaton, tops, last, highest), first, []
     for slot in range(len(tops)):
         after = automaton.table[state]
         values = np.where(after >= 0, tops[slot] + backward[slot + 1, after], NOTHING)
-        equal = np.flatnonzero(values == values.max())
-        index = int(equal[lowest[slot, equal].argmin()])
-        found.append(index)
+        token, index = min((lowest(slot, index), index) for index in np.flatnonzero(values == values.max()).tolist())
+        found.append(token)
         state = int(after[index])
     return found
 
 
 def drawn(
     automaton: TokenAutomaton,
-    logs: np.ndarray,
+    logs: Callable[[int, np.ndarray], np.ndarray],
     backward: np.ndarray,
     fixed: list[int | None],
     first: int,
-    uniform: np.ndarray,
+    uniform: list[float],
 ) -> list[int]:
     """Tokens [n] of one text, drawn from the product of the slots' distributions conditioned on the language.
 
@@ -111,30 +114,23 @@ def drawn(
     exceeds `uniform[i]` times the whole.
 
     Args:
-        logs: [n, A] float64: logarithms of the tokens of `automaton.tokens`, up to a constant for each slot.
+        logs: called with a slot and ids [k]: the logarithms of their probabilities, up to a constant of the slot.
         backward: [n + 1, S]: the b of `conditioned`. fixed: what slots hold that are decided, or None.
     """
     state, found = first, []
-    owner = np.repeat(np.arange(automaton.classes), automaton.sizes)
     for slot, token in enumerate(fixed):
         if token is None:
             after = automaton.table[state]
             weight = np.where(after >= 0, backward[slot + 1, after], NOTHING)
             live = np.flatnonzero(weight > NOTHING)
             if 8 * automaton.sizes[live].sum() < len(automaton.tokens):  # few of them are sorted anew
-                places = np.concatenate(
-                    [
-                        np.arange(automaton.begins[index], automaton.begins[index] + automaton.sizes[index])
-                        for index in live
-                    ]
-                )
-                places = places[np.argsort(automaton.tokens[places])]
+                ids = np.sort(np.concatenate([automaton.members[index] for index in live]))
             else:
-                places = automaton.ascending
-            values = logs[slot, places] + weight[owner[places]]
-            running = np.cumsum(np.exp(values - values.max()))
+                ids = automaton.ascending
+            values = logs(slot, ids) + weight[automaton.class_of[ids]]
+            running = np.exp(values - values.max()).cumsum()
             at = np.searchsorted(running, uniform[slot] * running[-1], side="right")
-            token = int(automaton.tokens[places[min(at, len(places) - 1)]])
+            token = int(ids[min(at, len(ids) - 1)])
         found.append(token)
         state = automaton.step(state, token)
     return found

@@ -76,7 +76,7 @@ class Constrained(Tracker):
     host_only = "a constraint is asked on the host"
 
     def __post_init__(self) -> None:
-        self._drawn: dict[tuple[int, int], tuple[int, Part, np.ndarray, float]] = {}
+        self._drawn: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
 
     def attach(self, state: TrackedState) -> None:
         state.candidates = self.candidates
@@ -105,25 +105,29 @@ class Constrained(Tracker):
             valid = state.window.valid[torch.as_tensor(query.window.index, device=logits.device)]
             undecided &= valid if query.window.columns is None else valid.gather(1, query.window.columns)
         canvas, where = state.canvas.cpu().numpy(), positions.cpu().numpy()
-        found, inside = [], torch.zeros_like(undecided)
+        found, places = list[tuple[Tensor, dict[str, Tensor]]](), list[int]()
         for index, row in enumerate(query.rows.tolist()):
-            columns = {int(position): column for column, position in enumerate(where[index])}
+            columns = {position: column for column, position in enumerate(where[index].tolist())}
             for number, part in enumerate(self._parts(state, row, canvas[row])):
-                at = torch.tensor([columns[position] for position in part.open], device=logits.device)
-                inside[index, at] = True
-                found.append((index, at, *self._text(sampler, state, logits[index, at], part, number)))
+                at = [columns[position] for position in part.open]
+                together = at[-1] - at[0] < len(at)
+                own = logits[index, at[0] : at[-1] + 1] if together else logits[index, at]
+                found.append(self._text(sampler, state, own, part, number))
+                places += [index * where.shape[1] + column for column in at]
+        inside = torch.zeros_like(undecided).flatten()
+        inside[places] = True
         tokens, quantities = current, dict[str, Tensor]()
-        if sampler.needs.decided_logits or bool((undecided & ~inside).any()):
+        if sampler.needs.decided_logits or bool((undecided & ~inside.view_as(undecided)).any()):
             tokens, quantities = stages.candidates(sampler, state, logits, query, generator)
         if not found:
             return tokens, quantities
-        own = torch.cat([entry[2] for entry in found])
-        read = token_statistics(torch.cat([entry[3] for entry in found]), sampler.needs.reads, own)[1]
-        places = torch.cat([index * where.shape[1] + at for index, at, *_ in found])
-        for name, value in read.items():
+        at = torch.tensor(places, device=logits.device)
+        for name in found[0][1]:
+            value = torch.cat([read[name] for _, read in found])
             whole = quantities.get(name, value.new_zeros(current.shape))
-            quantities[name] = whole.flatten().index_copy(0, places, value).view_as(current)
-        return tokens.flatten().index_copy(0, places, own).view_as(current), quantities
+            quantities[name] = whole.flatten().index_copy(0, at, value.to(whole)).view_as(current)
+        own = torch.cat([tokens for tokens, _ in found])
+        return tokens.flatten().index_copy(0, at, own).view_as(current), quantities
 
     def _parts(self, state: TrackedState, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
         """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""
@@ -141,17 +145,19 @@ class Constrained(Tracker):
                 found.append(Part(row, span, first, held, before, span.after[end - span.first]))
         return found
 
-    def _text(self, sampler: Any, state: TrackedState, raw: Tensor, part: Part, number: int) -> tuple[Tensor, Tensor]:
-        """Candidates [m] of a part's undecided positions, whose logits are raw [m, V]; and the logits [m, V] that they
-        are scored by."""
+    def _text(
+        self, sampler: Any, state: TrackedState, raw: Tensor, part: Part, number: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
+        sampler reads."""
         request, needs = state.request, sampler.needs
         filters = (request.top_p, request.top_k, request.top_n_sigma)
         filtered = any(each is not None for each in filters)
         warm = request.temperature if request.temperature > 0 else 1.0
         model = self._marginals(state, part, raw)
         if model is None:
-            nothing = torch.full_like(raw, torch.nan)
-            return torch.zeros(len(raw), dtype=torch.int64, device=raw.device), nothing
+            nothing = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
+            return torch.zeros_like(nothing, dtype=torch.int64), dict.fromkeys(needs.reads, nothing)
         source = model if warm == 1 else self._marginals(state, part, tempered(raw, warm))
         assert source is not None
         if filtered and (request.temperature > 0 or needs.score_from == "sampled"):
@@ -164,9 +170,11 @@ class Constrained(Tracker):
             tokens = source.best()
         else:
             tokens = source.drawn(self.uniform(state, part))
-            step = int(state.row_step[part.row])
-            self._drawn[part.row, number] = step, part, source.log_masses(), source.log_z()
-        return tokens, (model if needs.score_from == "raw" else source).conditioned()
+            self._drawn[part.row, number] = int(state.row_step[part.row]), part, source
+        scored = model if needs.score_from == "raw" else source
+        if needs.reads == ("confidence",):
+            return tokens, {"confidence": scored.probabilities(tokens)}
+        return token_statistics(scored.conditioned(), needs.reads, tokens)
 
     def uniform(self, state: TrackedState, part: Part) -> np.ndarray:
         """The numbers [m] in (0, 1) that a text is drawn with: they depend on row, step and position alone."""
@@ -241,13 +249,14 @@ class Constrained(Tracker):
         if self.log_weight is None:
             return
         canvas = state.canvas.cpu().numpy()
-        for (row, _), (step, part, masses, total) in self._drawn.items():
+        for (row, _), (step, part, drawn) in self._drawn.items():
             if step != state.row_step[row] or row not in proposal.rows:
                 continue
-            masses = masses.copy()
-            for at, token in enumerate(part.held):
-                if token is None and (now := int(canvas[row, part.first + at])) != state.mask_id:
-                    masses[at] = passes.certain(part.span.automaton, now)
+            now = canvas[row, part.first : part.first + len(part.held)].tolist()
+            decided = [at for at, token in enumerate(part.held) if token is None and now[at] != state.mask_id]
+            masses = drawn.sums.copy()
+            for at in decided:
+                masses[at] = passes.certain(part.span.automaton, now[at])
             with_it = passes.ahead(part.span.automaton, masses, part.last)[0, part.state]
-            self.log_weight[row] += total - float(with_it)
+            self.log_weight[row] += drawn.total - float(with_it) - float(drawn.norms(decided).sum())
         self._drawn.clear()
