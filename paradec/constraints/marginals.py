@@ -79,12 +79,9 @@ class Marginals:
         return self.total - float(self.norms(self._open).sum())
 
     def _values(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """The logits of a slot's tokens [k], float64."""
-        logits = self.logits[row]
-        if len(ids) == 0 or len(ids) < len(logits):
-            logits = logits[torch.as_tensor(ids, device=logits.device)]
-        found: np.ndarray = logits.double().cpu().numpy()
-        return found
+        """A copy of the logits of a slot's tokens [k], in float32 at least."""
+        found = self.logits[row].index_select(0, torch.as_tensor(ids, device=self.logits.device))
+        return found.to(torch.promote_types(found.dtype, torch.float32)).cpu().numpy()
 
     def _lowest(self, slot: int, index: int) -> int:
         """The likeliest token of a class in a slot, the lowest of several."""
