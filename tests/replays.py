@@ -66,6 +66,11 @@ REPLAYS = {
         "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
         "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
     },
+    "structured": {
+        "constraints/test_structured_cases.py": "",
+        "samplers/masked/test_constrained.py": "recorded_runs "
+        "recorded_runs_that_take_the_best_token_of_each_marginal one_token_a_step_has_the_recorded_distribution",
+    },
     "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
     "autumn": {
         "models/text/test_rotary.py": "the_tables",

@@ -33,13 +33,13 @@ def named(*kinds: str) -> list[str]:
     return [name for name, case in CASES.items() if case["kind"] in kinds]
 
 
-def tokenizer_of(vocab: list[str]) -> PreTrainedTokenizerFast:
+def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
     """Tokens that read their texts, one after the other; then a mask, and what prompts are made of."""
     words = {text: token for token, text in enumerate([*vocab, "<mask>", "<prompt>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<prompt>"))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="<mask>", eos_token=vocab[-1], extra_special_tokens=["<prompt>"]
+        tokenizer_object=tokenizer, mask_token="<mask>", eos_token=vocab[end], extra_special_tokens=["<prompt>"]
     )
 
 
@@ -47,7 +47,7 @@ def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | No
     vocab, end = case["vocab"], case["end"]
     value = paradec.Regex(case["constraint"]["regex"] if regex is None else regex)
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
-    return token_automaton(value, tokenizer_of(vocab), len(vocab) + 2, ids, ())
+    return token_automaton(value, tokenizer_of(vocab, end), len(vocab) + 2, ids, ())
 
 
 class Table(nn.Module):
@@ -88,7 +88,7 @@ def model_of(case: dict[str, Any], topology: str = "bidirectional") -> Model:
         eos_token_id=case["end"],
         prediction="same",
         topology=topology,
-        tokenizer=tokenizer_of(vocab),
+        tokenizer=tokenizer_of(vocab, case["end"]),
     )
 
 
