@@ -232,10 +232,10 @@ class _Schema:
             for at, part in enumerate(said.get("prefixItems", ()))
         ]
         rest = said.get("items", not front)
-        if depth == 0 and rest in (True, {}):
-            inner = NEVER
-        else:
-            inner = self.anything(depth - 1) if rest in (True, {}) else self.node(rest, f"{path}.items", depth, open_)
+        free = rest in (True, {})
+        inner: Node = NEVER
+        if not free or depth > 0:
+            inner = self.anything(depth - 1) if free else self.node(rest, f"{path}.items", depth, open_)
         if not front:
             return _array(inner, least or 0, most)
         if (least or 0) < len(front) or most is not None and most < len(front):

@@ -21,10 +21,10 @@ from paradec.constraints.expressions import (
 from paradec.core.checks import shown
 
 DIGITS: Ranges = ((48, 57),)
-WORDS: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
+LETTERS: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 SPACES: Ranges = ((9, 13), (32, 32))
-SETS = {"d": DIGITS, "w": WORDS, "s": SPACES} | {
-    name: without(ANY, inner) for name, inner in {"D": DIGITS, "W": WORDS, "S": SPACES}.items()
+SETS = {"d": DIGITS, "w": LETTERS, "s": SPACES} | {
+    name: without(ANY, inner) for name, inner in {"D": DIGITS, "W": LETTERS, "S": SPACES}.items()
 }
 """As with `re.ASCII`."""
 LINE: Ranges = without(ANY, ((10, 10),))

@@ -1,7 +1,7 @@
 """What each token of a model reads, as bytes: at the beginning of a text, and after other tokens.
 
 Answers are what the tokenizer's `decode` makes of all their tokens at once, so that a token may read otherwise in
-different places: SentencePiece leaves out a text's first space, others put spaces between words. Three ways of joining
+different places: SentencePiece leaves out a text's first space, others put spaces between tokens. Three ways of joining
 tokens are known, and the one that agrees with `decode` on random sequences is taken.
 """
 
@@ -84,8 +84,8 @@ def _agreeing(tokenizer: Any) -> Iterator[Spelling]:
 
 
 def _agrees(tokenizer: Any, spelling: Spelling) -> bool:
-    """Whether random sequences read what `decode` says, and most of them read something; sequences that are no UTF-8 are
-    no part of any language."""
+    """Whether random sequences read what `decode` says, and most of them something; sequences that are no UTF-8 are no
+    part of any language."""
     draw, ids, unread = np.random.default_rng(0), np.array([*spelling.after]), 0
     if not len(ids):
         return False

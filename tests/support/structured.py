@@ -92,7 +92,7 @@ def model_of(case: dict[str, Any], topology: str = "bidirectional") -> Model:
     )
 
 
-# ---- what the tests compare with: sums over lists of texts -------------------------------------------------------------
+# ---- what the tests compare with: sums over lists of texts ----------------------------------------------------------
 
 
 def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
@@ -134,9 +134,27 @@ def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], tex
     return np.array(found)
 
 
-# ---- random models over texts of one or a few characters -----------------------------------------------------------------
+# ---- random models over texts of one or a few characters ------------------------------------------------------------
 
-TEXTS = [*"0123456789abcdexyz", '"', "{", "}", ":", ",", " ", "-", ".", "ab", "12", '": ', '"a', "true", "null", "[", "]"]
+TEXTS = [
+    *"0123456789abcdexyz",
+    '"',
+    "{",
+    "}",
+    ":",
+    ",",
+    " ",
+    "-",
+    ".",
+    "ab",
+    "12",
+    '": ',
+    '"a',
+    "true",
+    "null",
+    "[",
+    "]",
+]
 TEXTS += ["yes", "no", 'x"']
 KINDS: dict[str, tuple[Any, Any]] = {
     "choice": (paradec.Choice(("yes", "no", "ab")), lambda text: text in ("yes", "no", "ab")),

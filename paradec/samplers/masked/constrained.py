@@ -79,7 +79,7 @@ class Constrained(Tracker):
         self._drawn: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
 
     def attach(self, state: TrackedState) -> None:
-        state.candidates = self.candidates
+        state.constrained = self.candidates
         if self.log_weight is not None:
             state.log_weight = self.log_weight
 
@@ -96,7 +96,7 @@ class Constrained(Tracker):
     def candidates(
         self, sampler: Any, state: TrackedState, logits: Tensor | Raised, query: WindowQuery, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """In the place of `paradec.samplers.masked.logits.candidates`."""
+        """In the place of the method's `read`."""
         logits = written(logits)
         positions = positions_of(state, query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
@@ -121,13 +121,13 @@ class Constrained(Tracker):
             tokens, quantities = stages.candidates(sampler, state, logits, query, generator)
         if not found:
             return tokens, quantities
-        at = torch.tensor(places, device=logits.device)
+        entries = torch.tensor(places, device=logits.device)
         for name in found[0][1]:
             value = torch.cat([read[name] for _, read in found])
             whole = quantities.get(name, value.new_zeros(current.shape))
-            quantities[name] = whole.flatten().index_copy(0, at, value.to(whole)).view_as(current)
-        own = torch.cat([tokens for tokens, _ in found])
-        return tokens.flatten().index_copy(0, at, own).view_as(current), quantities
+            quantities[name] = whole.flatten().index_copy(0, entries, value.to(whole)).view_as(current)
+        chosen = torch.cat([tokens for tokens, _ in found])
+        return tokens.flatten().index_copy(0, entries, chosen).view_as(current), quantities
 
     def _parts(self, state: TrackedState, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
         """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""

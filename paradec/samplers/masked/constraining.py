@@ -36,8 +36,6 @@ def constrained(sampler: Any, model: Any, state: MaskedState) -> Constrained:
 
 def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
     """Why a sampler and the other arguments of a request cannot serve a constraint; None where they can."""
-    from paradec.samplers.masked.base import MaskedSampler  # which begins requests through this module
-
     needs, request, methods = sampler.needs, state.request, getattr(sampler, "rules", (sampler,))
     if model.tokenizer is None:
         return f"it says what texts read, and {model.facts.name} has no tokenizer"
@@ -46,10 +44,10 @@ def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
         f"sampler {sampler.name!r} replaces what it has decided": needs.revises or needs.mask_probes,
         f"sampler {sampler.name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
         f"sampler {sampler.name!r} draws every token once more, by itself": (
-            type(sampler).read is not MaskedSampler.read and request.temperature > 0
+            _overrides(sampler, "read") and request.temperature > 0
         ),
         f"sampler {sampler.name!r} cuts rows off before their end; give eos_early_stop=False": (
-            request.eos_early_stop and any(type(each).trim is not MaskedSampler.trim for each in methods)
+            request.eos_early_stop and any(_overrides(each, "trim") for each in methods)
         ),
         f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": (
             state.cache.facts.evaluates not in ("block", "undecided")
@@ -69,10 +67,16 @@ def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _overrides(sampler: Any, method: str) -> bool:
+    """Whether a sampler has a method of `MaskedSampler` of its own; that class begins requests through this module."""
+    base = next(each for each in type(sampler).__mro__ if each.__name__ == "MaskedSampler")
+    return getattr(type(sampler), method) is not getattr(base, method)
+
+
 def _texts_of(model: Any, state: MaskedState, row: int, canvas: np.ndarray, known: dict[Any, Span]) -> tuple[Span, ...]:
     """The spans of a row, whose canvas [L] is as decoding finds it."""
     begin, answer, stop = (int(array[row]) for array in (state.prompt_length, state.answer_start, state.asked))
-    value = state.request.constraint
+    value: Any = state.request.constraint
     if isinstance(value, Constraint):
         return (_span(model, state, value, canvas, begin, stop, stop > answer, known),)
     masked = np.concatenate(([False], canvas[:stop] == state.mask_id, [False]))

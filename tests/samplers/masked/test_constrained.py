@@ -222,7 +222,11 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
                     trial[at] = tokens[at]
                     if passes.completions(automaton, trial[first:last], automaton.accept)[0, 0]:
                         canvas, kept = trial, [*kept, at]
-            entry = {"z": z, "commit": sorted([at, tokens[at]] for at in kept), "scores": [scores[at] for at in sorted(kept)]}
+            entry = {
+                "z": z,
+                "commit": sorted([at, tokens[at]] for at in kept),
+                "scores": [scores[at] for at in sorted(kept)],
+            }
             steps.append(entry | ({"forced": forced} if settings.get("forced") else {}))
             forced, count = certain(begin, stop) if settings.get("forced") else [], count + 1
         if forced:
@@ -233,7 +237,7 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
     assert_same_steps(steps, expected["steps"])
 
 
-# ---- exact distributions -----------------------------------------------------------------------------------------------
+# ---- exact distributions --------------------------------------------------------------------------------------------
 
 
 class Ordered(MaskedSampler):
@@ -314,7 +318,7 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
     assert weighted == pytest.approx({tuple(text): mass for text, mass in expected["global"]}, rel=1e-9)
 
 
-# ---- every sampler, kind of constraint, cache and block policy -------------------------------------------------------------
+# ---- every sampler, kind of constraint, cache and block policy -----------------------------------------------------
 
 NAMED_REFUSALS = {
     **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces what it has decided"),
@@ -362,8 +366,8 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
     value, fits = KINDS[kind]
     for turn, temperature in enumerate((0.0, 0.8)):
         cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
-        for named in dict.fromkeys((cache, "none")):
-            asked = {"constraint": value, "temperature": temperature, "cache": named, "seed": 3, **POLICIES[policy]}
+        for used in dict.fromkeys((cache, "none")):
+            asked = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
             asked = taken(name, asked | {"max_new_tokens": 12})
             try:
                 out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **asked)
@@ -407,26 +411,28 @@ def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject)
     """Rows of several lengths, several tokens a step, early rules, guidance, filters: each answer matches."""
     part = st.sampled_from(["a", "b", "[a-e]", "[0-9]", "12", "(?:yes|no)", r"\.", "x", "."])
     pieces = st.tuples(part, st.sampled_from(["", "", "?", "+", "*", "{2}", "{1,3}"])).map("".join)
-    pattern = "|".join(data.draw(st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3)))
+    pattern = "|".join(
+        data.draw(st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3))
+    )
     asked = data.draw(
-        st.fixed_dictionaries({
-            "sampler": st.sampled_from(["threshold", "random", "entropy_bound", "credit", "low_confidence+margin"]),
-            "cache": st.sampled_from(["none", "prefix", "dual", "dkv_decode"]),
-            "block_length": st.sampled_from([3, 5, 32]),
-            "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5]),
-            "top_p": st.sampled_from([None, 0.5]),
-            "top_k": st.sampled_from([None, 2]),
-            "guidance_scale": st.sampled_from([1.0, 1.5]),
-            "eos_early_stop": st.booleans(),
-            "stop": st.sampled_from([None, paradec.Prophet()]),
-            "seed": st.integers(0, 99),
-        })
+        st.fixed_dictionaries(
+            {
+                "sampler": st.sampled_from(["threshold", "random", "entropy_bound", "credit", "low_confidence+margin"]),
+                "cache": st.sampled_from(["none", "prefix", "dual", "dkv_decode"]),
+                "block_length": st.sampled_from([3, 5, 32]),
+                "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+                "top_p": st.sampled_from([None, 0.5]),
+                "top_k": st.sampled_from([None, 2]),
+                "guidance_scale": st.sampled_from([1.0, 1.5]),
+                "eos_early_stop": st.booleans(),
+                "stop": st.sampled_from([None, paradec.Prophet()]),
+                "seed": st.integers(0, 99),
+            }
+        )
     )
     prompts = [[1, 2, 3], [4]]
     try:
-        out = paradec.generate(
-            bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **asked
-        )
+        out = paradec.generate(bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **asked)
     except ValueError as error:
         assert "the shortest text takes" in str(error) or "works with" in str(error), error
         return
