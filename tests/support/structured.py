@@ -80,6 +80,34 @@ class Table(nn.Module):
         return logits
 
 
+class CausalTable(Table):
+    """The same, where a position sees what is to its left; row i of the logits predicts token i + 1."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        size = self.bias.shape[1]
+        logits = torch.zeros(*ids.shape, size + self.extra, dtype=torch.float64)
+        logits[:, :, size:] = -torch.inf
+        for place in range(min(ids.shape[1], len(self.bias))):
+            found = self.bias[place].expand(len(ids), -1)
+            for other in range(place):
+                found = found + self.pair[place, other][ids[:, 1 + other].clamp(max=size - 1)]
+            logits[:, place, :size] = found
+        return logits
+
+
+def causal_model_of(case: dict[str, Any], noise: float = 0.0) -> Model:
+    """noise: how far its numbers are from the case's."""
+    vocab, module = case["vocab"], CausalTable(**case["model"])
+    module.bias += noise * torch.randn(module.bias.shape, generator=torch.Generator().manual_seed(0))
+    return paradec.wrap(
+        module,
+        eos_token_id=case["end"],
+        prediction="shifted",
+        topology="causal",
+        tokenizer=tokenizer_of(vocab, case["end"]),
+    )
+
+
 def model_of(case: dict[str, Any], topology: str = "bidirectional") -> Model:
     vocab = case["vocab"]
     return paradec.wrap(

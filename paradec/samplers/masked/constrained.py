@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from paradec.constraints import passes
-from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.marginals import Marginals
 from paradec.core import rng
 from paradec.core import rows as of_rows
@@ -28,20 +27,11 @@ from paradec.samplers.masked import logits as stages
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.spans import Span
 from paradec.samplers.statistics import Raised, token_statistics, written
 
 STREAM = 7
 """Of the random numbers that texts are drawn with."""
-
-
-class Span(NamedTuple):
-    """Positions of a row that hold one text."""
-
-    automaton: TokenAutomaton
-    first: int
-    stop: int
-    after: np.ndarray
-    """[stop - first + 1, S] bool: from which states the rest can be filled, with what was given there."""
 
 
 class Part(NamedTuple):

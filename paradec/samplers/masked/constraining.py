@@ -1,4 +1,4 @@
-"""How a request with a `constraint` begins: who serves it, and whether a text fits, before any work."""
+"""How a masked request with a `constraint` begins: who serves it, and whether a text fits, before any work."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from paradec.constraints import passes
-from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.values import Constraint, token_automaton
+from paradec.constraints.values import Constraint
 from paradec.core.checks import shown
 from paradec.core.pipelined_blocks import PipelinedBlocks
-from paradec.samplers.masked.constrained import Constrained, Span
+from paradec.samplers.masked.constrained import Constrained
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EndOfText
-
-LENGTHS = 4096
-"""Tokens up to which lengths of texts are looked at for a message."""
+from paradec.samplers.spans import Span, no_texts, refused, span_of
 
 
 def constrained(sampler: Any, model: Any, state: MaskedState) -> Constrained:
@@ -27,19 +23,16 @@ def constrained(sampler: Any, model: Any, state: MaskedState) -> Constrained:
         ValueError: a sampler, cache, block policy or stop rule that it does not work with; no tokenizer; or no text of
             the constraint fits a row.
     """
-    if (why := refusal(sampler, model, state)) is not None:
-        raise ValueError(f"constraint={shown(state.request.constraint)} does not work here: {why}")
+    refused(state.request.constraint, no_texts(model) | _reasons(sampler, state))
     canvas, known = state.canvas.cpu().numpy(), dict[Any, Span]()
     spans = [_texts_of(model, state, row, canvas[row], known) for row in range(state.batch)]
     return Constrained(spans, None if state.request.temperature == 0 else np.zeros(state.batch))
 
 
-def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
-    """Why a sampler and the other arguments of a request cannot serve a constraint; None where they can."""
+def _reasons(sampler: Any, state: MaskedState) -> dict[str, bool]:
+    """Why a sampler and the other arguments of a request could not serve a constraint, and whether it is so."""
     needs, request, methods = sampler.needs, state.request, getattr(sampler, "rules", (sampler,))
-    if model.tokenizer is None:
-        return f"it says what texts read, and {model.facts.name} has no tokenizer"
-    reasons = {
+    return {
         f"sampler {sampler.name!r} drafts steps ahead of the text": needs.multi_step,
         f"sampler {sampler.name!r} replaces what it has decided": needs.revises or needs.mask_probes,
         f"sampler {sampler.name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
@@ -64,7 +57,6 @@ def refusal(sampler: Any, model: Any, state: MaskedState) -> str | None:
             any(not isinstance(rule, (EndOfText, StopStrings)) for rule in state.stop_rules)
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _overrides(sampler: Any, method: str) -> bool:
@@ -106,43 +98,4 @@ def _span(
     """The span of a constraint from `first` to `stop`; ends: whether end tokens may follow its text."""
     given = [None if token == state.mask_id else token for token in canvas[first:stop].tolist()]
     suppressed = () if state.suppressed is None else tuple(state.suppressed.tolist())
-    end_ids = tuple(sorted({*state.facts.eos_token_ids} - {*suppressed})) if ends else ()
-    key = (value, end_ids, first, tuple(given))
-    if key not in known:
-        automaton = token_automaton(value, model.tokenizer, state.facts.vocab_size, end_ids, suppressed)
-        if not automaton.states:
-            raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write")
-        after = passes.completions(automaton, given, automaton.accept)
-        if not after[0, 0]:
-            raise ValueError(_unfit(model, state, value, automaton, given, first, stop if ends else None))
-        known[key] = Span(automaton, first, stop, after)
-    return known[key]
-
-
-def _unfit(
-    model: Any,
-    state: MaskedState,
-    value: Constraint,
-    automaton: TokenAutomaton,
-    given: list[int | None],
-    first: int,
-    stop: int | None,
-) -> str:
-    """Why no text fits the slots from `first` on. stop: where an answer ends; None in a hole."""
-    said, size = f"constraint={shown(value)}: ", len(given)
-    found = passes.completions(automaton, [None] * size, automaton.accept)
-    if not found[0, 0]:
-        lengths = np.flatnonzero(passes.lengths(automaton, min(max(2 * size, 64), LENGTHS)))
-        if stop is None:
-            fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LENGTHS}"
-            return f"{said}the hole at {first} has {size} masks; the constraint {fills}"
-        lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS))
-        takes = f"{lengths[0]}" if len(lengths) else f"more than {LENGTHS}"
-        name = f"max_new_tokens={size}" if size == state.max_new_tokens else f"and {size} positions are left"
-        return f"{said}the shortest text takes {takes} tokens, {name}"
-    for slot, token in enumerate(given):
-        part = [*given[: slot + 1], *[None] * (size - slot - 1)]
-        if token is not None and not passes.completions(automaton, part, automaton.accept)[0, 0]:
-            read = model.tokenizer.decode([token])
-            return f"{said}given token {token} ({read!r}) at {first + slot} is in no text that fits {size} positions"
-    raise AssertionError("a text fits")
+    return span_of(model, value, suppressed, given, first, ends, state.max_new_tokens, known)
