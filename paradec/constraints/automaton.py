@@ -96,6 +96,19 @@ class TokenAutomaton:
             array.nbytes for array in (self.edges, self.class_of, self.table, self.tokens, self.ascending, self.accept)
         ) + sum(group.order.nbytes for group in (self.by_state, self.by_class, self.by_next))
 
+    def reach(self, most: int) -> np.ndarray:
+        """[>= most + 1, S] bool: from which states so many tokens lead to an accepting one. It is kept."""
+        known = self.__dict__.get("_reach", self.accept[None])
+        if len(known) <= most:
+            more, source, target = [known[-1]], self.edges[:, 0], self.edges[:, 2]
+            for _ in range(most + 1 - len(known)):
+                found = np.zeros(self.states, bool)
+                found[source[more[-1][target]]] = True
+                more.append(found)
+            known = np.concatenate((known, np.stack(more[1:])))
+            self.__dict__["_reach"] = known
+        return known
+
     def step(self, state: int, token: int) -> int:
         """The state after a token; -1 where the token is in no text, or the state is -1."""
         index = self.class_of[token] if 0 <= token < self.vocab_size else -1

@@ -161,6 +161,8 @@ def completions(automaton: TokenAutomaton, given: list[int | None], last: np.nda
     Args:
         given: what each slot holds, or None where anything may come.
     """
+    if last is automaton.accept and not any(token is not None for token in given):
+        return automaton.reach(len(given))[len(given) :: -1]
     source, index, target = automaton.edges.T
     found = np.zeros((len(given) + 1, automaton.states), bool)
     found[-1] = last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,7 @@ def _one(name: str, value: Any) -> Constraint:
 
 
 _KEPT: weakref.WeakKeyDictionary[Any, dict[Any, TokenAutomaton]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def token_automaton(
@@ -234,13 +236,14 @@ def token_automaton(
     """
     kept = _KEPT.setdefault(tokenizer, {})
     key = (value, vocab_size, ends, suppressed)
-    if key not in kept:
-        found = value.lifted(tokenizer, vocab_size) if (ends or suppressed) == () else None
-        if found is None:
-            found = token_automaton(value, tokenizer, vocab_size, (), ()).ended(ends).without(suppressed)
+    with _LOCK:
+        found = kept.pop(key, None)  # it becomes the last one that was asked for
+    if found is None and not ends and not suppressed:
+        found = value.lifted(tokenizer, vocab_size)
+    elif found is None:
+        found = token_automaton(value, tokenizer, vocab_size, (), ()).ended(ends).without(suppressed)
+    with _LOCK:
         kept[key] = found
-    else:
-        kept[key] = kept.pop(key)  # the last one that was asked for
-    while len(kept) > MOST_KEPT:
-        del kept[next(iter(kept))]
-    return kept[key]
+        while len(kept) > MOST_KEPT:
+            del kept[next(iter(kept))]
+    return found
