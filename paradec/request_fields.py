@@ -328,11 +328,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "suppress_tokens": Field(check=_ids, served="draft_verify server engine tune", stepwise=True, own="masked"),
     "stop_strings": Field(check=_texts, served="draft_verify hf server tune", own="all"),
     "stop": Field(served="engine tune"),
-    "constraint": Field(
-        check=_constraint,
-        served="draft_verify server",
-        refused={"renoising": "canvases of noise close as a whole"},
-    ),
+    "constraint": Field(check=_constraint, served="draft_verify server"),
     "order": Field(check=_order, served="draft_verify"),
     "num_return_sequences": Field(
         check=partial(check_int, low=1, high=MOST_ANSWERS),

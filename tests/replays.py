@@ -70,6 +70,8 @@ REPLAYS = {
         "constraints/test_structured_cases.py": "",
         "samplers/masked/test_constrained.py": "recorded_runs "
         "recorded_runs_that_take_the_best_token_of_each_marginal one_token_a_step_has_the_recorded_distribution",
+        "samplers/causal/test_causal_constraints.py": "recorded_greedy_runs the_recorded_masked_distribution",
+        "samplers/renoising/test_canvas_constraints.py": "recorded_steps",
     },
     "drafters": {"models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from"},
     "autumn": {

@@ -26,6 +26,48 @@ class Span(NamedTuple):
     """[stop - first + 1, S] bool: from which states the rest can be filled, with what was given there."""
 
 
+class Part(NamedTuple):
+    """The part of a span that is in a row's window, or canvas."""
+
+    row: int
+    span: Span
+    first: int
+    """Its first position."""
+    held: list[int | None]
+    """What is there, None where it is undecided."""
+    state: int
+    """Of the automaton, before the first position."""
+    last: np.ndarray
+    """[S] bool: the states that it may end in."""
+
+    @property
+    def open(self) -> list[int]:
+        """The undecided positions."""
+        return [self.first + at for at, token in enumerate(self.held) if token is None]
+
+
+def parts_of(
+    spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
+) -> list[Part]:
+    """The parts of a row's spans from position `begin` to `stop` that hold something undecided.
+
+    Args:
+        tokens: [L] int64, what the row holds. undecided: [L] bool: where that is nothing. Everything before `begin` is
+            decided.
+    """
+    found = []
+    for span in spans:
+        first, end = max(span.first, begin), min(span.stop, stop)
+        if not undecided[first:end].any():
+            continue
+        held = [None if free else token for token, free in zip(tokens[first:end].tolist(), undecided[first:end])]
+        before = 0
+        for token in tokens[span.first : first].tolist():
+            before = span.automaton.step(before, token)
+        found.append(Part(row, span, first, held, before, span.after[end - span.first]))
+    return found
+
+
 def refused(constraint: Any, reasons: dict[str, bool]) -> None:
     """Raise ValueError for the first of some reasons that holds."""
     if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
@@ -36,6 +78,42 @@ def no_texts(model: Any) -> dict[str, bool]:
     """The reason of models that write no texts."""
     name, tokenizer = model.facts.name, getattr(model, "tokenizer", None)
     return {f"it says what texts read, and {name} has no tokenizer": tokenizer is None}
+
+
+def spans_of(
+    model: Any, state: Any, suppressed: Sequence[int], canvas: np.ndarray, hole: int
+) -> list[tuple[Span, ...]]:
+    """The spans of each row of a request with a constraint: one of the answer, with the holes before it and what was
+    given between them; or one for each hole that has a constraint of its own.
+
+    Args:
+        state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, which
+            holds `hole` where something is to be filled.
+
+    Raises:
+        ValueError: no text fits a row, or the number of holes is another.
+    """
+    known, found = dict[Any, Span](), list[tuple[Span, ...]]()
+    value: Any = state.request.constraint
+    for row, tokens in enumerate(canvas):
+        begin, answer, stop = (int(array[row]) for array in (state.prompt_length, state.answer_start, state.asked))
+        masked = np.concatenate(([False], tokens[:stop] == hole, [False]))
+        edges = [(begin, stop)]
+        if not isinstance(value, Constraint):
+            edges = [(a, b) for a, b in np.flatnonzero(masked[1:] != masked[:-1]).reshape(-1, 2).tolist()]
+            if len(value) != len(edges):
+                raise ValueError(
+                    f"constraint has {len(value)} entries, and row {row} {len(edges)} holes, with the answer after its "
+                    "text; give one for each, None where it is free"
+                )
+        spans = []
+        for entry, (first, end) in zip([value] if isinstance(value, Constraint) else value, edges, strict=True):
+            given = [None if token == hole else token for token in tokens[first:end].tolist()]
+            if entry is not None:
+                ends = end > answer
+                spans.append(span_of(model, entry, suppressed, given, first, ends, state.max_new_tokens, known))
+        found.append(tuple(spans))
+    return found
 
 
 def span_of(

@@ -9,7 +9,7 @@ block opens, and with every commit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,31 +27,11 @@ from paradec.samplers.masked import logits as stages
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
-from paradec.samplers.spans import Span
+from paradec.samplers.spans import Part, Span, parts_of
 from paradec.samplers.statistics import Raised, token_statistics, written
 
 STREAM = 7
 """Of the random numbers that texts are drawn with."""
-
-
-class Part(NamedTuple):
-    """The part of a span that is in a row's window."""
-
-    row: int
-    span: Span
-    first: int
-    """Its first position."""
-    held: list[int | None]
-    """What is there, None where it is undecided."""
-    state: int
-    """Of the automaton, before the first position."""
-    last: np.ndarray
-    """[S] bool: the states that it may end in."""
-
-    @property
-    def open(self) -> list[int]:
-        """The undecided positions."""
-        return [self.first + at for at, token in enumerate(self.held) if token is None]
 
 
 @dataclass
@@ -124,16 +104,7 @@ class Constrained(Tracker):
         begin, mask = int(state.block_start[row]), state.mask_id
         if stop is None:
             stop = int((state.length if state.early_rules else state.block_end)[row])
-        found = []
-        for span in self.spans[row]:
-            first, end = max(span.first, begin), min(span.stop, stop)
-            held = [None if token == mask else token for token in canvas[first:end].tolist()]
-            if None in held:
-                before = 0
-                for token in canvas[span.first : first].tolist():
-                    before = span.automaton.step(before, token)
-                found.append(Part(row, span, first, held, before, span.after[end - span.first]))
-        return found
+        return parts_of(self.spans[row], row, canvas, canvas == mask, begin, stop)
 
     def _text(
         self, sampler: Any, state: TrackedState, raw: Tensor, part: Part, number: int
