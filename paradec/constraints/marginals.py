@@ -103,13 +103,7 @@ def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray, 
     tokens = torch.as_tensor(automaton.tokens, device=logits.device)
     values = logits.index_select(-1, tokens)
     if not values.is_cpu:
-        owner = torch.as_tensor(automaton.class_of, device=logits.device)[tokens].long().expand(len(values), -1)
-        wide = values.float()
-        top = wide.new_full((len(values), automaton.classes), -torch.inf).scatter_reduce_(1, owner, wide, "amax")
-        floor = top.where(top > -torch.inf, 0)
-        total = torch.zeros_like(floor, dtype=torch.float64)
-        total.scatter_add_(1, owner, (wide - floor.gather(1, owner)).exp().double())
-        return top.double().cpu().numpy(), (total.log() + floor).cpu().numpy()
+        return _scattered_sums(automaton, values, tokens)
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
     array = values.numpy()
@@ -121,3 +115,14 @@ def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray, 
     sums = np.add.reduceat(array, automaton.begins, axis=1, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return tops.astype(np.float64), np.log(sums) + base.astype(np.float64)
+
+
+def _scattered_sums(automaton: TokenAutomaton, values: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The same of values [m, A], those of `tokens` [A], on their device: sums over classes alone come to the host."""
+    owner = torch.as_tensor(automaton.class_of, device=values.device)[tokens].long().expand(len(values), -1)
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    top = wide.new_full((len(values), automaton.classes), -torch.inf).scatter_reduce_(1, owner, wide, "amax")
+    floor = top.where(top > -torch.inf, 0)
+    total = torch.zeros_like(floor, dtype=torch.float64)
+    total.scatter_add_(1, owner, (wide - floor.gather(1, owner)).exp().double())
+    return top.double().cpu().numpy(), (total.log() + floor).cpu().numpy()

@@ -12,7 +12,7 @@ from structured import CASES, automaton_of, distribution, named
 
 from paradec.constraints import passes
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.marginals import Marginals
+from paradec.constraints.marginals import Marginals, _class_sums, _scattered_sums
 
 
 def same_language(ours: TokenAutomaton, steps: list[list[int]], accept: list[int]) -> bool:
@@ -90,3 +90,14 @@ def test_lengths(name: str) -> None:
     assert bool(passes.completions(with_ends, case["canvas"], with_ends.accept)[0, 0]) == expected["feasible"]
     assert np.flatnonzero(passes.lengths(with_ends, 20))[0] == expected["shortest"]
     assert np.flatnonzero(passes.lengths(whole, 7)).tolist() == expected["lengths"]
+
+
+@pytest.mark.parametrize("name", named("marginals"))
+def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
+    """The scattered sums run anywhere; on the host they take ten times as long."""
+    ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
+    logits[0, ours.tokens[0]] = -torch.inf
+    tokens = torch.as_tensor(ours.tokens)
+    found = _scattered_sums(ours, logits.index_select(-1, tokens), tokens)
+    for own, other in zip(found, _class_sums(ours, logits), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-12)
