@@ -11,6 +11,9 @@ from torch import Tensor
 from paradec.constraints import passes
 from paradec.constraints.automaton import TokenAutomaton
 
+NEAR = 60.0
+"""Logits whose exponentials float32 holds together."""
+
 
 class Marginals:
     """The product of the distributions softmax(logits) of a text's undecided slots, conditioned on the language.
@@ -101,20 +104,25 @@ def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray, 
     """Of logits [m, V]: the largest of each class, and the logarithms of the sums of their exponentials [m, C]; float64
     on the host."""
     tokens = torch.as_tensor(automaton.tokens, device=logits.device)
-    values = logits.index_select(-1, tokens)
-    if not values.is_cpu:
-        return _scattered_sums(automaton, values, tokens)
-    if values.dtype not in (torch.float32, torch.float64):
-        values = values.float()
-    array = values.numpy()
-    tops = np.maximum.reduceat(array, automaton.begins, axis=1)
-    base = np.where(tops > -np.inf, tops, 0)
-    for index, (begin, size) in enumerate(zip(automaton.begins, automaton.sizes, strict=True)):
-        array[:, begin : begin + size] -= base[:, index, None]
-    values.exp_()
-    sums = np.add.reduceat(array, automaton.begins, axis=1, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return tops.astype(np.float64), np.log(sums) + base.astype(np.float64)
+    if not logits.is_cpu:
+        return _scattered_sums(automaton, logits.index_select(-1, tokens), tokens)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    values = torch.empty(len(tokens), dtype=logits.dtype)  # one row's, which fits a cache
+    array, found = values.numpy(), np.empty((2, len(logits), automaton.classes))
+    with np.errstate(divide="ignore", invalid="ignore"):  # of classes without a finite logit
+        for row, own in enumerate(logits):
+            torch.index_select(own, 0, tokens, out=values)
+            tops = found[0, row] = np.maximum.reduceat(array, automaton.begins)
+            base = np.where(tops > -np.inf, tops, 0)
+            if base.max() - base.min() < NEAR:  # one number for all classes loses none of them
+                base[:] = base.max()
+                values -= float(base[0])
+            else:
+                array -= np.repeat(base, automaton.sizes)
+            values.exp_()
+            found[1, row] = np.log(np.add.reduceat(array, automaton.begins, dtype=np.float64)) + base
+    return found[0], found[1]
 
 
 def _scattered_sums(automaton: TokenAutomaton, values: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -462,3 +462,20 @@ def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
         bidirectional, [[1, 2]], max_new_tokens=3, constraint=paradec.Choice(("yes",)), trace=True
     )
     assert certain.text == ["yes"] and certain.nfe == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_said(bad: float) -> None:
+    case = {
+        "vocab": ["a", "b", "<end>"], "end": 2, "ends": True, "slots": 2, "canvas": [None, None],
+        "constraint": {"regex": "ab|ba"},
+        "model": {"bias": [[0.0] * 3, [bad, 0.0, 0.0]], "pair": [[[[0.0] * 3] * 3] * 2] * 2},
+    }  # fmt: skip
+    sampler, model, state = begun(case)
+    proposal = sampler.step(model, state)
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
+        sampler.commit(state, proposal)
+    case["model"]["bias"][1] = [-torch.inf, -torch.inf, 0.0]
+    sampler, model, state = begun(case)
+    with pytest.raises(FloatingPointError, match="excludes .* every text of the constraint"):
+        sampler.step(model, state)
