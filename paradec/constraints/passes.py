@@ -73,6 +73,8 @@ def conditioned(
     """
     backward = ahead(automaton, masses, last)
     total = float(backward[0, first])
+    if total == NOTHING:
+        return total, np.full((len(masses), automaton.classes), NOTHING), backward
     source, index, target = automaton.edges.T
     forward = np.full(automaton.states, NOTHING)
     forward[first] = -total  # so that what is found is divided by Z
