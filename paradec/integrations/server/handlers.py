@@ -84,6 +84,10 @@ class Handler(BaseHandler):
         found = asked.read(body, self.presets)
         if (constraint := CALL.get().constraint) is not None:
             found.changes["constraint"] = constraint
+            if found.stops:
+                raise Refused(
+                    "stop may end an answer before it has the form that is asked for; leave it out", 400, "stop"
+                )
         found.count = read_count(body)
         if (count := self.scored(body)) is not None:
             found.changes["logprobs"] = min(count, self.generation_state.engine.model.facts.vocab_size)

@@ -404,7 +404,7 @@ def test_other_refusals(bidirectional: Model) -> None:
             paradec.generate(bidirectional, torch.tensor([[1, 2]]), max_new_tokens=6, **{"constraint": value} | more)
 
 
-@pytest.mark.filterwarnings("ignore:.*no effect")
+@pytest.mark.filterwarnings("ignore:.*no effect", "ignore:cache=")
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject) -> None:

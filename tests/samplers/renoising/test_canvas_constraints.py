@@ -76,8 +76,17 @@ def canvases() -> Model:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["diffusion_gemma", "canvas"])
+QUICK = {("diffusion_gemma", "choice"), ("canvas", "schema")}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in QUICK else pytest.mark.full)
+        for name in ("diffusion_gemma", "canvas")
+        for kind in KINDS
+    ],
+)
 def test_every_answer_fits(name: str, kind: str, canvases: Model) -> None:
     value, fits = KINDS[kind]
     for seed, more in enumerate(({}, {"top_k": 2}, {"steps": 6}, {"top_p": 0.4}, {"max_new_tokens": 9})):
