@@ -134,7 +134,11 @@ def text_of(state: Any, case: dict[str, Any]) -> list[int]:
 
 
 def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None:
-    given, expected, end = [token for token in case["canvas"] if token is not None], case["expected"]["steps"], case["end"]
+    given, expected, end = (
+        [token for token in case["canvas"] if token is not None],
+        case["expected"]["steps"],
+        case["end"],
+    )
     if end in given:  # which ends no row of ours: it fills the rest
         later = [pair for step in steps[len(expected) :] for pair in step.get("commit", step.get("forced"))]
         assert all(token == end for _, token in later)
