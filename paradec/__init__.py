@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.batching.many import generate_many
     from paradec.caches.suffix import Suffix
+    from paradec.constraints.values import Choice, JsonSchema, Regex
     from paradec.core.adaptive_blocks import AdaptiveBlocks
     from paradec.core.blocks import FixedBlocks
     from paradec.core.pipelined_blocks import PipelinedBlocks
@@ -62,17 +63,20 @@ __all__ = [
     "AccumulatedChange",
     "AdaptiveBlocks",
     "CheckpointError",
+    "Choice",
     "DBCache",
     "DiCache",
     "EasyCache",
     "FirstBlock",
     "FixedBlocks",
     "Interrupted",
+    "JsonSchema",
     "MagCache",
     "Output",
     "PipelinedBlocks",
     "PixelDiTPipeline",
     "Prophet",
+    "Regex",
     "Request",
     "Rollout",
     "SeaCache",
@@ -105,6 +109,7 @@ LATER = {
     "AccumulatedChange": "paradec.samplers.forecast.refresh",
     "AdaptiveBlocks": "paradec.core.adaptive_blocks",
     "CheckpointError": "paradec.models.checkpoint",
+    "Choice": "paradec.constraints.values",
     "DBCache": "paradec.samplers.forecast.first_block",
     "DiCache": "paradec.samplers.forecast.dicache",
     "EasyCache": "paradec.samplers.forecast.easycache",
@@ -112,10 +117,12 @@ LATER = {
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",
     "MagCache": "paradec.samplers.forecast.magcache",
+    "JsonSchema": "paradec.constraints.values",
     "Output": "paradec.api.output",
     "PipelinedBlocks": "paradec.core.pipelined_blocks",
     "PixelDiTPipeline": "paradec.models.images.pixel_dit",
     "Prophet": "paradec.samplers.masked.rules.prophet",
+    "Regex": "paradec.constraints.values",
     "Request": "paradec.request",
     "Rollout": "paradec.core.rollouts",
     "SeaCache": "paradec.samplers.forecast.seacache",

@@ -32,6 +32,7 @@ from paradec.core.version import DRAWS
 from paradec.request_fields import FIELDS, LIVE, check_names
 
 if TYPE_CHECKING:
+    from paradec.constraints.values import Constraint
     from paradec.core.orders import Order
 
 FILTERS = ("top_p", "top_k", "top_n_sigma")
@@ -52,8 +53,7 @@ class Request:
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
         share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
         attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
-            themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
-            `Output.attention` says what was computed.
+            themselves only (docs/attention.md); None is as the model was loaded. `Output.attention` has its cost.
         suffix: which masks after the open block are evaluated: a `paradec.Suffix`, a window (64: the nearest 64), or a
             text ("gaussian:256"); None evaluates all of them. For bidirectional models and answers of several blocks
             (docs/caches.md).
@@ -62,49 +62,43 @@ class Request:
             Dream, the model's own blocks for block-causal models.
         steps: forwards planned per row, for samplers with a schedule, spread evenly over its blocks; None plans one
             token a step.
-        max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold
-            masks.
+        max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128 (0 with masks).
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
         top_n_sigma: then to tokens whose logit is at most this many standard deviations below the best, those of the
-            logits that are left (`paradec.samplers.filters.near_the_best`). Without top_p these are the same tokens
-            at every temperature.
+            logits that are left (`paradec.samplers.filters.near_the_best`); without top_p, whatever the temperature.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
             cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
             (`paradec.samplers.guidance.guided`).
-        seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
-            neighbours.
+        seed: an int, or one per prompt or row: a row's numbers depend on it, the prompt and the positions alone.
         generator: a torch.Generator instead of a seed.
         rng: "counter" (reproducible per row), or "reference" to draw from the generator as the public code does.
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole, which is a mask that something given follows.
-        confidence_eos_eot_inf: commit end tokens after everything else. LLaDA's generate.py means this but, at
-            temperature > 0, loses the effect for one of the two ids.
-        suppress_tokens: ids that are never proposed. The mask id never is.
+        confidence_eos_eot_inf: commit end tokens last (LLaDA's, which loses one of two ids at temperature > 0).
+        suppress_tokens: ids that are never proposed, beside the mask id.
         stop_strings: a text or several; a row ends at the token that completes one of them in its answer, once
-            everything before is decided. The token is kept, as in transformers, so that the answer ends with the text
-            (or with a token that holds its end). Needs a tokenizer.
+            everything before is decided. The token is kept, as in transformers. Needs a tokenizer.
         stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
+        constraint: what answers must be: `paradec.Choice`, `Regex` or `JsonSchema`; for holes a list, None where one is
+            free (docs/structured.md).
         order: on models of any order, which position comes when: "random" (from the row's key), "chain" (from left to
             right), the places (from 0) one after the other, a list of these for each row, or a value of
-            `paradec.core.orders`, whose groups come one after the other. All places or all undecided ones, each once;
-            what is given comes first in any case. None is "random". For samplers of causal models without a drafter.
+            `paradec.core.orders`. All places or all undecided ones, each once; what is given comes first. None is
+            "random". For samplers of causal models without a drafter.
         num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
         race: decode so many copies of one prompt side by side, each with its own random numbers, and return the one
-            that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). `row_forwards` and
-            `forwarded_tokens` count all copies, and `cost` and `trace` have them all.
+            that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). All copies are counted.
         chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
         streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
         compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
-            (`paradec.samplers.masked.device.step`): the same tokens without the launches. The model keeps the graphs
-            for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
-            so is decoded as usual, with one warning. Refused for models that are not on CUDA.
+            (`paradec.samplers.masked.device.step`), which the model keeps until `clear_graphs(model)` of that module:
+            the same tokens. What cannot be served so is decoded as usual, with a warning. Refused without CUDA.
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
-            step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution:
-                `paradec.core.logprobs`.
+            step that wrote it had them (`paradec.core.logprobs`): `Output.logprobs`, and the trace.
         rollout: keep every decision with its step and log-probability, for trainers: `Output.rollout`
             (docs/rollouts.md).
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.
@@ -139,6 +133,7 @@ class Request:
     suppress_tokens: Sequence[int] = ()
     stop_strings: str | Sequence[str] | None = None
     stop: Any = None
+    constraint: Constraint | Sequence[Constraint | None] | None = None
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = None
     num_return_sequences: int = 1
     race: int | None = None
@@ -315,6 +310,7 @@ class Arguments(TypedDict, total=False):
     suppress_tokens: Sequence[int]
     stop_strings: str | Sequence[str] | None
     stop: Any
+    constraint: Constraint | Sequence[Constraint | None] | None
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None
     num_return_sequences: int
     race: int | None

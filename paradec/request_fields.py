@@ -165,27 +165,16 @@ def _texts(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else tuple(texts)
 
 
-def _order(name: str, value: Any) -> Any:
-    """A name, an order, or lists of places as tuples. Whether these are all of a row's is checked with the prompts."""
-    from paradec.core.orders import Order
+def _constraint(name: str, value: Any) -> Any:
+    from paradec.constraints.values import constraint_of
 
-    value = _listed(value)
-    if isinstance(value, str):
-        check_choice(name, value, ("random", "chain"))
-    if isinstance(value, (str, Order)):
-        return value
-    if isinstance(value, Mapping):
-        return Order.from_dict(value)
-    several = isinstance(value, Sequence) and any(isinstance(row, Sequence) for row in value)
-    rows = value if several else [value]
-    if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):
-        raise ValueError(
-            f"{name}={shown(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
-            "paradec.core.orders.create"
-        )
-    for place in (place for row in rows for place in row):
-        check_int(name, place, low=0)
-    return tuple(map(tuple, rows)) if several else tuple(value)
+    return constraint_of(name, value)
+
+
+def _order(name: str, value: Any) -> Any:
+    from paradec.core.orders import order_of
+
+    return order_of(name, _listed(value))
 
 
 # ---- the fields -----------------------------------------------------------------------------------------------------
@@ -339,6 +328,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "suppress_tokens": Field(check=_ids, served="draft_verify server engine tune", stepwise=True, own="masked"),
     "stop_strings": Field(check=_texts, served="draft_verify hf server tune", own="all"),
     "stop": Field(served="engine tune"),
+    "constraint": Field(check=_constraint, served="draft_verify server"),
     "order": Field(check=_order, served="draft_verify"),
     "num_return_sequences": Field(
         check=partial(check_int, low=1, high=MOST_ANSWERS),

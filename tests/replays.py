@@ -76,6 +76,13 @@ REPLAYS = {
         "models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from",
         "tools/training/test_replay.py": "recorded_cases",
     },
+    "structured": {
+        "constraints/test_structured_cases.py": "",
+        "samplers/masked/test_constrained.py": "recorded_runs "
+        "recorded_runs_that_take_the_best_token_of_each_marginal one_token_a_step_has_the_recorded_distribution",
+        "samplers/causal/test_causal_constraints.py": "recorded_greedy_runs the_recorded_masked_distribution",
+        "samplers/renoising/test_canvas_constraints.py": "recorded_steps",
+    },
     "autumn": {
         "models/text/test_rotary.py": "the_tables",
         "models/text/test_nemotron_diffusion.py": "forwards the_causal_mode blocks",

@@ -55,6 +55,7 @@ OTHER_VALUES: dict[str, Any] = {
     "progress": True,
     "logprobs": 3,
     "rollout": True,
+    "constraint": paradec.JsonSchema({"type": "object", "properties": {"b": {"type": "null"}}}, depth=2),
     "order": (2, 0, 1),
 }
 

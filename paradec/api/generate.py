@@ -30,8 +30,8 @@ from paradec.request_fields import FIELDS
 
 MADE = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) that write ids without being told where a picture ends."""
-COUNTED = ("encoder_calls", "denoising_calls")
-"""What states of canvases count besides."""
+COUNTED = ("encoder_calls", "denoising_calls", "log_weight")
+"""What some states count besides."""
 
 
 @takes_arguments()

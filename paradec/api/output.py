@@ -69,6 +69,10 @@ class Output:
     `rng="reference"`, a row takes part in more.)"""
     draft_nfe: list[int] | None = None
     """Forward calls of the model that drafts, for each row; None where there is none."""
+    log_weight: list[float] | None = None
+    """Of masked models with a `constraint` and a temperature: the logarithm of each row's weight, Z before over Z after
+    every step. Z is the probability of the texts that fit. Answers drawn again by their weights tend to the model's own
+    distribution of these texts; the mean weight is how likely the model is to write one of them."""
     logprobs: LogProbs | None = None
     """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
     rollout: Rollout | None = None

@@ -483,6 +483,9 @@ class Batch:
                 for ticket in failed:
                     self._end(ticket, self._failed(ticket, error))
                 return
+        if group.occupied:  # by rows that a constraint wrote whole as they began
+            with held_back():
+                self._harvest(group)
 
     def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""

@@ -18,7 +18,7 @@ from paradec.core.prompts import Prompts
 __all__ = ["each_read", "read"]
 
 TENSORS = ("sequences", "attention_mask", "filled")
-LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoising_calls")
+LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoising_calls", "log_weight")
 
 
 @torch.inference_mode(False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paradec.cli import options, ranks, show
+from paradec.cli.constraints import Choices, Pattern, Schema, constraint
 from paradec.cli.files import FileJob
 from paradec.cli.work import Work, one_prompt, prepare
 from paradec.core.checks import check_int
@@ -78,6 +79,9 @@ def generate(
     block_add: BlockAdd = None,
     block_full: BlockFull = None,
     stop: Stop = None,
+    choice: Choices = None,
+    regex: Pattern = None,
+    json_schema: Schema = None,
     raw: Raw = False,
     lines: Lines = False,
     drafter: Drafter = None,
@@ -95,6 +99,7 @@ def generate(
     text = "" if asked is not None else options.read_text(one_prompt(prompt, "generate"))
     check_int("--batch", batch, low=1, none=True)
     shared["blocks"], shared["block_length"] = pipelined(blocks, shared["block_length"], block_add, block_full)
+    shared |= constraint(choice, regex, json_schema)
     shared |= {"given": options.given(context), "stop_strings": stop, "chat": False if raw else None}
     if asked is not None:
         work = prepare("generate", None, agree=asked.agree, drafter=drafter, **shared)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options
+from paradec.cli.constraints import Holes, of_holes
 from paradec.cli.generate import decode
 from paradec.cli.work import one_prompt
 
@@ -33,10 +34,11 @@ def infill(
     mask: Mask = "<mask>",
     block_length: BlockLength = None,
     max_new_tokens: MaxNewTokens = 0,
+    hole: Holes = None,
     **shared: Any,
 ) -> None:
     """Fill the masks in a text and report the forwards and time."""
     given = options.read_text(one_prompt(text, "infill"))
     turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": given}]
-    shared |= {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
+    shared |= of_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
     decode("infill", given if prompt is None else turns, given=options.given(context), **shared)

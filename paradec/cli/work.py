@@ -88,6 +88,11 @@ class Work:
         return call(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **more})
 
 
+RENAMED = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
+RENAMED |= dict.fromkeys(("choice", "regex", "json_schema"), "constraint")
+"""Options, and the arguments that they set."""
+
+
 def prepare(
     function: str,
     prompt: Any,
@@ -128,8 +133,7 @@ def prepare(
         request |= {"sampler": sampler, "num_return_sequences": num_return_sequences, "seed": seed}
         request["guidance_scale"] = guidance_scale
         request["attention"] = options.attention_of(attention, attention_set)
-        renamed = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
-        request = options.with_preset(request, preset, {renamed.get(name, name) for name in given})
+        request = options.with_preset(request, preset, {RENAMED.get(name, name) for name in given})
         chosen = request.pop("sampler")
         late = {"tree": values.pop("tree")} if drafter is not None and "tree" in values else {}
         if isinstance(chosen, str):

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.order_cells import halton_order, lpd_order, lpd_repulsion
 from paradec.core.order_draws import ONE, OrderDraws
 from paradec.core.order_sizes import Sizes, check_sizes, group_sizes, left_after, sizes_for
@@ -363,3 +363,28 @@ def resolve(order: Any) -> Order:
     if not isinstance(order, Order):
         raise TypeError(f"order={shown(order)} must be a name or made by paradec.core.orders.create")
     return order
+
+
+def order_of(name: str, value: Any) -> Any:
+    """What a request keeps of an order: a name, an `Order`, or lists of places as tuples. Whether these are all of a
+    row's is checked with the prompts.
+
+    Raises:
+        ValueError, TypeError: anything else; the message begins with `name`.
+    """
+    if isinstance(value, str):
+        check_choice(name, value, ("random", "chain"))
+    if isinstance(value, (str, Order)):
+        return value
+    if isinstance(value, Mapping):
+        return Order.from_dict(value)
+    several = isinstance(value, Sequence) and any(isinstance(row, Sequence) for row in value)
+    rows = value if several else [value]
+    if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):
+        raise ValueError(
+            f"{name}={shown(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
+            "paradec.core.orders.create"
+        )
+    for place in (place for row in rows for place in row):
+        check_int(name, place, low=0)
+    return tuple(map(tuple, rows)) if several else tuple(value)

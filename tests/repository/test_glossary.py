@@ -15,7 +15,7 @@ TEXTS = "tools/(evaluation|conformance/targets)|core/(packaged|prompts|trace_tex
 PAGES = "evaluation|packaged_text_model|quick_start|text|command_line|caches"
 MEANT = {
     "word": rf"^(paradec/({TEXTS})|docs/({PAGES})\.md|examples/)|word_embed|(force|bad|break_long)_words|"
-    r"in words|32-bit words|a word of the|peers_text_words|--size words|\d words, \d rows",
+    r"in words|32-bit words|a word of the|peers_text_words|--size words|\d words, \d rows|word boundar",
     "law": r"[\"`/\[]laws\b|\blaws (or|\|)|law of succession",
     "behind": r"left.behind|nothing behind|interval 6 behind 3",
     "fuse": r"decoders\.Fuse",

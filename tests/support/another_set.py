@@ -356,6 +356,45 @@ def images_autumn(folder: Path) -> None:
     np.savez(target / "pipeline.npz", **pipeline)
 
 
+def structured(folder: Path, step: int = 2) -> None:
+    """Every second case of each kind; the words of those that draw nothing stand in another order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((GOLDEN / "structured").glob("*.json")):
+        found.setdefault(read(path)["kind"], []).append(read(path))
+    for kind, cases in found.items():
+        for number, case in enumerate(cases[::-step]):
+            moved = kind in ("run", "law", "holes", "refused")
+            write(folder / f"other {kind} {number}.json", _with_words_moved(case) if moved else case)
+
+
+def _with_words_moved(case: dict[str, Any]) -> dict[str, Any]:
+    """A case of constrained decoding in which word v is word v + 1, and the last one the first."""
+    size, expected = len(case["vocab"]), case["expected"]
+
+    def new(ids: Any) -> Any:
+        return [new(each) for each in ids] if isinstance(ids, list) else ids if ids is None else (ids + 1) % size
+
+    def moved(numbers: list[Any]) -> list[Any]:
+        return [*numbers[-1:], *numbers[:-1]]
+
+    case |= {"vocab": moved(case["vocab"]), "end": new(case["end"])}
+    if "canvas" in case:
+        case["canvas"] = new(case["canvas"])
+    if "automaton" in case:
+        case["automaton"]["step"] = [moved(row) for row in case["automaton"]["step"]]
+    if "model" in case:
+        pair = [[moved([moved(word) for word in other]) for other in place] for place in case["model"]["pair"]]
+        case["model"] = {"bias": [moved(place) for place in case["model"]["bias"]], "pair": pair}
+    for each in expected.get("steps", ()):
+        for key in {"commit", "forced"} & each.keys():
+            each[key] = [[at, new(word)] for at, word in each[key]]
+    if "tokens" in expected:
+        expected["tokens"] = new(expected["tokens"])
+    for name in {"global", "stepwise", "masked"} & expected.keys():
+        expected[name] = [[new(text), mass] for text, mass in expected[name]]
+    return case
+
+
 SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "traces": (text, ("llada/of first 1", "lopa/of second 1", "test_logits[full-second]")),
     "moe": (mixtures, ("llada20_generate/number 1", "sdar_generate/number 0", "test_logits[three-full]")),
@@ -366,6 +405,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "proteins": (proteins, ("other two", "other few")),
     "images-autumn": (images_autumn, ("test_seacache_replays_diffusers[0]", "[number 3-scd]", "pipeline[number 0]")),
     "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]", "recorded_cases[6]")),
+    "structured": (structured, ("[other run 0]", "[other law 0]", "[other marginals 1]", "[other holes 0]")),
     "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))

@@ -4,6 +4,7 @@
 |---|---|
 | `engine.py` | the batch and the one thread that steps it |
 | `asked.py` | a body of JSON becomes a prompt and changes of the request |
+| `formats.py` | what an answer must be: `response_format`, `structured_outputs`, calls that are required |
 | `tools.py` | messages and tools of a chat; how calls are read from answers |
 | `choices.py` | several answers to one request |
 | `scores.py` | log-probabilities as OpenAI's endpoints write them |

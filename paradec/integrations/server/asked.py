@@ -43,7 +43,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),
 }

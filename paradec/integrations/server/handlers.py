@@ -16,8 +16,9 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler, Modality
 
+from paradec.constraints.values import Constraint
 from paradec.core.checks import shown
-from paradec.integrations.server import asked, scores, tools
+from paradec.integrations.server import asked, formats, scores, tools
 from paradec.integrations.server.asked import Asked, Refused
 from paradec.integrations.server.choices import merged, read_count, together, with_scores
 from paradec.integrations.server.hosts import CALL, Models, State
@@ -48,15 +49,26 @@ class Handler(BaseHandler):
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """As transformers', with the prompt read in a thread."""
         self._validate_request(body)
-        CALL.get().inputs = await asyncio.to_thread(self._read, body)
+        CALL.get().inputs, CALL.get().constraint = await asyncio.to_thread(self._prepared, body)
         return await super().handle_request(body, request_id)
+
+    def _prepared(self, body: Mapping[str, Any]) -> tuple[BatchEncoding, Constraint | None]:
+        """The ids of a body that was checked, and what its answer must be."""
+        model, found = self.generation_state.engine.model, self._format(body)
+        if found is not None:
+            formats.prepare(*found, model)
+        return self._read(body), None if found is None else found[1]
+
+    def _format(self, body: Mapping[str, Any]) -> tuple[str, Constraint] | None:
+        """Which field says what an answer must be, and what."""
+        return formats.read(body)
 
     def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
         """The ids of a body that was checked."""
         raise NotImplementedError
 
     def _validate_request(self, body: dict[str, Any]) -> None:
-        asked.check_fields(body, self.fields)
+        asked.check_fields(body, (*self.fields, *formats.FIELDS))
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         name = self.model_manager.force_model
@@ -70,6 +82,12 @@ class Handler(BaseHandler):
         self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
     ) -> Asked:
         found = asked.read(body, self.presets)
+        if (constraint := CALL.get().constraint) is not None:
+            found.changes["constraint"] = constraint
+            if found.stops:
+                raise Refused(
+                    "stop may end an answer before it has the form that is asked for; leave it out", 400, "stop"
+                )
         found.count = read_count(body)
         if (count := self.scored(body)) is not None:
             found.changes["logprobs"] = min(count, self.generation_state.engine.model.facts.vocab_size)
@@ -111,6 +129,12 @@ class Chat(Handler, ChatCompletionHandler):
         own = body.get(asked.OWN)
         if isinstance(own, Mapping) and "chat" in own:
             raise Refused("chat is for /v1/completions; messages are a chat", 422, asked.OWN)
+
+    def _format(self, body: Mapping[str, Any]) -> tuple[str, Constraint] | None:
+        found, calls = super()._format(body), tools.required(body, self.model_manager.processor.response_template)
+        if found is not None and calls is not None:
+            raise Refused(f"{found[0]} and tool_choice both say what an answer must be; give one", 400, found[0])
+        return found if calls is None else ("tool_choice", calls)
 
     def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
         messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)

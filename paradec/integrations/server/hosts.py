@@ -23,8 +23,10 @@ from transformers.cli.serving.utils import (
 
 from paradec.api.generate import Output
 from paradec.batching.slots import Cancelled, Ticket
+from paradec.constraints.values import Constraint
 from paradec.core.checks import check_int
 from paradec.core.prompts import encode
+from paradec.integrations.server import formats
 from paradec.integrations.server.asked import Asked, Refused
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.metrics import Metrics
@@ -43,6 +45,8 @@ class HttpCall:
         self.ended = False
         self.inputs: BatchEncoding | None = None
         """The ids of its prompt, once they are read."""
+        self.constraint: Constraint | None = None
+        """What its answer must be."""
         self.on_end: list[Callable[[], None]] = []
         """What is called when it ends."""
 
@@ -257,6 +261,8 @@ class Manager(BaseGenerateManager):
         try:
             check_int("max_tokens", new, low=1, high=self.max_answer)
             facts.check_length(len(ids) + new, new)
+            if (constraint := changes.get("constraint")) is not None:
+                formats.check_room(constraint, model, new)
             count, call = len(ids) + new, CALL.get()
             self.work.take(count, self.engine.retry_after())
             call.on_end.append(lambda: self.work.give_back(count))

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from paradec.constraints.values import Constraint
 from paradec.core.checks import shown
 from paradec.integrations.server.asked import Refused
+from paradec.integrations.server.formats import calls_of
 
 DEEPEST = 64
 """Levels of lists and objects of a tool or of a call's arguments."""
@@ -107,12 +109,12 @@ def offered(body: Mapping[str, Any]) -> list[Any] | None:
         return tools or None
     if choice == "none":
         return None
-    names = [tool["function"]["name"] for tool in tools or []]
-    return forced(choice, names)
+    chosen(choice, [tool["function"]["name"] for tool in tools or []])
+    return tools
 
 
-def forced(choice: Any, names: list[str]) -> list[Any]:
-    """What is to be done where the answer has to be a call: the one place for a schema that answers are held to.
+def chosen(choice: Any, names: list[str]) -> str | None:
+    """The tool that a `tool_choice` names, which requires a call; None where it requires a call of any.
 
     Args:
         names: of the tools that were given.
@@ -128,11 +130,28 @@ def forced(choice: Any, names: list[str]) -> list[Any]:
         )
     if name is not None and name not in names:
         raise Refused(f"tool_choice: {shown(name)} is none of the tools", 422, "tool_choice")
-    raise Refused(
-        f'tool_choice={shown(choice)} is not offered: answers are not held to a schema; give "auto" or "none"',
-        422,
-        "tool_choice",
-    )
+    if not names:
+        raise Refused(f"tool_choice={shown(choice)} needs tools", 422, "tool_choice")
+    return name
+
+
+def required(body: Mapping[str, Any], template: Mapping[str, Any] | None) -> Constraint | None:
+    """What the answer to a body must be whose `tool_choice` requires a call; None where it does not.
+
+    Args:
+        template: how the model's answers are read.
+    """
+    choice, tools = body.get("tool_choice"), body.get("tools") or []
+    if choice in (None, "auto", "none"):
+        return None
+    if template is not HERMES:
+        raise Refused(
+            f"tool_choice={shown(choice)} is not offered for this model, whose chat template writes no <tool_call> "
+            'with JSON; give "auto" or "none"',
+            422,
+            "tool_choice",
+        )
+    return calls_of(tools, chosen(choice, [tool["function"]["name"] for tool in tools]))
 
 
 def check_depth(name: str, value: Any, param: str) -> None:

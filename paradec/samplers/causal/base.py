@@ -181,6 +181,10 @@ class CausalSampler(Sampler):
             layout=None if grid is None else grid.layout.to(device),
         )
         state.texts = AnswerTexts(texts, model.tokenizer, batch) if texts else None
+        if request.constraint is not None:
+            from paradec.samplers.causal.constrained import TokenMasks  # for few requests
+
+            state.masks = TokenMasks.of(self, model, state)
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         return state

@@ -121,6 +121,8 @@ class ChainSampler(CausalSampler):
         """
         rows, logits = state.rows, read_logits(state, outputs, queries)
         positions = state.positions(rows)
+        if state.masks is not None:
+            logits = state.masks.of_chain(state, logits, rows, state.memory.read(rows)["drafts"])
         p = state.distribution(logits, rows, positions)
         uniform, guesses = self._uniform(state, positions)
         fresh = self._fresh(state, p, positions, uniform[..., 0])

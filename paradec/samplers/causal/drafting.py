@@ -284,8 +284,10 @@ class DraftingSampler(ChainSampler):
         device = logits.device
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
-        p = state.distribution(logits, rows, committed + depths)
         memory = state.memory.read(rows)
+        if state.masks is not None:
+            logits = state.masks.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
+        p = state.distribution(logits, rows, committed + depths)
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = memory["drafts"].masked_fill(depths >= left, -1)
         positions = committed + torch.arange(tree.depth + 1, device=device)

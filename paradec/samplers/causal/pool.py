@@ -105,6 +105,8 @@ class PooledChain(ChainSampler):
         rows, logits, width = state.rows, read_logits(state, outputs, queries), state.width
         device = logits.device
         positions = torch.as_tensor(state.committed[rows, None], device=device) + tree.depths.to(device)
+        if state.masks is not None:
+            logits = state.masks.of_nodes(state, logits, rows, tree.parents, self._nodes(state, tree))
         p = state.distribution(logits, rows, positions)
         tokens = self._fresh(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
         depth, node = longest(tree, self._nodes(state, tree), tokens)

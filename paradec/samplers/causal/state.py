@@ -156,6 +156,8 @@ class CausalState(State):
     """Of a request whose drafts another model makes."""
     texts: AnswerTexts | None = field(init=False, default=None)
     """Of a request with stop strings."""
+    masks: Any = field(init=False, default=None)
+    """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
 
     revises: ClassVar[bool] = False
     guesses: ClassVar[bool] = True
@@ -396,6 +398,7 @@ class CausalState(State):
         other.memory = self.memory.taken(rows, columns)
         other.store = None if self.store is None else self.store.taken(every, columns)
         other.texts = None if self.texts is None else self.texts.taken(rows, columns)
+        other.masks = None if self.masks is None else self.masks.taken(rows)
         other.drafting = None if self.drafting is None else self.drafting.taken(rows, every, columns)
         other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
         other.rows = np.flatnonzero(self.running[rows])
@@ -422,6 +425,8 @@ class CausalState(State):
             own, new = (state.texts or AnswerTexts((), self._tokenizer(other), state.batch) for state in (self, other))
             own.put(slots, new)
             self.texts = own
+        if self.masks is not None and other.masks is not None:
+            self.masks.put(slots, other.masks)
         if self.drafting is not None and other.drafting is not None:
             self.drafting.put(slots, every, other.drafting)
         if self.logprobs is not None and other.logprobs is not None:

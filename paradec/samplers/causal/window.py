@@ -104,6 +104,8 @@ class JacobiSampler(ChainSampler):
         guess, source = self._guess(state, rows, known, state.memory["drafts"])
         state.memory.write("drafts", rows, guess)
         state.memory.write("draft_source", rows, source)
+        if state.masks is not None:
+            state.masks.put_certain(state, rows)
 
     # ---- step and commit ------------------------------------------------------------------------------------------
 
@@ -156,6 +158,8 @@ class JacobiSampler(ChainSampler):
         guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved, noise)
         state.memory.write("drafts", rows, torch.where(known, moved, guess))
         state.memory.write("draft_source", rows, torch.where(known, source.gather(1, at), guessed_from))
+        if state.masks is not None:
+            state.masks.put_certain(state, rows)
 
     # ---- guesses --------------------------------------------------------------------------------------------------
 

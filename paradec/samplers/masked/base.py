@@ -184,11 +184,11 @@ class MaskedSampler(Sampler):
         for logits, query in zip(outputs, queries, strict=True):
             logits = proposable(self, state, logits, query)
             staged, found = own_stage(self, state, logits, query, available, current)
-            read = self.read(state, staged, query, generator)
+            read = (state.constrained or type(self).read)(self, state, staged, query, generator)
             parts.append((*(read if query.window.columns is None else spread(*read, query, current)), found))
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
-                plain = type(self).read is MaskedSampler.read
+                plain = type(self).read is MaskedSampler.read and state.constrained is None
                 known = known_probabilities(self, state, own, parts[-1][1]["confidence"]) if plain else None
                 said.append(step_logprobs(state, own, parts[-1][0], state.logprobs.count, known))
         tokens, quantities, updates, order = (*parts[0], None) if len(parts) == 1 else in_row_order(parts, queries)

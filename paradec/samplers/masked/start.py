@@ -54,8 +54,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
-    answers = answer_starts(rows, mask)
-    lengths = np.array([len(row) for row in rows], np.int64)
+    answers, lengths = answer_starts(rows, mask), np.array([len(row) for row in rows], np.int64)
     gaps = bool((answers > starts).any())  # something given follows a mask
     check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
@@ -65,8 +64,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     generator, seeds = randomness(request, rows)
     stop_rules, early_rules = check_stop(request.stop, sampler)
     texts = stop_strings_of(request, model)
-    reuse = _reuse(request, model, cache, rows, starts)
-    attention = attention_of(request, sampler, model)
+    reuse, attention = _reuse(request, model, cache, rows, starts), attention_of(request, sampler, model)
     if request.suffix is not None:
         check_suffix(request, sampler, model, cache, policy, len(rows), gaps)
 
@@ -155,6 +153,10 @@ def _track(
         found.append(CausalContext.of(sampler, state, early, request))
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
+    if request.constraint is not None:
+        from paradec.samplers.masked.constraining import constrained  # for few requests
+
+        found.append(constrained(sampler, model, state))
     state.begin(found)
 
 

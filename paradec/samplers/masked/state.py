@@ -30,6 +30,8 @@ class Tracked:
     """What trackers let the loop know by name (`Tracker.attach`), as it is without them; beside what `CanvasState` has
     for everybody (`present`, `pipelined`, `generator`, `logprobs`, `reuses`, `settled`)."""
 
+    constrained: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None
+    """Chooses candidates in the place of the method's `read`."""
     early_rules: tuple[EarlyRule, ...] = ()
     """With any, the window reaches to the end of every row."""
     watched: tuple[str, ...] = ()

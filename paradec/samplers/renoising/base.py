@@ -163,9 +163,12 @@ class CanvasSampler(Sampler):
         self._keep_ends_out(state, rows, positions, logits)
         reads = tuple(dict.fromkeys((*state.rule.needs.reads, "confidence", "minus_entropy")))
         found, said = [], []
-        shape = logits.shape[:2]
-        for piece in self._drawn_from_in_pieces(state, rows, logits, max(1, PIECE // logits.shape[-1])):
-            found.append(token_statistics(piece, reads))
+        shape, count, texts = logits.shape[:2], max(1, PIECE // logits.shape[-1]), None
+        if state.texts is not None:
+            logits, texts = state.texts.conditioned(state, rows, positions, logits)
+        for number, piece in enumerate(self._drawn_from_in_pieces(state, rows, logits, count)):
+            chosen = None if texts is None else texts.flatten()[number * count : (number + 1) * count]
+            found.append(token_statistics(piece, reads, chosen))
             if state.logprobs is not None:
                 own, best = piece.unsqueeze(0), found[-1][0].unsqueeze(0)
                 said.append(StepLogProbs.of_logits(own, best, state.logprobs.count))
@@ -317,7 +320,7 @@ class CanvasSampler(Sampler):
             own = self._drawn_from(state, proposal.logits[at], temperature[at])
             p = own.softmax(-1, dtype=torch.promote_types(own.dtype, torch.float32))  # as transformers has them
             drawn[at] = draw(p, uniform[at])
-        return drawn
+        return drawn if state.texts is None else state.texts.drawn(state, proposal.positions, drawn)
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
         """What the next step of the rows whose canvas stays open [R] bool is conditioned on: [N, C, D]."""

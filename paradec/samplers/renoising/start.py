@@ -103,6 +103,10 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         images=images,
         store=model.make_store(len(rows), longest),
     )
+    if request.constraint is not None:
+        from paradec.samplers.renoising.constrained import CanvasTexts  # for few requests
+
+        state.texts = CanvasTexts.of(model, state, canvas)
     if reuse is not None:
         source, counts = reuse
         state.store.load(request.prefix, source, counts)

@@ -69,6 +69,8 @@ class DenoisingState(State):
     images: list[Tensor | None] = field(default_factory=list)
     """The embeddings at the image tokens of each row's prompt, [N, D]."""
     store: Any = None
+    texts: Any = None
+    """Of a request with a constraint: `paradec.samplers.renoising.constrained.CanvasTexts`."""
 
     attention_state: ClassVar[None] = None
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="canvas")

@@ -39,6 +39,8 @@ class StaticTree:
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
             query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
             logits, out = read_tree(state, query, known, last - begin, features, made)
+            if state.masks is not None:
+                logits = state.masks.of_nodes(state, logits, rows, tree.layout.parents, drafts, nodes)
             q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
             q = checked(own, rows, q)
             every_q[:, nodes] = q.to(every_q.dtype)

@@ -1,0 +1,201 @@
+"""Sums and maxima over all texts of an automaton, in time proportional to its edges.
+
+A step's distribution is a product of one distribution p_i for each of n slots, conditioned on the language: with the
+forward sums a_i(q) over what leads to a state and the backward sums b_i(q) over what leads from it to acceptance,
+
+    r_i(v) = p_i(v) g_i(v) / Z,    g_i(v) = sum over q of a_i(q) b_{i+1}(next state of q after v),    Z = b_0(first).
+
+g depends on the class of a token alone. All sums are of logarithms, in float64: no product is too small for a number.
+
+Shapes: `n` slots, `C` classes, `S` states. `first` is the state before the first slot, `last` [S] bool the states that
+the last slot may lead to. What is decided is certain (`certain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from paradec.constraints.automaton import Grouped, TokenAutomaton
+
+NOTHING = -np.inf
+STRETCH = 512
+"""Tokens whose probabilities are summed together where one is looked for."""
+
+
+def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
+    """[C] float64: the logarithms of the masses of a slot that holds a token."""
+    found = np.full(automaton.classes, NOTHING)
+    if (index := automaton.class_of[token]) >= 0:
+        found[index] = 0
+    return found
+
+
+def summed(values: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+    """ln of the sum of exp(values [E]) over the edges of each key, [size] float64."""
+    found = np.full(size, NOTHING)
+    ordered = values[group.order]
+    top = np.maximum.reduceat(ordered, group.starts)
+    base = np.where(top > NOTHING, top, 0)
+    sums = np.add.reduceat(np.exp(ordered - np.repeat(base, group.sizes)), group.starts)
+    with np.errstate(divide="ignore"):
+        found[group.keys] = np.log(sums) + base
+    return found
+
+
+def highest(values: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+    """The largest of values [E] over the edges of each key, [size] float64."""
+    found = np.full(size, NOTHING)
+    found[group.keys] = np.maximum.reduceat(values[group.order], group.starts)
+    return found
+
+
+def ahead(automaton: TokenAutomaton, masses: np.ndarray, last: np.ndarray, among: object = summed) -> np.ndarray:
+    """[n + 1, S] float64: b of every slot, and of the states after the last one. among: `summed`, or `highest` for the
+    likeliest text instead."""
+    source, index, target = automaton.edges.T
+    found = np.full((len(masses) + 1, automaton.states), NOTHING)
+    found[-1, last] = 0
+    for slot in range(len(masses) - 1, -1, -1):
+        values = masses[slot, index] + found[slot + 1, target]
+        found[slot] = among(values, automaton.by_state, automaton.states)  # type: ignore[operator]
+    return found
+
+
+def conditioned(
+    automaton: TokenAutomaton, masses: np.ndarray, first: int, last: np.ndarray
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """ln Z; ln(g / Z) [n, C]; and the b [n + 1, S] of `ahead`.
+
+    Args:
+        masses: [n, C] float64: the logarithm of the probability of each class in each slot.
+    """
+    backward = ahead(automaton, masses, last)
+    total = float(backward[0, first])
+    if total == NOTHING:
+        return total, np.full((len(masses), automaton.classes), NOTHING), backward
+    source, index, target = automaton.edges.T
+    forward = np.full(automaton.states, NOTHING)
+    forward[first] = -total  # so that what is found is divided by Z
+    found = np.empty((len(masses), automaton.classes))
+    for slot in range(len(masses)):
+        found[slot] = summed(forward[source] + backward[slot + 1, target], automaton.by_class, automaton.classes)
+        forward = summed(forward[source] + masses[slot, index], automaton.by_next, automaton.states)
+    return total, found, backward
+
+
+def best(
+    automaton: TokenAutomaton, tops: np.ndarray, lowest: Callable[[int, int], int], first: int, last: np.ndarray
+) -> list[int]:
+    """The likeliest text [n]; of equally likely ones that with the lowest ids, from the left.
+
+    Args:
+        tops: [n, C] float64: the logarithm of the probability of the likeliest token of each class in each slot.
+        lowest: called with a slot and a class: that token, the lowest of several.
+    """
+    backward, state, found = ahead(automaton, tops, last, highest), first, []
+    for slot in range(len(tops)):
+        after = automaton.table[state]
+        values = np.where(after >= 0, tops[slot] + backward[slot + 1, after], NOTHING)
+        token, index = min((lowest(slot, index), index) for index in np.flatnonzero(values == values.max()).tolist())
+        found.append(token)
+        state = int(after[index])
+    return found
+
+
+def drawn(
+    automaton: TokenAutomaton,
+    logs: Callable[[int, np.ndarray], np.ndarray],
+    backward: np.ndarray,
+    fixed: list[int | None],
+    first: int,
+    uniform: list[float],
+) -> list[int]:
+    """Tokens [n] of one text, drawn from the product of the slots' distributions conditioned on the language.
+
+    From the left, with weights p_i(v) b_{i+1}(next state): of tokens in ascending order the first whose running sum
+    exceeds `uniform[i]` times the whole.
+
+    Args:
+        logs: called with a slot and ids [k]: the logarithms of their probabilities, up to a constant of the slot.
+        backward: [n + 1, S]: the b of `conditioned`. fixed: what slots hold that are decided, or None.
+    """
+    state, found = first, []
+    for slot, token in enumerate(fixed):
+        if token is None:
+            after = automaton.table[state]
+            weight = np.where(after >= 0, backward[slot + 1, after], NOTHING)
+            live = np.flatnonzero(weight > NOTHING)
+            if 8 * automaton.sizes[live].sum() < len(automaton.tokens):  # few of them are sorted anew
+                ids = np.sort(np.concatenate([automaton.members[index] for index in live]))
+            else:
+                ids = automaton.ascending
+            values = logs(slot, ids)
+            values += weight.astype(values.dtype)[automaton.class_of[ids]]
+            values -= values.max()
+            token = int(ids[_reaching(np.exp(values, out=values), uniform[slot])])
+        found.append(token)
+        state = automaton.step(state, token)
+    return found
+
+
+def _reaching(shares: np.ndarray, uniform: float) -> int:
+    """The first entry of shares [k] up to which the sum exceeds `uniform` times the whole."""
+    begins = np.arange(0, len(shares), STRETCH)  # their sums first: running sums of all take ten times as long
+    sums = np.add.reduceat(shares, begins, dtype=np.float64).cumsum()
+    goal = uniform * sums[-1]
+    stretch = min(int(np.searchsorted(sums, goal, side="right")), len(begins) - 1)
+    before = sums[stretch - 1] if stretch else 0.0
+    inside = shares[begins[stretch] : begins[stretch] + STRETCH]
+    at = int(np.searchsorted(before + inside.cumsum(dtype=np.float64), goal, side="right"))
+    if at == len(inside):  # rounding alone leads there
+        at = int(np.flatnonzero(inside)[-1])
+    return int(begins[stretch]) + at
+
+
+# ---- what is possible at all: sets of states, whatever the probabilities ---------------------------------------------
+
+
+def completions(automaton: TokenAutomaton, given: list[int | None], last: np.ndarray) -> np.ndarray:
+    """[n + 1, S] bool: from which states the slots can still be filled, after each number of slots.
+
+    Args:
+        given: what each slot holds, or None where anything may come.
+    """
+    if last is automaton.accept and not any(token is not None for token in given):
+        return automaton.reach(len(given))[len(given) :: -1]
+    source, index, target = automaton.edges.T
+    found = np.zeros((len(given) + 1, automaton.states), bool)
+    found[-1] = last
+    for slot in range(len(given) - 1, -1, -1):
+        live = found[slot + 1, target]
+        if (token := given[slot]) is not None:
+            live = live & (index == automaton.class_of[token])
+        found[slot, source[live]] = True
+    return found
+
+
+def possible(automaton: TokenAutomaton, held: list[int | None], first: int, last: np.ndarray) -> np.ndarray:
+    """[n, C] bool: the classes of which a token fits in each slot, given what the slots hold."""
+    source, index, target = automaton.edges.T
+    after = completions(automaton, held, last)
+    found, now = np.zeros((len(held), automaton.classes), bool), np.zeros(automaton.states, bool)
+    now[first] = True
+    for slot, token in enumerate(held):
+        live = now[source] & after[slot + 1, target]
+        if token is not None:
+            live &= index == automaton.class_of[token]
+        found[slot, index[live]] = True
+        now = np.zeros(automaton.states, bool)
+        now[target[live]] = True
+    return found
+
+
+def lengths(automaton: TokenAutomaton, most: int) -> np.ndarray:
+    """[most + 1] bool: the numbers of tokens that some text has."""
+    return (
+        completions(automaton, [None] * most, automaton.accept)[::-1, 0]
+        if automaton.states
+        else np.zeros(most + 1, bool)
+    )

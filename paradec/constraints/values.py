@@ -1,0 +1,249 @@
+"""What callers give: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paradec.core.checks import check_int, check_text, shown
+from paradec.core.registry import unknown
+
+if TYPE_CHECKING:
+    from paradec.constraints.automaton import TokenAutomaton
+    from paradec.constraints.expressions import Node
+
+MOST_KEPT = 64
+"""Automata that are kept for a tokenizer."""
+DEEPEST = 8
+"""Levels of arrays and objects that a schema may leave open."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A set of texts. Values are immutable, and equal where they say the same."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data that JSON can hold; `constraint_of` reads it."""
+        raise NotImplementedError
+
+    def node(self) -> Node:
+        """The texts as an expression.
+
+        Raises:
+            ValueError: what is said is no set of texts, or none that an automaton holds.
+        """
+        raise NotImplementedError
+
+    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+        """The automaton of all sequences of tokens that read one of the texts.
+
+        Raises:
+            ValueError: as for `node`; or the tokenizer joins tokens in a way that is not known.
+        """
+        from paradec.constraints.byte_automaton import byte_automaton
+        from paradec.constraints.lift import lift
+        from paradec.constraints.spelling import spelling_of
+
+        source = byte_automaton(self.node())
+        spelling = spelling_of(tokenizer)
+        if spelling is None:
+            raise ValueError(
+                f"constraint={shown(self)}: the tokenizer does not join its tokens plainly, so that what they read "
+                "together is not known; only paradec.Choice works with it"
+            )
+        return lift(source, spelling, vocab_size)
+
+
+@dataclass(frozen=True)
+class Regex(Constraint):
+    """Texts that match a pattern as a whole, as `re.fullmatch(pattern, text, re.ASCII)` says it.
+
+    Args:
+        pattern: what is regular of Python's patterns: no lookaround, backreferences, atomic groups, possessive
+            repetitions, word boundaries or inline flags; "^" and "$" at the two ends alone.
+
+    Raises:
+        ValueError: another pattern; the message says what is not supported, and where.
+    """
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        self.node()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"regex": self.pattern}
+
+    def node(self) -> Node:
+        from paradec.constraints.regex import parse
+
+        return parse(self.pattern)
+
+
+@dataclass(frozen=True)
+class Choice(Constraint):
+    """One of several texts, each in the tokens that the tokenizer makes of it.
+
+    Raises:
+        ValueError: no text at all, one that is empty, or one that is there twice.
+    """
+
+    choices: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        given = self.choices
+        texts = () if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
+        if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
+            raise ValueError(f"choices={shown(given)} must be a sequence of different texts, none of them empty")
+        for text in texts:
+            check_text("choices", text)
+        object.__setattr__(self, "choices", texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"choice": [*self.choices]}
+
+    def node(self) -> Node:
+        from paradec.constraints.expressions import either, text
+
+        return either(text(choice) for choice in self.choices)
+
+    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+        """The automaton of the tokens that the tokenizer makes of each text.
+
+        Raises:
+            ValueError: a text that the tokenizer cannot write.
+        """
+        import numpy as np
+
+        from paradec.constraints.automaton import TokenAutomaton
+
+        after: dict[tuple[int, int], int] = {}
+        accept, classes = [False], dict[int, int]()
+        for text in self.choices:
+            state = 0
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if tokenizer.decode(ids, skip_special_tokens=True) != text:
+                raise ValueError(f"choices: the tokenizer cannot write {text!r}")
+            for token in ids:
+                step = (state, classes.setdefault(token, len(classes)))
+                if step not in after:
+                    after[step] = len(accept)
+                    accept.append(False)
+                state = after[step]
+            accept[state] = True
+        edges = np.array([(state, token, to) for (state, token), to in after.items()], np.int64)
+        return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
+
+
+@dataclass(frozen=True)
+class JsonSchema(Constraint):
+    """JSON texts of a schema: keys in the schema's order, one space or none after ":" and ",".
+
+    Args:
+        schema: a mapping, its JSON text, or a class of pydantic. `paradec.constraints.json_schema` lists what it may
+            hold.
+        depth: levels of arrays and objects where the schema leaves them open, or refers to itself.
+
+    Raises:
+        ValueError: a keyword that an automaton cannot hold, by its path; or no text is left.
+    """
+
+    schema: str
+    depth: int = 3
+
+    def __init__(self, schema: Any, depth: int = 3):
+        check_int("depth", depth, low=0, high=DEEPEST)
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"schema={shown(schema)} is no JSON: {error}") from None
+        if not isinstance(schema, (Mapping, bool)):
+            raise ValueError(f"schema={shown(schema)} must be a JSON schema: a mapping, its text or a pydantic class")
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"schema={shown(schema)} is no data of JSON: {error}") from None
+        object.__setattr__(self, "schema", text)
+        object.__setattr__(self, "depth", int(depth))
+        self.node()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"json_schema": json.loads(self.schema), "depth": self.depth}
+
+    def node(self) -> Node:
+        from paradec.constraints.json_schema import expression
+
+        return expression(self.schema, self.depth)
+
+
+def constraint_of(name: str, value: Any) -> Any:
+    """What a request keeps: a constraint, or for holes a tuple of them and None. Data that `to_dict` makes are read.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    if isinstance(value, Constraint):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(None if entry is None else _one(name, entry) for entry in value)
+    return _one(name, value)
+
+
+def _one(name: str, value: Any) -> Constraint:
+    if isinstance(value, Constraint):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex or paradec.JsonSchema; for holes a list of "
+            "them and None"
+        )
+    kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}}
+    kind = next((key for key in kinds if key in value), None)
+    for key in value:
+        if kind is None or key not in kinds[kind]:
+            raise ValueError(unknown(f"key of {name}", key, kinds if kind is None else kinds[kind]))
+    if kind == "regex":
+        return Regex(value["regex"])
+    if kind == "choice":
+        return Choice(value["choice"])
+    if kind is None:
+        raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(kinds)}")
+    return JsonSchema(value["json_schema"], value.get("depth", 3))
+
+
+_KEPT: weakref.WeakKeyDictionary[Any, dict[Any, TokenAutomaton]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def token_automaton(
+    value: Constraint, tokenizer: Any, vocab_size: int, ends: tuple[int, ...], suppressed: tuple[int, ...]
+) -> TokenAutomaton:
+    """The automaton of a constraint over a model's tokens; the last `MOST_KEPT` of a tokenizer are kept.
+
+    Args:
+        ends: ids that may follow a text, any number of them; none where texts fill all of their slots. suppressed: ids
+            that no text may have.
+
+    Raises:
+        ValueError: what the value holds is too much, or the tokenizer does not fit it.
+    """
+    kept = _KEPT.setdefault(tokenizer, {})
+    key = (value, vocab_size, ends, suppressed)
+    with _LOCK:
+        found = kept.pop(key, None)  # it becomes the last one that was asked for
+    if found is None and not ends and not suppressed:
+        found = value.lifted(tokenizer, vocab_size)
+    elif found is None:
+        found = token_automaton(value, tokenizer, vocab_size, (), ()).ended(ends).without(suppressed)
+    with _LOCK:
+        kept[key] = found
+        while len(kept) > MOST_KEPT:
+            del kept[next(iter(kept))]
+    return found

@@ -1,0 +1,223 @@
+"""Requests with a `constraint`: candidates are parts of one text of the language, and what is certain is written.
+
+Every step conditions the product of its marginals on the language (`paradec.constraints.passes`). Candidates are one
+text: the likeliest at temperature 0, above it a joint draw; so whatever a method selects of them stays possible. Scores
+are the conditioned marginals. Positions of the open block that one token fits are written without a forward: when the
+block opens, and with every commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.constraints import passes
+from paradec.constraints.marginals import Marginals
+from paradec.core import rng
+from paradec.core import rows as of_rows
+from paradec.core.protocol import NotFinite
+from paradec.core.query import WindowQuery
+from paradec.samplers.distributions import tempered
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.masked import logits as stages
+from paradec.samplers.masked.queries import positions_of
+from paradec.samplers.masked.trackers import TrackedState, Tracker
+from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.spans import Part, Span, parts_of
+from paradec.samplers.statistics import Raised, token_statistics, written
+
+STREAM = 7
+"""Of the random numbers that texts are drawn with."""
+
+
+@dataclass
+class Constrained(Tracker):
+    """The texts of each row, and what its draws have cost."""
+
+    spans: list[tuple[Span, ...]]
+    """[B]."""
+    log_weight: np.ndarray | None
+    """[B] float64: see `paradec.Output.log_weight`; None at temperature 0."""
+
+    host_only = "a constraint is asked on the host"
+
+    def __post_init__(self) -> None:
+        self._drawn: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
+
+    def attach(self, state: TrackedState) -> None:
+        state.constrained = self.candidates
+        if self.log_weight is not None:
+            state.log_weight = self.log_weight
+
+    def taken(self, rows: np.ndarray, columns: int | None) -> Constrained:
+        return Constrained([self.spans[row] for row in rows], of_rows.kept(self.log_weight, rows, columns))
+
+    def put(self, slots: np.ndarray, other: Constrained) -> None:
+        for slot, spans in zip(slots.tolist(), other.spans, strict=True):
+            self.spans[slot] = spans
+        of_rows.exchange(self.log_weight, slots, other.log_weight)
+
+    # ---- candidates -----------------------------------------------------------------------------------------------
+
+    def candidates(
+        self, sampler: Any, state: TrackedState, logits: Tensor | Raised, query: WindowQuery, generator: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """In the place of the method's `read`."""
+        logits = written(logits)
+        positions = positions_of(state, query)
+        current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
+        undecided = current == state.mask_id
+        if state.window.valid is not None:
+            valid = state.window.valid[torch.as_tensor(query.window.index, device=logits.device)]
+            undecided &= valid if query.window.columns is None else valid.gather(1, query.window.columns)
+        canvas, where = state.canvas.cpu().numpy(), positions.cpu().numpy()
+        found, places = list[tuple[Tensor, dict[str, Tensor]]](), list[int]()
+        for index, row in enumerate(query.rows.tolist()):
+            columns = {position: column for column, position in enumerate(where[index].tolist())}
+            for number, part in enumerate(self._parts(state, row, canvas[row])):
+                at = [columns[position] for position in part.open]
+                together = at[-1] - at[0] < len(at)
+                own = logits[index, at[0] : at[-1] + 1] if together else logits[index, at]
+                found.append(self._text(sampler, state, own, part, number))
+                places += [index * where.shape[1] + column for column in at]
+        inside = torch.zeros_like(undecided).flatten()
+        inside[places] = True
+        tokens, quantities = current, dict[str, Tensor]()
+        if sampler.needs.decided_logits or bool((undecided & ~inside.view_as(undecided)).any()):
+            tokens, quantities = stages.candidates(sampler, state, logits, query, generator)
+        if not found:
+            return tokens, quantities
+        entries = torch.tensor(places, device=logits.device)
+        for name in found[0][1]:
+            value = torch.cat([read[name] for _, read in found])
+            whole = quantities.get(name, value.new_zeros(current.shape))
+            quantities[name] = whole.flatten().index_copy(0, entries, value.to(whole)).view_as(current)
+        chosen = torch.cat([tokens for tokens, _ in found])
+        return tokens.flatten().index_copy(0, entries, chosen).view_as(current), quantities
+
+    def _parts(self, state: TrackedState, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
+        """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""
+        begin, mask = int(state.block_start[row]), state.mask_id
+        if stop is None:
+            stop = int((state.length if state.early_rules else state.block_end)[row])
+        return parts_of(self.spans[row], row, canvas, canvas == mask, begin, stop)
+
+    def _text(
+        self, sampler: Any, state: TrackedState, raw: Tensor, part: Part, number: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
+        sampler reads."""
+        request, needs = state.request, sampler.needs
+        filters = (request.top_p, request.top_k, request.top_n_sigma)
+        filtered = any(each is not None for each in filters)
+        warm = request.temperature if request.temperature > 0 else 1.0
+        model = self._marginals(state, part, raw)
+        if model is None:
+            nothing = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
+            return torch.zeros_like(nothing, dtype=torch.int64), dict.fromkeys(needs.reads, nothing)
+        source = model if warm == 1 else self._marginals(state, part, tempered(raw, warm))
+        assert source is not None
+        if filtered and (request.temperature > 0 or needs.score_from == "sampled"):
+            # the likeliest text stays possible
+            kept = filter_logits(source.conditioned(), *filters) > -torch.inf
+            kept |= torch.zeros_like(kept).scatter_(1, source.best().unsqueeze(1), True)
+            source = self._marginals(state, part, source.logits.masked_fill(~kept, -torch.inf))
+            assert source is not None
+        if request.temperature == 0:
+            tokens = source.best()
+        else:
+            tokens = source.drawn(self.uniform(state, part))
+            self._drawn[part.row, number] = int(state.row_step[part.row]), part, source
+        scored = model if needs.score_from == "raw" else source
+        if needs.reads == ("confidence",):
+            return tokens, {"confidence": scored.probabilities(tokens)}
+        return token_statistics(scored.conditioned(), needs.reads, tokens)
+
+    def uniform(self, state: TrackedState, part: Part) -> np.ndarray:
+        """The numbers [m] in (0, 1) that a text is drawn with: they depend on row, step and position alone."""
+        step, places = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
+        key = state.keys[part.row : part.row + 1]
+        return rng.uniform(key, step.to(key.device), places.to(key.device), 1, STREAM)[0, :, 0].cpu().numpy()
+
+    def _marginals(self, state: TrackedState, part: Part, logits: Tensor) -> Marginals | None:
+        """The marginals of a part; None where logits are NaN or infinite, of which `commit` speaks."""
+        found = Marginals(part.span.automaton, logits, part.held, part.state, part.last)
+        if found.broken:
+            return None
+        if found.total == -np.inf:
+            step = int(state.row_step[part.row])
+            raise NotFinite(
+                f"the model excludes (-inf) every text of the constraint for row {part.row} at its step {step}",
+                np.array([part.row]),
+            )
+        return found
+
+    # ---- what is certain ------------------------------------------------------------------------------------------
+
+    def opened(self, state: TrackedState, rows: np.ndarray) -> None:
+        """Write what is certain in blocks that have opened; full ones close."""
+        canvas, full = state.canvas.cpu().numpy(), []
+        for row in rows.tolist():
+            certain = self._certain(state, row, canvas[row])
+            if not certain:
+                continue
+            places, tokens = torch.tensor([*certain.items()], device=state.canvas.device).unbind(1)
+            state.canvas[row, places] = tokens
+            if state.trace is not None:  # which has what was there before the first step
+                for position, token in certain.items():
+                    state.trace.canvas[row][position] = token
+            state.masks_at_open[row] -= len(certain)
+            state.remaining[row] -= len(certain)
+            state.decided[row] += len(certain)
+            if not state.remaining[row]:
+                full.append(row)
+        if full:
+            state.open_blocks(np.array(full))
+
+    def _certain(self, state: TrackedState, row: int, canvas: np.ndarray) -> dict[int, int]:
+        """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""
+        found = {}
+        for part in self._parts(state, row, canvas, int(state.block_end[row])):
+            automaton = part.span.automaton
+            fits = passes.possible(automaton, part.held, part.state, part.last)
+            for at, token in enumerate(part.held):
+                classes = np.flatnonzero(fits[at])
+                if token is None and automaton.sizes[classes].sum() == 1:
+                    found[part.first + at] = int(automaton.members[classes[0]][0])
+        return found
+
+    def decided(self, state: TrackedState, proposal: MaskedProposal, decision: Decision) -> None:
+        """Take what is certain once the method's selection is there."""
+        canvas, window = state.canvas.cpu().numpy().copy(), state.window
+        written = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
+        chosen, values = decision.selected.clone(), decision.values.clone()
+        for index, row in enumerate(window.rows.tolist()):
+            places = window.host_positions[index]
+            inside = slice(None) if window.host_valid is None else window.host_valid[index]
+            canvas[row, places[inside]] = written[index][inside]
+            for position, token in self._certain(state, row, canvas[row]).items():
+                column = position - int(places[0])
+                chosen[index, column], values[index, column] = True, token
+        decision.filled = torch.where(chosen & ~decision.selected, 1, decision.filled).to(decision.filled.dtype)
+        decision.selected, decision.values = chosen, values
+
+    def written(self, state: TrackedState, proposal: MaskedProposal, decision: Decision) -> None:
+        """Weigh what was drawn: Z before the step over Z with what it wrote, by the same probabilities."""
+        if self.log_weight is None:
+            return
+        canvas = state.canvas.cpu().numpy()
+        for (row, _), (step, part, drawn) in self._drawn.items():
+            if step != state.row_step[row] or row not in proposal.rows:
+                continue
+            now = canvas[row, part.first : part.first + len(part.held)].tolist()
+            decided = [at for at, token in enumerate(part.held) if token is None and now[at] != state.mask_id]
+            masses = drawn.sums.copy()
+            for at in decided:
+                masses[at] = passes.certain(part.span.automaton, now[at])
+            with_it = passes.ahead(part.span.automaton, masses, part.last)[0, part.state]
+            self.log_weight[row] += drawn.total - float(with_it) - float(drawn.norms(decided).sum())
+        self._drawn.clear()

@@ -1,0 +1,171 @@
+"""Positions of a row that hold one text of a constraint: whether a text fits them, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paradec.constraints import passes
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.values import Constraint, token_automaton
+from paradec.core.checks import shown
+
+LENGTHS = 4096
+"""Tokens up to which lengths of texts are looked at for a message."""
+
+
+class Span(NamedTuple):
+    """Positions of a row that hold one text."""
+
+    automaton: TokenAutomaton
+    first: int
+    stop: int
+    after: np.ndarray
+    """[stop - first + 1, S] bool: from which states the rest can be filled, with what was given there."""
+
+
+class Part(NamedTuple):
+    """The part of a span that is in a row's window, or canvas."""
+
+    row: int
+    span: Span
+    first: int
+    """Its first position."""
+    held: list[int | None]
+    """What is there, None where it is undecided."""
+    state: int
+    """Of the automaton, before the first position."""
+    last: np.ndarray
+    """[S] bool: the states that it may end in."""
+
+    @property
+    def open(self) -> list[int]:
+        """The undecided positions."""
+        return [self.first + at for at, token in enumerate(self.held) if token is None]
+
+
+def parts_of(
+    spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
+) -> list[Part]:
+    """The parts of a row's spans from position `begin` to `stop` that hold something undecided.
+
+    Args:
+        tokens: [L] int64, what the row holds. undecided: [L] bool: where that is nothing. Everything before `begin` is
+            decided.
+    """
+    found = []
+    for span in spans:
+        first, end = max(span.first, begin), min(span.stop, stop)
+        if not undecided[first:end].any():
+            continue
+        held = [None if free else token for token, free in zip(tokens[first:end].tolist(), undecided[first:end])]
+        before = 0
+        for token in tokens[span.first : first].tolist():
+            before = span.automaton.step(before, token)
+        found.append(Part(row, span, first, held, before, span.after[end - span.first]))
+    return found
+
+
+def refused(constraint: Any, reasons: dict[str, bool]) -> None:
+    """Raise ValueError for the first of some reasons that holds."""
+    if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+        raise ValueError(f"constraint={shown(constraint)} does not work here: {why}")
+
+
+def no_texts(model: Any) -> dict[str, bool]:
+    """The reason of models that write no texts."""
+    name, tokenizer = model.facts.name, getattr(model, "tokenizer", None)
+    return {f"it says what texts read, and {name} has no tokenizer": tokenizer is None}
+
+
+def spans_of(
+    model: Any, state: Any, suppressed: Sequence[int], canvas: np.ndarray, hole: int
+) -> list[tuple[Span, ...]]:
+    """The spans of each row of a request with a constraint: one of the answer, with the holes before it and what was
+    given between them; or one for each hole that has a constraint of its own.
+
+    Args:
+        state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, which
+            holds `hole` where something is to be filled.
+
+    Raises:
+        ValueError: no text fits a row, or the number of holes is another.
+    """
+    known, found = dict[Any, Span](), list[tuple[Span, ...]]()
+    value: Any = state.request.constraint
+    for row, tokens in enumerate(canvas):
+        begin, answer, stop = (int(array[row]) for array in (state.prompt_length, state.answer_start, state.asked))
+        masked = np.concatenate(([False], tokens[:stop] == hole, [False]))
+        edges = [(begin, stop)]
+        if not isinstance(value, Constraint):
+            edges = [(a, b) for a, b in np.flatnonzero(masked[1:] != masked[:-1]).reshape(-1, 2).tolist()]
+            if len(value) != len(edges):
+                raise ValueError(
+                    f"constraint has {len(value)} entries, and row {row} {len(edges)} holes, with the answer after its "
+                    "text; give one for each, None where it is free"
+                )
+        spans = []
+        for entry, (first, end) in zip([value] if isinstance(value, Constraint) else value, edges, strict=True):
+            given = [None if token == hole else token for token in tokens[first:end].tolist()]
+            if entry is not None:
+                ends = end > answer
+                spans.append(span_of(model, entry, suppressed, given, first, ends, state.max_new_tokens, known))
+        found.append(tuple(spans))
+    return found
+
+
+def span_of(
+    model: Any,
+    value: Constraint,
+    suppressed: Sequence[int],
+    given: list[int | None],
+    first: int,
+    ends: bool,
+    new: int | None,
+    known: dict[Any, Span],
+) -> Span:
+    """The span of a constraint from position `first` on.
+
+    Args:
+        suppressed: ids that are never proposed. given: what each position holds, None where it is undecided. ends:
+            whether end tokens may follow its text. new: `max_new_tokens`, for messages. known: spans of earlier rows.
+
+    Raises:
+        ValueError: no text fits.
+    """
+    facts = model.facts
+    end_ids = tuple(sorted({*facts.eos_token_ids} - {*suppressed})) if ends else ()
+    key = (value, end_ids, first, tuple(given))
+    if key not in known:
+        automaton = token_automaton(value, model.tokenizer, facts.vocab_size, end_ids, tuple(suppressed))
+        if not automaton.states:
+            raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write")
+        after = passes.completions(automaton, given, automaton.accept)
+        if not after[0, 0]:
+            said = f"constraint={shown(value)}: "
+            raise ValueError(said + _unfit(model.tokenizer, automaton, given, first, ends, new))
+        known[key] = Span(automaton, first, first + len(given), after)
+    return known[key]
+
+
+def _unfit(
+    tokenizer: Any, automaton: TokenAutomaton, given: list[int | None], first: int, ends: bool, new: int | None
+) -> str:
+    """Why no text fits the slots from `first` on."""
+    size = len(given)
+    if not passes.completions(automaton, [None] * size, automaton.accept)[0, 0]:
+        lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS if ends else min(max(2 * size, 64), LENGTHS)))
+        if not ends:
+            fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LENGTHS}"
+            return f"the hole at {first} has {size} masks; the constraint {fills}"
+        takes = f"{lengths[0]}" if len(lengths) else f"more than {LENGTHS}"
+        name = f"max_new_tokens={size}" if size == new else f"and {size} positions are left"
+        return f"the shortest text takes {takes} tokens, {name}"
+    for slot, token in enumerate(given):
+        part = [*given[: slot + 1], *[None] * (size - slot - 1)]
+        if token is not None and not passes.completions(automaton, part, automaton.accept)[0, 0]:
+            read = tokenizer.decode([token])
+            return f"given token {token} ({read!r}) at {first + slot} is in no text that fits {size} positions"
+    raise AssertionError("a text fits")

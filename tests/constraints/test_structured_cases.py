@@ -1,0 +1,103 @@
+"""Recorded automata, conditioned marginals, likeliest texts and joint draws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from structured import CASES, automaton_of, distribution, named
+
+from paradec.constraints import passes
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.marginals import Marginals, _class_sums, _scattered_sums
+
+
+def same_language(ours: TokenAutomaton, steps: list[list[int]], accept: list[int]) -> bool:
+    """Whether both, which have no useless states, accept the same sequences."""
+    pairs = [(0, 0)]
+    for own, other in pairs:
+        if ours.accept[own] != (other in accept):
+            return False
+        for token, after in enumerate(steps[other]):
+            to = ours.step(own, token)
+            if (to < 0) != (after < 0):
+                return False
+            if to >= 0 and (to, after) not in pairs:
+                pairs.append((to, after))
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "automaton" in case])
+def test_automata(name: str) -> None:
+    case = CASES[name]
+    ours = automaton_of(case)
+    assert same_language(ours, case["automaton"]["step"], case["automaton"]["accept"])
+    ways = np.zeros(ours.states, object)
+    ways[0] = 1
+    for _ in range(case["slots"]):
+        after = np.zeros(ours.states, object)
+        for source, index, target in ours.edges.tolist():
+            after[target] += ways[source] * int(ours.sizes[index])
+        ways = after
+    assert case.get("texts") is None or ways[ours.accept].sum() == case["texts"]
+
+
+def table_of(case: dict[str, Any]) -> torch.Tensor:
+    """Logits of the undecided positions."""
+    p = torch.tensor(case["p"], dtype=torch.float64)
+    return p[[token is None for token in case["canvas"]]].log()
+
+
+@pytest.mark.parametrize("name", named("marginals"))
+def test_marginals(name: str) -> None:
+    case, expected = CASES[name], CASES[name]["expected"]
+    ours, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
+    logits = torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf)
+    found = Marginals(ours, logits, canvas, 0, ours.accept)
+    assert math.exp(found.log_z()) == pytest.approx(expected["z"], rel=1e-9)
+    undecided = [at for at, token in enumerate(canvas) if token is None]
+    marginals = found.conditioned().softmax(-1)[:, :size]
+    wanted = torch.tensor(expected["marginals"], dtype=torch.float64)[undecided]
+    torch.testing.assert_close(marginals, wanted, rtol=1e-9, atol=1e-15)
+    best = [*canvas]
+    for at, token in zip(undecided, found.best().tolist(), strict=True):
+        best[at] = token
+    assert best == expected["best"]
+    probability = math.prod(case["p"][at][best[at]] for at in undecided)
+    assert probability == pytest.approx(expected["best_probability"], rel=1e-9)
+    for uniform, text in zip(expected["uniforms"], expected["draws"], strict=True):
+        assert found.drawn(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
+    fits = passes.possible(ours, canvas, 0, ours.accept)
+    allowed = [sorted(np.concatenate([ours.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits]
+    assert [allowed[at] for at in undecided] == [expected["allowed"][at] for at in undecided]
+    for at, token in enumerate(canvas):  # a class may hold more than what is there
+        assert token is None or token in allowed[at]
+    listed, total = distribution(ours, case["p"], canvas)
+    assert total == pytest.approx(expected["z"], rel=1e-9)
+    for at in undecided:
+        for token in range(size):
+            whole = math.fsum(mass for text, mass in listed.items() if text[at] == token)
+            assert expected["marginals"][at][token] == pytest.approx(whole, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", named("refused"))
+def test_lengths(name: str) -> None:
+    case, expected = CASES[name], CASES[name]["expected"]
+    with_ends, whole = automaton_of(case, ends=True), automaton_of(case, ends=False)
+    assert bool(passes.completions(with_ends, case["canvas"], with_ends.accept)[0, 0]) == expected["feasible"]
+    assert np.flatnonzero(passes.lengths(with_ends, 20))[0] == expected["shortest"]
+    assert np.flatnonzero(passes.lengths(whole, 7)).tolist() == expected["lengths"]
+
+
+@pytest.mark.parametrize("name", named("marginals"))
+def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
+    """The scattered sums run anywhere; on the host they take ten times as long."""
+    ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
+    logits[0, ours.tokens[0]] = -torch.inf
+    tokens = torch.as_tensor(ours.tokens)
+    found = _scattered_sums(ours, logits.index_select(-1, tokens), tokens)
+    for own, other in zip(found, _class_sums(ours, logits), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-12)

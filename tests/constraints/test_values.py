@@ -1,0 +1,328 @@
+"""What callers give: patterns, choices and schemas, as they are read, refused and spelt in tokens."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+from byte_tokenizers import TOKENIZER, ids_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paradec
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
+from paradec.constraints.spelling import spelling_of
+from paradec.constraints.values import Constraint, constraint_of, token_automaton
+from paradec.request import Request
+
+
+def matches(automaton: ByteAutomaton, text: str) -> bool:
+    state = 0 if len(automaton.accept) else -1
+    for byte in text.encode():
+        state = automaton.step[state, automaton.letter_of[byte]] if state >= 0 else -1
+    return state >= 0 and bool(automaton.accept[state])
+
+
+def some_text(automaton: ByteAutomaton, draw: np.random.Generator, most: int = 400) -> str | None:
+    """A text of the language, by a walk that turns to acceptance after some steps; None where it took too long."""
+    distance = np.where(automaton.accept, 0, 10**9)
+    for _ in range(len(distance)):
+        ahead = np.where(automaton.step >= 0, distance[automaton.step], 10**9).min(1) + 1
+        distance = np.minimum(distance, ahead)
+    state, found, left = 0, bytearray(), int(draw.integers(0, 40))
+    bytes_of = [np.flatnonzero(automaton.letter_of == letter) for letter in range(automaton.step.shape[1])]
+    while len(found) < most:
+        if automaton.accept[state] and left <= 0:
+            return found.decode()
+        letters = np.flatnonzero(automaton.step[state] >= 0)
+        if not len(letters):
+            return found.decode()
+        if left <= 0:
+            letters = letters[distance[automaton.step[state, letters]] < distance[state]]
+        letter = draw.choice(letters)
+        found.append(draw.choice(bytes_of[letter]))
+        state, left = int(automaton.step[state, letter]), left - 1
+    return None
+
+
+PART = st.sampled_from(["a", "b", "é", r"\d", r"\w", r"\s", ".", "[^a]", "[a-cé]", r"\.", "(?:ab|b)", "(a|)", r"\x41"])
+COUNT = st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,}", "{,2}", "{1,3}", "*?"])
+PATTERNS = st.recursive(
+    st.tuples(PART, COUNT).map("".join),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.tuples(inner, inner).map("|".join).map("({})".format),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pattern=PATTERNS, text=st.text(st.sampled_from("abcéA1. _\n"), max_size=6), seed=st.integers(0, 2**20))
+def test_patterns_are_python_s(pattern: str, text: str, seed: int) -> None:
+    automaton = byte_automaton(paradec.Regex(pattern).node())
+    assert matches(automaton, text) == bool(re.fullmatch(pattern, text, re.ASCII))
+    other = some_text(automaton, np.random.default_rng(seed)) if len(automaton.accept) else None
+    assert other is None or re.fullmatch(pattern, other, re.ASCII)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [
+        ("a(?=b)", "lookahead at 1"),
+        ("(?<!a)b", "negative lookbehind at 0"),
+        (r"(a)\1", "a backreference at 3"),
+        (r"\bword", "a word boundary at 0"),
+        ("(?i)a", "an inline flag at 0"),
+        ("(?>a)", "an atomic group at 0"),
+        ("a++", "a possessive repetition at 1"),
+        ("a^b", "an anchor inside a pattern at 1"),
+        ("(", "is no regular expression"),
+        ("(a*a*){500}(b|a){2000}c{3000}x{4000}", "more than 8192 states"),
+        ("(.*a.{20}){3}", "more than 8192 states"),
+        ("(" * 3000 + ")" * 3000, "nested too deeply"),
+    ],
+)
+def test_patterns_that_are_refused(pattern: str, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        byte_automaton(paradec.Regex(pattern).node())
+
+
+SCHEMAS: list[Any] = [
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": 5},
+            "age": {"type": "integer", "minimum": -3, "maximum": 120},
+            "tags": {"type": "array", "items": {"enum": ["x", "y z", 3, None]}, "maxItems": 3},
+            "score": {"type": ["number", "null"]},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["age", "ok"],
+    },
+    {"$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/t"}}}},
+     "$ref": "#/$defs/t"},
+    {"type": "array", "prefixItems": [{"const": "a\"b"}, {"type": "integer", "exclusiveMinimum": 9}], "minItems": 2},
+    {"type": "string", "pattern": "^[a-c]{2}\\.\\d+$"},
+    {"type": "string", "pattern": "b\"?"},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"anyOf": [{"type": "integer", "maximum": 105, "minimum": 98}, {"type": "string", "format": "date"}]},
+    {"allOf": [{"type": "array", "items": {"type": "boolean"}, "minItems": 1}]},
+    {"type": "string", "format": "uuid"},
+    pytest.param({}, marks=pytest.mark.full),
+]  # fmt: skip
+
+
+def valid(value: Any, schema: Any, whole: Any) -> bool:
+    """What a schema says of a value, keyword by keyword."""
+    kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+    def is_of(kind: str) -> bool:
+        if kind in kinds:
+            return isinstance(value, kinds[kind])
+        return not isinstance(value, bool) and isinstance(value, int if kind == "integer" else (int, float))
+
+    if "$ref" in schema:
+        found = whole
+        for name in schema["$ref"].split("/")[1:]:
+            found = found[name]
+        return valid(value, found, whole)
+    said = [True]
+    if "type" in schema:
+        said.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
+    for key, rule in {
+        "enum": lambda said: value in said,
+        "const": lambda said: value == said,
+        "anyOf": lambda said: any(valid(value, part, whole) for part in said),
+        "allOf": lambda said: all(valid(value, part, whole) for part in said),
+    }.items():
+        said += [rule(schema[key])] if key in schema else []
+    if isinstance(value, dict):
+        listed, more = schema.get("properties", {}), schema.get("additionalProperties", {})
+        said += [key in value for key in schema.get("required", ())]
+        said += [valid(inner, listed.get(key, more), whole) for key, inner in value.items()]
+        said.append(not listed or value.keys() <= listed.keys())
+    if isinstance(value, list):
+        front = schema.get("prefixItems", [])
+        said += [valid(inner, rule, whole) for inner, rule in zip(value, front)]
+        said += [valid(inner, schema.get("items", {}), whole) for inner in value[len(front) :]]
+        said += [len(value) >= schema.get("minItems", 0), len(value) <= schema.get("maxItems", 99)]
+    if isinstance(value, str):
+        said += [len(value) >= schema.get("minLength", 0), len(value) <= schema.get("maxLength", 10**9)]
+        said.append("pattern" not in schema or re.search(schema["pattern"], value) is not None)
+        reads = {"date": datetime.date.fromisoformat, "uuid": uuid.UUID}.get(schema.get("format", ""), str)
+        said.append(reads(value) is not None)
+    if is_of("number"):
+        said += [value >= schema.get("minimum", -math.inf), value <= schema.get("maximum", math.inf)]
+        said += [value > schema.get("exclusiveMinimum", -math.inf), value < schema.get("exclusiveMaximum", math.inf)]
+    return all(said)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_texts_of_schemas_are_valid(schema: Any) -> None:
+    value = paradec.JsonSchema(schema, depth=2)
+    automaton = byte_automaton(value.node())
+    draw, found = np.random.default_rng(0), 0
+    for _ in range(40):
+        text = some_text(automaton, draw)
+        if text is not None:
+            assert valid(json.loads(text), schema, schema), text
+            found += 1
+    assert found > 10
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(None, None), (0, 0), (-12, 7), (98, 105), (7, None), (None, -3), (-205, -98), (999, 12_000)]
+)
+def test_bounds_of_integers(low: int | None, high: int | None) -> None:
+    bounds = {"minimum": low, "maximum": high}
+    schema = {"type": "integer"} | {name: value for name, value in bounds.items() if value is not None}
+    automaton = byte_automaton(paradec.JsonSchema(schema).node())
+    for number in (*range(-210, 210), 998, 999, 1000, 9999, 10_000, 11_999, 12_000, 12_001, 99_999):
+        inside = (low is None or low <= number) and (high is None or number <= high)
+        assert matches(automaton, str(number)) == inside
+    assert not any(matches(automaton, text) for text in ("01", "", "1.0", "+1", "--1"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        ({"type": "number", "minimum": 1}, "minimum is not supported for numbers"),
+        ({"type": "object", "properties": {"age": {"type": "integer", "multipleOf": 2}}},
+         r"properties\.age\.multipleOf is not supported"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, "required names 'a'"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems is not supported"),
+        ({"oneOf": [{}]}, "oneOf is not supported"),
+        ({"$ref": "http://x/y"}, "is not in the schema"),
+        ({"$ref": "#"}, "allows no text"),
+        ({"type": "string", "format": "regex"}, "must be one of"),
+        ({"type": "word"}, "must be one of object"),
+        ("{", "is no JSON"),
+        (3, "must be a JSON schema"),
+        ({"enum": []}, "must be a list of values"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "allows no text"),
+    ],
+)  # fmt: skip
+def test_schemas_that_are_refused(schema: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        paradec.JsonSchema(schema)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(300),
+        pytest.param(
+            {"$defs": {"t": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}}, "$ref": "#/$defs/t"},
+            marks=pytest.mark.full,
+        ),
+        {"type": "string", "pattern": "(a|aa)*(b?.){60}c"},
+        {"type": "string", "maxLength": 10**9},
+        pytest.param(
+            {"type": "array", "items": {"type": "string", "maxLength": 4000}, "maxItems": 4000}, marks=pytest.mark.full
+        ),
+    ],
+    ids=["deep", "recursive", "exponential", "long", "wide"],
+)
+def test_hostile_schemas_take_bounded_work(schema: Any) -> None:
+    with pytest.raises(ValueError, match="more than|nested too deeply|parts at depth"):
+        byte_automaton(paradec.JsonSchema(schema, depth=8).node())
+
+
+def test_values_are_data_and_travel_in_presets() -> None:
+    for value in (
+        paradec.Choice(["a", "b"]),
+        paradec.Regex("a+"),
+        paradec.JsonSchema({"type": "null"}, depth=2),
+        paradec.JsonSchema('{"type": "null"}'),
+    ):
+        assert constraint_of("constraint", json.loads(json.dumps(value.to_dict()))) == value
+        request = Request(constraint=value)
+        assert Request.of({}, json.loads(json.dumps(request.to_dict()))).constraint == value
+        assert hash(value) == hash(constraint_of("constraint", value.to_dict()))
+    holes = Request(constraint=[None, paradec.Regex("a")])
+    assert Request.of({}, json.loads(json.dumps(holes.to_dict()))).constraint == (None, paradec.Regex("a"))
+    for wrong, error in (("a", TypeError), ({"rexeg": "a"}, ValueError), ({}, ValueError), ([3], TypeError)):
+        with pytest.raises(error, match="constraint"):
+            Request(constraint=wrong)
+    for given_ in ("abc", [], [""], ["a", "a"], [3]):
+        with pytest.raises(ValueError, match="choices="):
+            paradec.Choice(given_)  # type: ignore[arg-type]
+
+
+def accepts(automaton: TokenAutomaton, ids: list[int]) -> bool:
+    state = 0 if automaton.states else -1
+    for token in ids:
+        state = automaton.step(state, token)
+    return state >= 0 and bool(automaton.accept[state])
+
+
+def lifted(value: Constraint) -> TokenAutomaton:
+    return token_automaton(value, TOKENIZER, len(TOKENIZER), (TOKENIZER.eos_token_id,), ())
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_tokens_are_accepted_where_what_they_read_matches(data: st.DataObject) -> None:
+    """Sequences in any spelling, of bytes too: what is no text is in no language."""
+    pattern = data.draw(st.sampled_from([r"(one|two|three)( (one|two))*\.?", r"\w+ ?\w*", "é*.?x?", r"[^\d]{0,4}"]))
+    automaton = lifted(paradec.Regex(pattern))
+    ids = data.draw(st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=3))
+    ids = data.draw(st.sampled_from([ids, ids_of("one two"), ids_of("éx"), [*ids_of("one"), *ids]]))
+    spelt = spelling_of(TOKENIZER)
+    assert spelt is not None
+    raw = spelt.read(ids) or b""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        assert not accepts(automaton, ids)
+        return
+    assert text == TOKENIZER.decode(ids)
+    assert accepts(automaton, ids) == bool(re.fullmatch(pattern, text, re.ASCII))
+    assert accepts(automaton, [*ids, *[TOKENIZER.eos_token_id] * 2]) == bool(re.fullmatch(pattern, text, re.ASCII))
+
+
+def test_choices_have_one_spelling() -> None:
+    automaton = lifted(paradec.Choice(["one two", "three"]))
+    assert accepts(automaton, ids_of("one two")) and accepts(automaton, ids_of("three"))
+    letters = [token for sign in "three" for token in ids_of(sign)]
+    assert TOKENIZER.decode(letters) == "three" and not accepts(automaton, letters)
+    assert accepts(lifted(paradec.Regex("three")), letters)
+
+
+def test_a_tokenizer_that_joins_otherwise() -> None:
+    """What tokens read together is not known: patterns are refused, choices work."""
+
+    class Reversed:
+        all_special_ids: list[int] = []
+
+        def __len__(self) -> int:
+            return 300
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return TOKENIZER.convert_ids_to_tokens(ids)
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return TOKENIZER.decode(list(ids)[::-1])
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": ids_of(text)[::-1]}
+
+    tokenizer = Reversed()
+    with pytest.raises(ValueError, match="does not join its tokens plainly"):
+        token_automaton(paradec.Regex("one"), tokenizer, 300, (), ())
+    assert token_automaton(paradec.Choice(["one two"]), tokenizer, 300, (), ()).states

@@ -1,0 +1,229 @@
+"""Answers of a given form over HTTP: with OpenAI's client, in streams, many at once, and hostile schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+from byte_tokenizers import VOCAB, byte_level_tokenizer
+from serving import NAME, Running, chat, running
+from torch import Tensor, nn
+
+import paradec
+
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "{{ '<|im_start|>user\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "tags": {"type": "array", "items": {"enum": ["a", "b c", 3]}, "maxItems": 2},
+        "size": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "minimum": 5, "maximum": 120}},
+            "required": ["n"],
+        },
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "tags", "size", "ok"],
+}
+TOOL = {"type": "function", "function": {"name": "put", "parameters": SCHEMA["properties"]["size"]}}
+OTHER = {
+    "type": "function",
+    "function": {"name": "go", "parameters": {"type": "object", "additionalProperties": False}},
+}
+
+
+class Noise(nn.Module):
+    """Random logits at every position, whatever stands there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=2048)
+        self.table = 3 * torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table[torch.arange(ids.shape[1]) % 97].expand(len(ids), -1, -1).clone()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    tokenizer = byte_level_tokenizer("<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    return paradec.wrap(
+        Noise(),
+        mask_token_id=tokenizer.mask_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        prediction="same",
+        topology="bidirectional",
+        tokenizer=tokenizer,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[Running]:
+    with running(model, batch_size=8, request={"block_length": 32}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def check(text: str) -> None:
+    found = json.loads(text)
+    assert list(found) == ["name", "tags", "size", "ok"] and isinstance(found["ok"], bool)
+    assert len(found["name"]) <= 4 and 5 <= found["size"]["n"] <= 120
+    assert len(found["tags"]) <= 2 and all(tag in ("a", "b c", 3) for tag in found["tags"])
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_schemas(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 128, "temperature": 1.0}
+    found = client.chat.completions.create(response_format=FORMAT, stream=stream, seed=5, **asked)
+    if stream:
+        chunks = list(found)
+        check("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+        assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["stop"]
+    else:
+        check(found.choices[0].message.content)
+        assert found.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("extra", "fits"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"structured_outputs": {"regex": "[ab]{3}c"}}, lambda text: re.fullmatch("[ab]{3}c", text)),
+        ({"structured_outputs": {"choice": ["one two", "six"]}}, lambda text: text in ("one two", "six")),
+        ({"structured_outputs": {"json": {"type": "integer"}}}, lambda text: isinstance(json.loads(text), int)),
+        pytest.param(
+            {"structured_outputs": {"json_object": True}},
+            lambda text: isinstance(json.loads(text), dict),
+            marks=pytest.mark.full,
+        ),
+        ({"guided_regex": "a+"}, lambda text: re.fullmatch("a+", text)),
+        ({"guided_choice": ["six"]}, lambda text: text == "six"),
+        ({"guided_json": '{"type": "null"}'}, lambda text: text == "null"),
+        ({"paradec": {"constraint": {"regex": "b+"}}}, lambda text: re.fullmatch("b+", text)),
+        ({"response_format": {"type": "text"}, "guided_regex": "z"}, lambda text: text == "z"),
+    ],
+)
+def test_other_fields(server: Running, extra: dict[str, Any], fits: Any) -> None:
+    status, _, text = server.post(chat("x", max_tokens=40, **extra))
+    assert status == 200, text
+    assert fits(json.loads(text)["choices"][0]["message"]["content"])
+    status, _, text = server.post({"prompt": "x", "max_tokens": 40, **extra}, "/v1/completions")
+    assert status == 200 and fits(json.loads(text)["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "put"}}])
+def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    asked: Any = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 96, "tools": [TOOL, OTHER]}
+    found = client.chat.completions.create(tool_choice=choice, temperature=1.0, seed=2, stream=stream, **asked)
+    if stream:
+        chunks = list(found)
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["tool_calls"]
+    else:
+        calls = found.choices[0].message.tool_calls
+        assert found.choices[0].finish_reason == "tool_calls"
+    (name,) = [call.function.name for call in calls if call.function.name]
+    arguments = json.loads("".join(call.function.arguments or "" for call in calls))
+    assert name in ("put", "go") and (choice == "required" or name == "put")
+    assert arguments == {} if name == "go" else 5 <= arguments["n"] <= 120
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def of_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "status", "part"),
+    [
+        ({"response_format": {"type": "xml"}}, 422, "must have the type"),
+        ({"response_format": 3}, 422, "must have the type"),
+        ({"response_format": {"type": "json_schema"}}, 422, "must be an object with a"),
+        (of_schema({"type": "number", "minimum": 3}), 422, "minimum is not supported"),
+        (of_schema(nested(200)), 422, "nested too deeply|more than|parts"),
+        (of_schema({"type": "string", "pattern": "(a|aa)*(b?.){60}c"}), 422, "more than 8192 states"),
+        (
+            of_schema({"$defs": {"t": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}, "$ref": "#/$defs/t"}),
+            422,
+            "allows no text",
+        ),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, 422, "grammar=.* is not offered"),
+        ({"structured_outputs": {"regex": "(a)\\1"}}, 422, "a backreference"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "one of the keys"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both say what an answer must be"),
+        ({"guided_regex": "a", "paradec": {"constraint": {"regex": "b"}}}, 400, "both say"),
+        ({"guided_regex": "a{50}", "max_tokens": 4}, 400, "max_tokens=4 is too few"),
+        ({"guided_regex": "a+", "stop": ["b"], "stream": True}, 400, "stop may end an answer"),
+        ({"guided_regex": "a+", "paradec": {"sampler": "saber"}}, 400, "replaces what it has decided"),
+        ({"tool_choice": "required"}, 422, "needs tools"),
+        ({"tool_choice": "required", "tools": [TOOL], "guided_regex": "a"}, 400, "both say"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, 422, "'g' is none of"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"oneOf": []}}}],
+            },
+            422,
+            "tool_choice='auto' does not need them",
+        ),
+    ],
+)
+def test_what_is_refused(server: Running, extra: dict[str, Any], status: int, part: str) -> None:
+    found, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
+    assert found == status, text
+    assert re.search(part, json.loads(text)["error"]["message"]), text
+    assert server.engine.alive and server.engine.occupied == 0
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
+def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> None:
+    """Different forms side by side, with hostile ones among them, which no other request waits for."""
+
+    def ask(number: int) -> str:
+        asked: Any = {"model": NAME, "messages": chat(f"x{number}")["messages"], "temperature": 1.0, "seed": number}
+        if number % 4 == 0:
+            return str(
+                client.chat.completions.create(response_format=FORMAT, max_tokens=128, **asked)
+                .choices[0]
+                .message.content
+            )
+        pattern = "[a-d]{1,20}" if number % 4 < 3 else "(a|aa)*(b?.){60}c"
+        try:
+            done = client.chat.completions.create(extra_body={"guided_regex": pattern}, max_tokens=32, **asked)
+        except openai.UnprocessableEntityError as error:
+            return str(error)
+        return str(done.choices[0].message.content)
+
+    with ThreadPoolExecutor(16) as pool:
+        for number, text in enumerate(pool.map(ask, range(count))):
+            if number % 4 == 0:
+                check(text)
+            else:
+                assert re.fullmatch("[a-d]{1,20}", text) if number % 4 < 3 else "more than 8192 states" in text
+    assert (server.engine.occupied, server.engine.waiting) == (0, 0)

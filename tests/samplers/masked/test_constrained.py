@@ -1,0 +1,493 @@
+"""Requests with a constraint: recorded runs, exact distributions by enumeration, and every sampler's answers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from fitting import MASKED, taken, topology_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structured import (
+    CASES,
+    KINDS,
+    Canvas,
+    automaton_of,
+    distribution,
+    lettered,
+    model_of,
+    named,
+    softmax,
+    uniform_for,
+)
+
+import paradec
+from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
+from paradec.constraints import passes
+from paradec.constraints.marginals import Marginals
+from paradec.models.adapter import Model
+from paradec.samplers.masked import constraining
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.constrained import Constrained
+
+
+class Recorded(Constrained):
+    """Draws with given numbers, by the row's step and position, and keeps what happens. `forced` False writes nothing
+    without a forward."""
+
+    uniforms: Any = None
+    forced = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.log: list[tuple[str, Any]] = []
+        self.z = 1.0
+
+    def uniform(self, state: Any, part: Any) -> np.ndarray:
+        return np.array([self.uniforms[int(state.row_step[part.row])][at - 1] for at in part.open])
+
+    def _marginals(self, state: Any, part: Any, logits: torch.Tensor) -> Marginals | None:
+        found = super()._marginals(state, part, logits)
+        assert found is not None
+        self.z = math.exp(found.log_z())
+        return found
+
+    def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
+        found = super()._certain(state, row, canvas) if self.forced else {}
+        self.log.append(("forced", sorted([at - 1, token] for at, token in found.items())))
+        return found
+
+    def opened(self, state: Any, rows: np.ndarray) -> None:
+        self.log.append(("opened", None))
+        super().opened(state, rows)
+
+    def decided(self, state: Any, proposal: Any, decision: Any) -> None:
+        chosen = decision.selected[0].nonzero()[:, 0]
+        entries = zip(
+            proposal.positions[0, chosen].tolist(),
+            decision.values[0, chosen].tolist(),
+            proposal.scores[0, chosen].tolist(),
+            strict=True,
+        )
+        self.log.append(("step", (self.z, sorted([at - 1, token, score] for at, token, score in entries))))
+        super().decided(state, proposal, decision)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What happened, as it was recorded."""
+        found, before = list[dict[str, Any]](), list[Any]()
+        for kind, value in [*self.log, ("opened", None)]:
+            if kind == "step":
+                z, chosen = value
+                entry = {"z": z, "commit": [[at, token] for at, token, _ in chosen], "scores": [s for *_, s in chosen]}
+                found.append(entry | ({"forced": before} if self.forced else {}))
+            elif kind == "opened" and before:
+                found.append({"forced": before})
+            before = value if kind == "forced" else []
+        return found
+
+
+class Never:
+    """An early rule, which widens the window to the end of the row, and ends nothing."""
+
+    reads = ("confidence",)
+
+    def satisfied(self, state: Any, proposal: Any) -> torch.Tensor:
+        return torch.zeros(len(proposal.rows), dtype=torch.bool)
+
+
+def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any) -> tuple[Any, Any, Any]:
+    """Sampler, model and state of a recorded case."""
+    settings, slots, size = case.get("settings", {}), case["slots"], len(case["vocab"])
+    canvas, holes = case["canvas"] if canvas is None else canvas, case.get("holes") or []
+    if not holes and not case["ends"] and canvas.count(None) == slots:
+        holes = [{"first": 0, "stop": slots, **case["constraint"]}]
+    width = slots + bool(holes)
+    block, rule = settings.get("block") or width, dict(settings.get("rule", {"name": "low_confidence"}))
+    request: dict[str, Any] = {"block_length": block, "temperature": settings.get("temperature", 0.0)}
+    if "steps" in rule:
+        request["steps"] = rule.pop("steps") * -(-width // block)
+    if settings.get("seen", True) and block < slots:
+        request["stop"] = Never()
+    sampler, model = samplers.create(**rule) if sampler is None else sampler, model_of(case)
+    row = [size + 1, *(size if token is None else token for token in canvas)]
+    if holes:  # text fills them, with something given after it
+        row = [*row, size + 1]
+        request["constraint"] = [paradec.Regex(hole["regex"]) for hole in holes]
+        request["holes_eos_inf"] = False
+    else:
+        request["constraint"] = paradec.Regex(case["constraint"]["regex"])
+        request["suppress_tokens"] = () if case["ends"] else (case["end"],)
+    return sampler, model, sampler.start(model, torch.tensor([row]), max_new_tokens=0, **request | more)
+
+
+def text_of(state: Any, case: dict[str, Any]) -> list[int]:
+    """The row's text; what comes after it holds end tokens."""
+    canvas = state.canvas[0, 1 : 1 + case["slots"]].tolist()
+    kept = canvas[: int(state.end[0]) - 1] if case.get("ends") else canvas
+    return kept + [case["end"]] * (case["slots"] - len(kept))
+
+
+def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None:
+    given, expected, end = (
+        [token for token in case["canvas"] if token is not None],
+        case["expected"]["steps"],
+        case["end"],
+    )
+    if end in given:  # which ends no row of ours: it fills the rest
+        later = [pair for step in steps[len(expected) :] for pair in step.get("commit", step.get("forced"))]
+        assert all(token == end for _, token in later)
+        steps = steps[: len(expected)]
+    # with given tokens, what texts may not have is excluded before the softmax
+    compared = {"z", "scores"} if case.get("ends", True) or not given or "holes" in case else {"scores"}
+    for found, wanted in zip(steps, expected, strict=True):
+        assert all(found[key] == wanted[key] for key in ("commit", "forced") if key in wanted)
+        for key in compared & wanted.keys():
+            assert found[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12)
+
+
+OURS = [name for name in named("run", "draws", "holes") if CASES[name]["settings"]["candidates"] == "path"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    own = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
+    monkeypatch.setattr(constraining, "Constrained", type("Own", (Recorded,), own))
+    if case["canvas"][0] is not None and "holes" not in case:
+        pytest.skip("texts and blocks begin at the first mask here")
+    sampler, model, state = begun(case)
+    while not state.done:
+        sampler.commit(state, sampler.step(model, state))
+    tracker = next(each for each in state.trackers if isinstance(each, Recorded))
+    steps, expected = tracker.steps(), case["expected"]
+    assert_same_steps(case, steps)
+    assert text_of(state, case) == expected["tokens"]
+
+
+THEIRS = [name for name in named("run", "draws", "holes") if CASES[name]["settings"]["candidates"] == "marginal"]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> None:
+    """They check candidates one after the other, which no request of ours does: marginals and what fits are ours."""
+    case, expected = CASES[name], CASES[name]["expected"]
+    settings, canvas, end = case["settings"], [*case["canvas"]], case["end"]
+    rule, size = settings["rule"], len(case["vocab"])
+    spans = [(hole["first"], hole["stop"], automaton_of(case, hole["regex"], False)) for hole in case.get("holes", ())]
+    spans = spans or [(0, case["slots"], automaton_of(case))]
+    module, block = model_of(case).module, settings.get("block") or case["slots"]
+
+    def ended() -> bool:
+        known = canvas[: canvas.index(None)] if None in canvas else canvas
+        return case.get("ends", False) and end in known
+
+    def certain(first: int, stop: int) -> list[list[int]]:
+        begin, last, automaton = spans[0]
+        fits = passes.possible(automaton, canvas[begin:last], 0, automaton.accept)
+        found = []
+        for at in range(first, stop):
+            ids = np.concatenate([automaton.members[index] for index in np.flatnonzero(fits[at])])
+            if canvas[at] is None and len(ids) == 1:
+                found.append([at, int(ids[0])])
+        for at, token in found:
+            canvas[at] = token
+        return found
+
+    steps: list[dict[str, Any]] = []
+    for begin in range(0, case["slots"], block):
+        stop, count = min(begin + block, case["slots"]), 0
+        forced = certain(begin, stop) if settings.get("forced") else []
+        masks = canvas[begin:stop].count(None)
+        while None in canvas[begin:stop] and not ended():
+            logits, scores, tokens = module.of(canvas), {}, {}
+            z = 1.0
+            for first, last, automaton in spans:
+                seen = last if settings.get("seen", True) else min(last, stop)
+                accept = passes.completions(automaton, canvas[seen:last], automaton.accept)[0]
+                held = canvas[first:seen]
+                places = [first + at for at, token in enumerate(held) if token is None]
+                if not places:
+                    continue
+                padded = torch.nn.functional.pad(logits[places], (0, 2), value=-torch.inf)
+                found = Marginals(automaton, padded, held, 0, accept)
+                z *= math.exp(found.log_z())
+                best = found.conditioned().softmax(-1)[:, :size].max(-1)
+                scores |= dict(zip(places, best.values.tolist(), strict=True))
+                tokens |= dict(zip(places, best.indices.tolist(), strict=True))
+            free = [at for at in scores if begin <= at < stop]
+            order = sorted(free, key=lambda at: (-scores[at], at))
+            if rule["name"] == "threshold":
+                order = [at for number, at in enumerate(order) if not number or scores[at] >= rule["threshold"]]
+            else:
+                quota = masks // rule["steps"] + (count < masks % rule["steps"]) if "steps" in rule else 1
+                order = order[:quota]
+            kept = []
+            for first, last, automaton in spans:  # each hole by itself
+                for at in [at for at in order if first <= at < last]:
+                    trial = [*canvas]
+                    trial[at] = tokens[at]
+                    if passes.completions(automaton, trial[first:last], automaton.accept)[0, 0]:
+                        canvas, kept = trial, [*kept, at]
+            entry = {
+                "z": z,
+                "commit": sorted([at, tokens[at]] for at in kept),
+                "scores": [scores[at] for at in sorted(kept)],
+            }
+            steps.append(entry | ({"forced": forced} if settings.get("forced") else {}))
+            forced, count = certain(begin, stop) if settings.get("forced") else [], count + 1
+        if forced:
+            steps.append({"forced": forced})
+    if case.get("ends") and ended():
+        canvas[canvas.index(end) :] = [end] * (case["slots"] - canvas.index(end))
+    assert canvas == expected["tokens"]
+    assert_same_steps(case, steps)
+
+
+# ---- exact distributions --------------------------------------------------------------------------------------------
+
+
+class Ordered(MaskedSampler):
+    """Commits one position a step, the one that `where` names for what is undecided."""
+
+    name = "ordered by a test"
+    where: ClassVar[Any] = None
+
+    def select(self, view: View) -> torch.Tensor:
+        canvas = [None if free else token for free, token in zip(view.candidates[0].tolist(), view.current[0].tolist())]
+        chosen = torch.zeros_like(view.candidates)
+        chosen[0, type(self).where(canvas)] = True
+        return chosen
+
+
+def all_runs(case: dict[str, Any], sampler: Any, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[float]]:
+    """Every text that a request at temperature 1 can give: its probability, and the sum of probability times weight.
+
+    Each step is taken once for every text that it may draw, with numbers that a list of all texts gives; what the step
+    takes as candidates has to be that text."""
+    tracker = type("Own", (Recorded,), {})
+    monkeypatch.setattr(constraining, "Constrained", tracker)
+    automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
+    sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
+    left = [(state, 1.0)]
+    while left:
+        state, probability = left.pop()
+        if state.done:
+            entry = found.setdefault(tuple(text_of(state, case)), [0.0, 0.0])
+            entry[0] += probability
+            entry[1] += probability * math.exp(state.log_weight[0])
+            continue
+        tokens = state.canvas[0, 1 : 1 + case["slots"]].tolist()
+        canvas = [None if token == state.mask_id else token for token in tokens]
+        nu, _ = distribution(automaton, softmax(model.module.of(canvas)), canvas)
+        after: dict[tuple[int, ...], list[Any]] = {}
+        for text, share in nu.items():
+            tracker.uniforms = {int(state.row_step[0]): uniform_for(automaton, nu, text)}
+            proposal = sampler.step(model, state)
+            undecided = state.undecided[0, 1 : 1 + case["slots"]].tolist()
+            drawn = proposal.values[0, : case["slots"]].tolist()
+            assert all(drawn[at] == token for at, token in enumerate(text) if undecided[at])
+            other = copy.deepcopy(state)
+            sampler.commit(other, proposal)
+            key = tuple(other.canvas[0].tolist())
+            after.setdefault(key, [other, 0.0])[1] += probability * share
+        left += [(other, mass) for other, mass in after.values()]
+    return found
+
+
+def surest(case: dict[str, Any], canvas: Canvas) -> int:
+    nu, _ = distribution(automaton_of(case), softmax(model_of(case).module.of(canvas)), canvas)
+    best = {}
+    for at in [at for at, token in enumerate(canvas) if token is None]:
+        of_tokens: dict[int, float] = {}
+        for text, mass in nu.items():
+            of_tokens[text[at]] = of_tokens.get(text[at], 0.0) + mass
+        best[at] = max(of_tokens.values())
+    return max(best, key=lambda at: (best[at], -at))
+
+
+@pytest.mark.parametrize("name", named("law"))
+def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all runs; their weights make it the model's own distribution of texts in the language."""
+    case, expected = CASES[name], CASES[name]["expected"]
+    orders = {
+        "left": lambda canvas: canvas.index(None),
+        "right": lambda canvas: max(at for at, token in enumerate(canvas) if token is None),
+        "surest": lambda canvas: surest(case, canvas),
+    }
+    monkeypatch.setattr(Ordered, "where", orders[case["settings"]["order"]])
+    found = all_runs(case | {"settings": case["settings"] | {"rule": {}}}, Ordered(), monkeypatch)
+    stepwise = {tuple(text): mass for text, mass in expected["stepwise"]}
+    assert {text: mass for text, (mass, _) in found.items()} == pytest.approx(stepwise, rel=1e-9)
+    inside = math.fsum(weighted for _, weighted in found.values())
+    assert inside == pytest.approx(expected["inside"], rel=1e-9)
+    weighted = {text: mass / inside for text, (_, mass) in found.items()}
+    assert weighted == pytest.approx({tuple(text): mass for text, mass in expected["global"]}, rel=1e-9)
+
+
+# ---- every sampler, kind of constraint, cache and block policy -----------------------------------------------------
+
+NAMED_REFUSALS = {
+    **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces what it has decided"),
+    **dict.fromkeys(("freedave", "lopa"), "drafts steps ahead"),
+    **dict.fromkeys(("maskgit", "halton"), "draws every token once more"),
+    "recap": "counts the positions of several steps ahead",
+}
+"""Of samplers, and a part of the reason; those in the middle serve temperature 0."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "4": {"block_length": 4},
+    "whole": {"blocks": "whole"},
+    "adaptive": {"blocks": AdaptiveBlocks(4, delimiters=(",", "1"))},
+    "pipelined": {"blocks": PipelinedBlocks(4)},
+}
+REFUSED_POLICIES = {"adaptive": "single candidates say so", "pipelined": "several blocks of a row open at once"}
+WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_prefill", "hierarchical")
+
+
+def product() -> list[Any]:
+    """All; without `-m full` a tenth of them, in which every sampler, kind and policy is."""
+    found = []
+    for number, name in enumerate(MASKED):
+        for at, (kind, policy) in enumerate(itertools.product(KINDS, POLICIES)):
+            marks = [] if (number + at) % 12 == 0 or policy == "4" and (number + at) % 36 == 5 else [pytest.mark.full]
+            found.append(pytest.param(name, kind, policy, marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bidirectional() -> Model:
+    return lettered()
+
+
+@pytest.fixture(scope="module")
+def block_causal() -> Model:
+    return lettered("block_causal")
+
+
+@pytest.mark.filterwarnings("ignore:cache=", "ignore:.*delimiter", "ignore:.*no effect")
+@pytest.mark.parametrize(("name", "kind", "policy"), product())
+def test_every_answer_fits_or_the_request_is_refused_by_name(
+    name: str, kind: str, policy: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(topology_of(name))
+    value, fits = KINDS[kind]
+    for turn, temperature in enumerate((0.0, 0.8)):
+        cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
+        for used in dict.fromkeys((cache, "none")):
+            asked = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
+            asked = taken(name, asked | {"max_new_tokens": 12})
+            try:
+                out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **asked)
+            except ValueError as error:
+                if "constraint=" not in str(error):
+                    continue  # they do not go together without it either
+                reason = NAMED_REFUSALS.get(name, "nothing")
+                late = reason.startswith("draws") and not temperature
+                reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if late else reason]
+                assert any(reason in str(error) for reason in reasons), error
+                continue
+            assert name not in NAMED_REFUSALS or "draws" in NAMED_REFUSALS[name] and not temperature
+            assert policy not in REFUSED_POLICIES
+            assert all(fits(text) for text in out.text), out.text
+            assert (out.log_weight is None) == (temperature == 0)
+
+
+def test_other_refusals(bidirectional: Model) -> None:
+    value = paradec.Regex("[0-9]+")
+    for more, part in (
+        ({"rng": "reference", "generator": torch.Generator()}, "draws every token by itself"),
+        ({"stop_strings": "1"}, "stop_strings may end a row"),
+        ({"cache": "dkv_greedy", "sampler": "random"}, "leaves undecided positions"),
+        ({"constraint": [value]}, None),
+        ({"constraint": [value, None]}, "2 entries, and row 0 1 holes"),
+        ({"constraint": paradec.Regex("[0-9]{13}")}, "the shortest text takes 7 tokens, max_new_tokens=6"),
+        ({"constraint": paradec.Regex("q+")}, "no text that the tokenizer can write"),
+        ({"suppress_tokens": [*range(10), 27]}, "no text that the tokenizer can write"),
+    ):
+        if part is None:
+            paradec.generate(bidirectional, [[1, 2]], max_new_tokens=6, **{"constraint": value} | more)
+            continue
+        with pytest.raises(ValueError, match=part):
+            paradec.generate(bidirectional, torch.tensor([[1, 2]]), max_new_tokens=6, **{"constraint": value} | more)
+
+
+@pytest.mark.filterwarnings("ignore:.*no effect", "ignore:cache=")
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject) -> None:
+    """Rows of several lengths, several tokens a step, early rules, guidance, filters: each answer matches."""
+    part = st.sampled_from(["a", "b", "[a-e]", "[0-9]", "12", "(?:yes|no)", r"\.", "x", "."])
+    pieces = st.tuples(part, st.sampled_from(["", "", "?", "+", "*", "{2}", "{1,3}"])).map("".join)
+    pattern = "|".join(
+        data.draw(st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3))
+    )
+    asked = data.draw(
+        st.fixed_dictionaries(
+            {
+                "sampler": st.sampled_from(["threshold", "random", "entropy_bound", "credit", "low_confidence+margin"]),
+                "cache": st.sampled_from(["none", "prefix", "dual", "dkv_decode"]),
+                "block_length": st.sampled_from([3, 5, 32]),
+                "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+                "top_p": st.sampled_from([None, 0.5]),
+                "top_k": st.sampled_from([None, 2]),
+                "guidance_scale": st.sampled_from([1.0, 1.5]),
+                "eos_early_stop": st.booleans(),
+                "stop": st.sampled_from([None, paradec.Prophet()]),
+                "seed": st.integers(0, 99),
+            }
+        )
+    )
+    prompts = [[1, 2, 3], [4]]
+    try:
+        out = paradec.generate(bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **asked)
+    except ValueError as error:
+        assert "the shortest text takes" in str(error) or "works with" in str(error), error
+        return
+    assert all(re.fullmatch(pattern, text, re.ASCII) for text in out.text), (pattern, asked, out.text)
+
+
+def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the canvas a step of {ab, ba}: each alone would be aa or bb half of the time."""
+    case = {
+        "vocab": ["a", "b", "<end>"], "end": 2, "ends": True, "slots": 2, "canvas": [None, None],
+        "constraint": {"regex": "ab|ba"}, "model": {"bias": [[0.0] * 3] * 2, "pair": [[[[0.0] * 3] * 3] * 2] * 2},
+        "settings": {"rule": {"name": "low_confidence", "steps": 1}, "temperature": 1.0},
+    }  # fmt: skip
+    found = all_runs(case, None, monkeypatch)
+    assert {text: mass for text, (mass, _) in found.items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
+
+
+def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
+    """Only the digits take forwards; a row of which everything is certain takes none."""
+    pattern = r'\{"a": [0-9]\}'
+    free = paradec.generate(bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", eos_early_stop=False)
+    out = paradec.generate(
+        bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", constraint=paradec.Regex(pattern)
+    )
+    assert re.fullmatch(pattern, out.text[0]) and free.nfe == 8 and out.nfe < 8
+    certain = paradec.generate(
+        bidirectional, [[1, 2]], max_new_tokens=3, constraint=paradec.Choice(("yes",)), trace=True
+    )
+    assert certain.text == ["yes"] and certain.nfe == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_said(bad: float) -> None:
+    case = {
+        "vocab": ["a", "b", "<end>"], "end": 2, "ends": True, "slots": 2, "canvas": [None, None],
+        "constraint": {"regex": "ab|ba"},
+        "model": {"bias": [[0.0] * 3, [bad, 0.0, 0.0]], "pair": [[[[0.0] * 3] * 3] * 2] * 2},
+    }  # fmt: skip
+    sampler, model, state = begun(case)
+    proposal = sampler.step(model, state)
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
+        sampler.commit(state, proposal)
+    case["model"]["bias"][1] = [-torch.inf, -torch.inf, 0.0]
+    sampler, model, state = begun(case)
+    with pytest.raises(FloatingPointError, match="excludes .* every text of the constraint"):
+        sampler.step(model, state)

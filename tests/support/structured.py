@@ -1,0 +1,214 @@
+"""Recorded cases of constrained decoding: vocabularies of a few texts, and models that are tables of numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from places import golden
+from tiny_models import VOCAB, tiny
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+import paradec
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.values import token_automaton
+from paradec.models.adapter import Model
+
+CASES: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(golden("structured").glob("*.json"))
+}
+Canvas = list[int | None]
+
+
+def named(*kinds: str) -> list[str]:
+    return [name for name, case in CASES.items() if case["kind"] in kinds]
+
+
+def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
+    """Tokens that read their texts, one after the other; then a mask, and what prompts are made of."""
+    words = {text: token for token, text in enumerate([*vocab, "<mask>", "<prompt>"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<prompt>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="<mask>", eos_token=vocab[end], extra_special_tokens=["<prompt>"]
+    )
+
+
+def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
+    vocab, end = case["vocab"], case["end"]
+    value = paradec.Regex(case["constraint"]["regex"] if regex is None else regex)
+    ids = (end,) if (case["ends"] if ends is None else ends) else ()
+    return token_automaton(value, tokenizer_of(vocab, end), len(vocab) + 2, ids, ())
+
+
+class Table(nn.Module):
+    """Logits of a position: a bias, and a number for each decided position. The first token of a row is a prompt."""
+
+    def __init__(self, bias: Any, pair: Any, extra: int = 2):
+        super().__init__()
+        self.bias, self.pair = torch.tensor(bias, dtype=torch.float64), torch.tensor(pair, dtype=torch.float64)
+        self.extra = extra
+        size = self.bias.shape[1] + extra
+        self.config = SimpleNamespace(vocab_size=size, max_position_embeddings=64)
+
+    def of(self, canvas: Canvas) -> Tensor:
+        """[n, V]."""
+        found = self.bias.clone()
+        for other, token in enumerate(canvas):
+            if token is not None:
+                own = found[other].clone()
+                found += self.pair[:, other, token]
+                found[other] = own
+        return found
+
+    def forward(self, ids: Tensor) -> Tensor:
+        size = self.bias.shape[1]
+        logits = torch.zeros(*ids.shape, size + self.extra, dtype=torch.float64)
+        logits[:, 1:, size:] = -torch.inf
+        for row, tokens in enumerate(ids[:, 1:].tolist()):
+            known = [token if token < size else None for token in tokens[: len(self.bias)]]
+            logits[row, 1 : 1 + len(known), :size] = self.of(known)[: len(known)]
+        return logits
+
+
+class CausalTable(Table):
+    """The same, where a position sees what is to its left; row i of the logits predicts token i + 1."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        size = self.bias.shape[1]
+        logits = torch.zeros(*ids.shape, size + self.extra, dtype=torch.float64)
+        logits[:, :, size:] = -torch.inf
+        for place in range(min(ids.shape[1], len(self.bias))):
+            found = self.bias[place].expand(len(ids), -1)
+            for other in range(place):
+                found = found + self.pair[place, other][ids[:, 1 + other].clamp(max=size - 1)]
+            logits[:, place, :size] = found
+        return logits
+
+
+def causal_model_of(case: dict[str, Any], noise: float = 0.0) -> Model:
+    """noise: how far its numbers are from the case's."""
+    vocab, module = case["vocab"], CausalTable(**case["model"])
+    module.bias += noise * torch.randn(module.bias.shape, generator=torch.Generator().manual_seed(0))
+    return paradec.wrap(
+        module,
+        eos_token_id=case["end"],
+        prediction="shifted",
+        topology="causal",
+        tokenizer=tokenizer_of(vocab, case["end"]),
+    )
+
+
+def model_of(case: dict[str, Any], topology: str = "bidirectional") -> Model:
+    vocab = case["vocab"]
+    return paradec.wrap(
+        Table(**case["model"]),
+        mask_token_id=len(vocab),
+        eos_token_id=case["end"],
+        prediction="same",
+        topology=topology,
+        tokenizer=tokenizer_of(vocab, case["end"]),
+    )
+
+
+# ---- what the tests compare with: sums over lists of texts ----------------------------------------------------------
+
+
+def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
+    for token in text:
+        state = automaton.step(state, token)
+    return state >= 0 and bool(automaton.accept[state])
+
+
+def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, ...]]:
+    """All texts of the language that agree with a canvas, in order."""
+    everything = sorted(automaton.tokens.tolist())
+    for text in itertools.product(*(everything if token is None else [token] for token in canvas)):
+        if accepts(automaton, text):
+            yield text
+
+
+def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dict[tuple[int, ...], float], float]:
+    """The product of p [n, V] over undecided positions, conditioned on the language; and its probability."""
+    masses = {
+        text: math.prod(p[at][token] for at, token in enumerate(text) if canvas[at] is None)
+        for text in texts_of(automaton, canvas)
+    }
+    total = math.fsum(masses.values())
+    return {text: mass / total for text, mass in masses.items()}, total
+
+
+def softmax(logits: Tensor) -> list[list[float]]:
+    return logits.softmax(-1).tolist()
+
+
+def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], text: tuple[int, ...]) -> np.ndarray:
+    """Numbers [n] with which a text is drawn from left to right: the middle of each token's share."""
+    found, left = [], nu
+    for at, token in enumerate(text):
+        total = math.fsum(left.values())
+        below = math.fsum(mass for other, mass in left.items() if other[at] < token)
+        left = {other: mass for other, mass in left.items() if other[at] == token}
+        found.append((below + math.fsum(left.values()) / 2) / total)
+    return np.array(found)
+
+
+# ---- random models over texts of one or a few characters ------------------------------------------------------------
+
+TEXTS = [
+    *"0123456789abcdexyz",
+    '"',
+    "{",
+    "}",
+    ":",
+    ",",
+    " ",
+    "-",
+    ".",
+    "ab",
+    "12",
+    '": ',
+    '"a',
+    "true",
+    "null",
+    "[",
+    "]",
+]
+TEXTS += ["yes", "no", 'x"']
+KINDS: dict[str, tuple[Any, Any]] = {
+    "choice": (paradec.Choice(("yes", "no", "ab")), lambda text: text in ("yes", "no", "ab")),
+    "regex": (
+        paradec.Regex(r"[0-9]{1,3}\.[0-9]{2}|ab+x"),
+        lambda text: re.fullmatch(r"[0-9]{1,3}\.[0-9]{2}|ab+x", text, re.ASCII),
+    ),
+    "schema": (
+        paradec.JsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 50}, "minItems": 1}),
+        lambda text: all(isinstance(item, int) and 0 <= item <= 50 for item in json.loads(text)) and json.loads(text),
+    ),
+}
+"""A constraint of each kind, and what says whether a text is in it."""
+
+
+def lettered(topology: str = "bidirectional") -> Model:
+    """`tiny_models.tiny` with a tokenizer whose tokens read `TEXTS`."""
+    model = tiny(2, topology)
+    names = {39: "<end>", 40: "<mask>"}
+    words = {text: token for token, text in enumerate(TEXTS)}
+    words |= {names.get(token, f"<{token}>"): token for token in range(len(TEXTS), VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<38>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("yes|no|ab|."), "isolated")
+    others = [f"<{token}>" for token in range(len(TEXTS), 39)]
+    model.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="<mask>", eos_token="<end>", extra_special_tokens=others
+    )
+    return model
