@@ -305,7 +305,7 @@ def test_other_refusals(model: Model) -> None:
 
 
 def test_nothing_is_kept_that_was_not_asked_for(model: Model) -> None:
-    output = paradec.generate(model, ROWS)
+    output = paradec.generate(model, ROWS, max_new_tokens=6)
     assert output.rollout is None
-    asked = paradec.generate(model, ROWS, rollout=True)
+    asked = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True)
     assert torch.equal(output.sequences, asked.sequences) and asked.nfe == output.nfe
