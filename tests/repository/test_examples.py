@@ -126,6 +126,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.full
 def test_rollouts_are_replayed_before_the_weights_change(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,8 +63,16 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Model) -> None:
     own = model if topology == "bidirectional" else blocks
     more: dict[str, Any] = {"temperature": 1.0, "seed": 4} | ({} if own is blocks else {"block_length": 5})
-    output = paradec.generate(own, ROWS, sampler=name, trace=True, **GIVEN, **more)
+    back = set()
+
+    def sound(state: Any, commit: Any) -> None:
+        there = state.rollout.steps >= 0
+        assert torch.equal(there | (state.rollout.steps == -1), state.rollout.tokens != MASK)
+        back.add(bool((commit.values[commit.selected] == MASK).any()))
+
+    output = paradec.generate(own, ROWS, sampler=name, trace=True, callback=sound, **GIVEN, **more)
     found = output.rollout
+    assert True in back or name != "saber" or own is blocks
     assert found.tokens.shape[1] == (20 if own is blocks else 17)  # the last block is there as a whole
     for row, decided in enumerate(by_trace(output)):
         begin, end = len(ROWS[row]), int(found.length[row])
@@ -124,9 +132,11 @@ def test_log_probabilities_are_those_of_the_step_s_logits(temperature: float, mo
 
 def test_what_is_after_an_end_is_kept() -> None:
     ending = tiny(2, ends=tuple(range(0, MASK, 3)))
-    output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", **GIVEN)
+    output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **GIVEN)
     found, row = output.rollout, output.finished.index(True)
     kept, shown = found.decided[row], output.logprobs.step[row] >= 0
+    decided = by_trace(output)[row]
+    assert {place: (int(found.tokens[row, place]), int(found.step_map[row, place])) for place in decided} == decided
     assert kept.sum() > shown.sum()
     assert (found.logp[row][kept] < 0).all() and not found.logp[row][kept].isnan().any()
     own = output.logprobs.chosen[row, -10:]
@@ -137,13 +147,13 @@ def test_what_is_after_an_end_is_kept() -> None:
 
 @pytest.mark.parametrize("name", ["threshold", "saber"])
 def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) -> None:
-    together = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
+    together = paradec.generate(model, ROWS * 2, sampler=name, **DRAWN).rollout
     outputs = sorted(
         paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN), key=lambda output: output.index
     )
-    for row, output in enumerate(outputs[:3]):
+    for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
-    assert_same(Rollout.joined([output.rollout for output in outputs[:3]]), together)
+    assert_same(Rollout.joined([output.rollout for output in outputs]), together)
     changed = copy.copy(together)
     changed.version += 1
     with pytest.raises(ValueError, match="rollouts differ in version: 0 and 1"):
@@ -295,7 +305,7 @@ def test_other_refusals(model: Model) -> None:
 
 
 def test_nothing_is_kept_that_was_not_asked_for(model: Model) -> None:
-    output = paradec.generate(model, ROWS)
+    output = paradec.generate(model, ROWS, max_new_tokens=6)
     assert output.rollout is None
-    asked = paradec.generate(model, ROWS, rollout=True)
+    asked = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True)
     assert torch.equal(output.sequences, asked.sequences) and asked.nfe == output.nfe
