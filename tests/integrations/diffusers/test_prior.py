@@ -70,6 +70,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
         np.testing.assert_allclose(latents.numpy(), recorded[f"{name}/latents_greedy"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["scd", "sjd", "zipar(window=99)"])
 def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) -> None:
     """Two prompts of unlike lengths and two sizes in turn, where the prior is greedy; beside a forecast of the DiT."""

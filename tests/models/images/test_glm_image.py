@@ -65,6 +65,7 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", CASES)
 def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
@@ -241,6 +242,7 @@ def test_zipar_knows_both_rasters(window: int) -> None:
     assert int(state.nfe[0]) == len(steps)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["sjd(window=2)", "scd(window=2)", "jacobi(window=2)"])
 def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
     """Of both codes of a preview of one cell and a picture of one, over many rows: a chi-square test."""
