@@ -734,6 +734,23 @@ def probes_published_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def skipping_table(data: dict[str, Any]) -> str:
+    """Rules beside even and searched steps: error, with half of its 95 % interval, and over the best even steps."""
+    models = list(data["results"])
+    lines = ["| steps | | " + " | ".join(models) + " |", "|---" * (len(models) + 2) + "|"]
+    for budget in data["results"][models[0]]:
+        for way in dict.fromkeys(way for found in data["results"].values() for way in found[budget]):
+            cells = []
+            for found in data["results"].values():
+                row = found[budget].get(way)
+                over = {} if row is None else row["over_even"]
+                ratio = f"{over['mean']:.2f} ({over['low']:.2f}-{over['high']:.2f})" if over else ""
+                error = "" if row is None else f"{row['error']['mean']:.3f} +- {row['error']['half']:.3f}; "
+                cells.append(error + ratio or "-")
+            lines.append(f"| {budget} | {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _probed(data: dict[str, Any]) -> list[tuple[int, str, list[dict[str, Any] | None]]]:
     """Budget, way, and its row of every model; None where no setting keeps to the budget."""
     models = data["results"]
@@ -804,6 +821,7 @@ def rendered() -> dict[str, str]:
             "probes": probes_table(probes),
             "probes_even": probes_even_table(probes),
             "probes_published": probes_published_table(probes),
+            "skipping": skipping_table(_result("skipping")),
         },
         "docs/images.md": {
             "digits": digits_table(digits, short=False),

@@ -289,15 +289,17 @@ def load_glm_image(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> GlmImageModel:
     """Read GLM-Image's prior from a folder or hub repository, or from the folder `vision_language_encoder` of the
-    pipeline's, where the processor is beside it.
+    pipeline's. Its processor is read from that folder, or from `processor` beside it; without one prompts are ids.
 
     Raises:
         CheckpointError: no checkpoint of this kind.
     """
-    module, processor = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
-    beside = os.path.join(os.fspath(source), os.pardir, "processor")
-    if processor is None and os.path.isdir(beside):
-        from transformers import AutoProcessor
+    module, _ = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
+    processor, here = None, os.fspath(source)
+    for place in (here, os.path.join(here, os.pardir, "processor")):
+        if os.path.isfile(os.path.join(place, "processor_config.json")):
+            from transformers import AutoProcessor
 
-        processor = AutoProcessor.from_pretrained(beside)
+            processor = AutoProcessor.from_pretrained(place)  # a tokenizer by itself does not write sizes
+            break
     return GlmImageModel(module if device is None else module.to(device), processor)

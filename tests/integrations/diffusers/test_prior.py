@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
         np.testing.assert_allclose(latents.numpy(), recorded[f"{name}/latents_greedy"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["scd", "sjd", "zipar(window=99)"])
 def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) -> None:
     """Two prompts of unlike lengths and two sizes in turn, where the prior is greedy; beside a forecast of the DiT."""
@@ -126,9 +129,19 @@ def test_draws_follow_the_pipeline_s_generator(pipe: Any) -> None:
         assert torch.equal(session.latest.tokens, first)
 
 
-def test_prompts_are_text_for_the_adapter_too(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["processor", "vision_language_encoder", None])
+def test_prompts_are_text_for_the_adapter_too(
+    place: str | None, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the processor in memory, beside the model, or in its folder."""
     monkeypatch.setattr(glm_image, "PREVIEW", 4)
     glm = glm_image.GlmImageModel(pipe.vision_language_encoder, pipe.processor)
+    if place is not None:
+        shutil.copytree(RECORDED / "model", tmp_path / "vision_language_encoder")
+        (tmp_path / "model_index.json").write_text("{}")
+        pipe.processor.save_pretrained(tmp_path / place)
+        glm = paradec.load(tmp_path, dtype="float64")
+        monkeypatch.setattr(glm.tokenizer, "_get_target_shape", pipe.processor._get_target_shape)
     out = paradec.generate_images(glm, "a fox", height=64, width=96, temperature=0, output_type="latent")
     with accelerate(pipe, prior={"temperature": 0}) as session:
         run(pipe, "a fox")

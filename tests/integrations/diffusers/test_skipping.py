@@ -181,6 +181,7 @@ def by_hand(
     return latent, full
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "calls"), [("FLUX", 1), ("Wan", 2), ("SD3", 2)])
 @torch.no_grad()
 def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
@@ -236,6 +237,7 @@ class Written(AccumulatedChange):
         super().changed(course, before, now)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
     module, inputs = model(name)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from image_models import last_logits
 from places import golden
+from scipy.stats import chisquare
 from torch import Tensor
 from transformers import GlmImageForConditionalGeneration
 
@@ -64,6 +65,7 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", CASES)
 def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
@@ -238,3 +240,26 @@ def test_zipar_knows_both_rasters(window: int) -> None:
             logits = last_logits(laid.model, row, prompt + tokens[row, :offset].tolist())
             assert int(logits[:64].argmax()) == int(tokens[row, offset])
     assert int(state.nfe[0]) == len(steps)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("sampler", ["sjd(window=2)", "scd(window=2)", "jacobi(window=2)"])
+def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
+    """Of both codes of a preview of one cell and a picture of one, over many rows: a chi-square test."""
+    rows, prompt, grid = 1500, [100, 101, 64], PreviewGrid(1, 1, range(64), preview=(1, 1))
+    method = paradec.samplers.create(sampler)
+    request = paradec.Request(sampler=method, seed=1, **model().defaults)
+    laid = model().laid([prompt] * rows, [()] * rows, grid)
+    state = model().begin(method, laid, grid, request)
+    law = {}
+    for first in range(64):
+        logits = call(laid, 0, [*prompt, first])[None, len(prompt) - 1 :]
+        p = state.distribution(logits, np.array([0]), torch.arange(3, 5)[None])[0].numpy()
+        law |= {(first, second): p[0, first] * p[1, second] for second in range(64)}
+    paradec.decode(method, laid.model, state)
+    found = [tuple(pair) for pair in model().read(state, grid).tokens.tolist()]
+    assert all(law[pair] > 0 for pair in found)
+    likely = [pair for pair, chance in law.items() if chance * rows >= 5]
+    counts, expected = np.array([found.count(pair) for pair in likely]), rows * np.array([law[p] for p in likely])
+    assert len(likely) > 5 and expected.sum() > 0.98 * rows
+    assert chisquare(counts, expected / expected.sum() * counts.sum()).pvalue > 1e-3
