@@ -1,7 +1,7 @@
 """Samplers on a small block-causal model: thresholds, credit, and drafts that the model verifies itself.
 
     python examples/train_tiny_blocks.py --out runs/tiny-blocks --minutes 15.4
-    python benchmarks/self_verified.py runs/tiny-blocks [--out benchmarks/results/self_verified.json] [--limit 6]
+    PYTHONPATH=examples python benchmarks/self_verified.py runs/tiny-blocks [--out benchmarks/results/self_verified.json] [--limit 12]
 
 For each sampler the setting with the fewest forwards that loses at most one answer in 50 to the best setting of all is
 chosen on one half of the prompts ("equal": none does, where it is false: then its best one), and measured on the other:
@@ -70,15 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "self_verified.json")
-    parser.add_argument("--limit", type=int, default=6, help="prompts of a task, half of them to choose settings")
+    parser.add_argument("--limit", type=int, default=12, help="prompts of a task, half of them to choose settings")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, examples = load_blocks(options.model), load_prompts()
-    kept = [example for example in examples if example.task not in LEFT_OUT]
+    model = load_blocks(options.model)
+    kept = load_prompts([name for name in TASKS if name not in LEFT_OUT], options.limit)
     halves: list[list[Any]] = [[], []]
     for task in dict.fromkeys(example.task for example in kept):
-        own = [example for example in kept if example.task == task][: options.limit]
+        own = [example for example in kept if example.task == task]
         halves[0] += own[0::2]
         halves[1] += own[1::2]
     tried: dict[str, list[Any]] = {}
