@@ -134,6 +134,18 @@ def traces(mode: str) -> list[Any]:
     return found
 
 
+def in_turns(found: list[Any]) -> list[Any]:
+    """Each with and without a cache. By default every setting runs on one checkpoint, with caches in turns."""
+    models, cases = sorted({param.values[0]["model"] for param in found}), []
+    for number, param in enumerate(found):
+        (trace,) = param.values
+        for turn, cache in enumerate(("none", "block")):
+            runs = (number + models.index(trace["model"])) % 2 == 0 and number // 2 % 2 == turn
+            marks = () if runs else (pytest.mark.full,)
+            cases.append(pytest.param(trace, cache, id=f"{param.id}-{cache}", marks=marks))
+    return cases
+
+
 def ends(trace: dict[str, Any]) -> bool:
     return trace["settings"].get("eos", 0) is not None
 
@@ -160,6 +172,7 @@ def fed(name: str, state_of: list[Any], **settings: Any) -> Any:
     return Fed(**settings)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("trace", traces("ar"))
 def test_the_causal_mode(trace: dict[str, Any]) -> None:
     model, temperature = model_of(trace["model"], "causal"), trace["settings"].get("temperature", 0.0)
@@ -180,8 +193,7 @@ def test_the_causal_mode(trace: dict[str, Any]) -> None:
         assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
 
 
-@pytest.mark.parametrize("cache", ["none", "block"])
-@pytest.mark.parametrize("trace", traces("diffusion"))
+@pytest.mark.parametrize(("trace", "cache"), in_turns(traces("diffusion")))
 def test_blocks(trace: dict[str, Any], cache: str) -> None:
     """Every call's tokens, and how many calls there are; those that only store a block are ours with the seed's."""
     settings = trace["settings"]
@@ -232,8 +244,9 @@ def test_blocks(trace: dict[str, Any], cache: str) -> None:
 METHODS = ["threshold", "credit", "klass", "editing", "low_confidence"]
 
 
-@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", METHODS)
+@pytest.mark.parametrize("cache", ["none", "block"])
 def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> None:
     """Neither on the cache, at a temperature either, with log-probabilities; in a batch that rows leave and enter."""
     model, request = some(), {"sampler": sampler, "temperature": 0.7, "seed": 3, "max_new_tokens": NEW, "logprobs": 1}

@@ -65,6 +65,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(Query(rows=torch.zeros(1).numpy(), tokens=ids, positions=torch.arange(12)[None]))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar", "fast_dllm_v2"])
 @pytest.mark.parametrize("kind", SCALED)
 def test_families_scale_their_angles(family: str, kind: str, tmp_path: Path) -> None:

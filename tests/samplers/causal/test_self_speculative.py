@@ -76,11 +76,11 @@ def runs(mode: str) -> list[Any]:
     for path in sorted((AUTUMN / "nld" / "traces").glob("*.json")):
         trace = json.loads(path.read_text())
         if trace["mode"] == mode:
-            marks = (pytest.mark.full,) if len(found) % 3 else ()
-            found.append(pytest.param(trace, id=path.stem, marks=marks))
+            found.append(pytest.param(trace, id=path.stem))
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("trace", runs("spec"))
 def test_recorded_rounds(trace: dict[str, Any]) -> None:
     """Drafts, how many stand, and tokens of every round; on both loads. A round that could make one token only drafts
@@ -138,7 +138,9 @@ def test_recorded_rounds(trace: dict[str, Any]) -> None:
 
 
 def greedy_files() -> list[Any]:
-    return [pytest.param(path, id=path.stem) for path in sorted((AUTUMN / "s2d2").glob("*__*greedy_exact*.json"))]
+    paths = sorted((AUTUMN / "s2d2").glob("*__*greedy_exact*.json"))
+    marks = [(pytest.mark.full,) if at % 2 == 0 else () for at in range(len(paths))]
+    return [pytest.param(path, id=path.stem, marks=mark) for path, mark in zip(paths, marks, strict=True)]
 
 
 @pytest.mark.parametrize("path", greedy_files())

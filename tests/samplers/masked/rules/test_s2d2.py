@@ -99,13 +99,13 @@ def files() -> list[Any]:
     found = []
     for path in sorted(S2D2_RUNS.glob("*__*.json")):
         if "steps" in json.loads(path.read_text())["cases"][0]:
-            marks = (pytest.mark.full,) if len(found) % 3 else ()
-            found.append(pytest.param(path, id=path.stem, marks=marks))
+            found.append(pytest.param(path, id=path.stem))
     return found
 
 
-@pytest.mark.parametrize("cache", ["none", "block"])
+@pytest.mark.thinned
 @pytest.mark.parametrize("path", files())
+@pytest.mark.parametrize("cache", ["none", "block"])
 def test_recorded_steps(path: Path, cache: str) -> None:
     trace = json.loads(path.read_text())
     asked, folders = trace["settings"], (S2D2_RUNS / trace["model"], MOE / trace["model"])
@@ -137,7 +137,7 @@ def test_the_recorded_runs_show_every_route() -> None:
     assert_shown("autumn", set(routes) == set(ROUTES.values()))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 0.8])
 def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
     model, rows = tiny(2, "block_causal"), [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3]]
     for settings in ({}, {"route": "span", "causal": False}, {"route": "hysteresis", "on": 0.5, "off": 0.0}):
