@@ -1,7 +1,7 @@
 """Samplers on a small block-causal model: thresholds, credit, and drafts that the model verifies itself.
 
     python examples/train_tiny_blocks.py --out runs/tiny-blocks --minutes 15.4
-    PYTHONPATH=examples python benchmarks/self_verified.py runs/tiny-blocks [--out benchmarks/results/self_verified.json] [--limit 12]
+    PYTHONPATH=examples python benchmarks/self_verified.py runs/tiny-blocks [--out FILE] [--limit 12]
 
 For each sampler the setting with the fewest forwards that loses at most one answer in 50 to the best setting of all is
 chosen on one half of the prompts ("equal": none does, where it is false: then its best one), and measured on the other:

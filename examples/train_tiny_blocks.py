@@ -59,12 +59,12 @@ def draw(seed: int, tokens: int, length: int) -> tuple[list[list[int]], list[int
 
 
 MODES = ((BLOCK, BLOCK), (1, 1), (1, BLOCK), (1, 1), (1, BLOCK))
-"""Blocks of what is read as it is, and of what is read with masks, in turns. The packaged model knows the first best."""
+"""Blocks of what is read as it is, and of what is read with masks, in turns; the first is best known."""
 
 
 def visible(clean: Tensor, noisy: Tensor) -> Tensor:
-    """[2 L, 2 L] bool, the row as it is, then with masks. Of both, [L] numbers of the blocks; those of masks begin where
-    blocks of the others do."""
+    """[2 L, 2 L] bool, the row as it is, then with masks. Of both, [L] numbers of the blocks; those of masks begin
+    where blocks of the others do."""
     at = torch.arange(len(clean), device=clean.device)
     first = torch.searchsorted(noisy, noisy)  # where the block of each position begins
     sees = clean[:, None] >= clean[None, :]

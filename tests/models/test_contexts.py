@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from every_model import EVERY, IMAGE_MODELS, decoded, expected, make, shared, started
-from fitting import fits, taken, topology_of
+from fitting import taken, topology_of
 from shared_modules import Dropping, wrapping
 from tiny_models import tiny
 from torch import Tensor, nn
@@ -66,8 +66,8 @@ def test_a_state_is_at_home_in_and_out_of_inference_mode(kind: str, inside: str)
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
-    model, sampler = shared("llada"), samplers.create(name)
-    model = model if fits(name, model) else tiny(2, topology_of(name))
+    topology, sampler = topology_of(name), samplers.create(name)
+    model = shared("llada") if topology == "bidirectional" else tiny(2, topology)
     request = taken(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
     prompts = paradec.core.prompts.encode(model, ROWS[:2], None, None)
     whole = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
@@ -89,7 +89,7 @@ def half() -> torch.autocast:
 @lru_cache
 def single(kind: str) -> Any:
     """A model in float32, which autocast changes."""
-    model = make(kind)
+    model = tiny(2, kind) if kind == "block_causal" else make(kind)
     for part in vars(model).values():
         if isinstance(part, nn.Module):
             part.float()
@@ -122,7 +122,11 @@ def test_autocast_is_for_the_model_alone(kind: str) -> None:
 
 
 AUTOCAST: dict[str, str] = {
-    **{name: "llada" for name in samplers.names() if samplers.get(name).family == "masked"},
+    **{
+        name: "llada" if topology_of(name) == "bidirectional" else topology_of(name)
+        for name in samplers.names()
+        if samplers.get(name).family == "masked"
+    },
     **{name: "llamagen-c2i" for name in samplers.names() if samplers.get(name).family == "draft_verify"},
     "self_speculative": "nemotron causal",
 }
@@ -140,7 +144,7 @@ def test_autocast_changes_no_method(name: str) -> None:
             request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent", "sampler": sampler}
             return paradec.generate_images(model, **request).tokens
         request = {"max_new_tokens": 8, "temperature": 0.7, "seed": 1, "sampler": sampler}
-        request |= {"block_length": 4} if sampler.family == "masked" else {}
+        request = taken(name, request | {"block_length": 4}) if sampler.family == "masked" else request
         return paradec.generate(model, ROWS, **request).new_tokens
 
     with half():

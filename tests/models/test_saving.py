@@ -547,6 +547,7 @@ def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: P
         prediction=facts.prediction,
         topology=facts.topology,
         block_length=facts.block_length,
+        block_align="prompt" if facts.prompt_aligned else "absolute",
     )
     answers = [
         paradec.generate(each, [5, 6, 7], max_new_tokens=8, block_length=4).new_tokens for each in (model, again)
