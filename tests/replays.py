@@ -74,6 +74,7 @@ REPLAYS = {
     },
     "drafters": {
         "models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from",
+        "models/test_walking_drafters.py": "recorded_blocks_and_what_they_were_drawn_from",
         "tools/training/test_replay.py": "recorded_cases",
     },
     "structured": {

@@ -20,7 +20,8 @@ class CausalQuery(Query):
     keep_hidden: bool = False
     """Whether the model shall leave its last hidden states in `hidden`."""
     keep_layers: tuple[int, ...] | None = None
-    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states."""
+    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states. The last
+    layer's is after the final norm; the number after it is the same before it."""
     hidden: Tensor | None = None
     """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it. With
     `keep_layers` [R, Q, layers * D]: theirs, side by side."""

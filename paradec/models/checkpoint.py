@@ -300,15 +300,20 @@ def states_quantiser(source: str, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def check_foreign_dtypes(source: str, config: Mapping[str, Any], revision: str | None) -> None:
+def check_foreign_dtypes(
+    source: str, config: Mapping[str, Any], revision: str | None, unused: tuple[str, ...] = ()
+) -> None:
     """The same for a folder that transformers' own classes read; those with a `quantization_config` are left to them.
+
+    Args:
+        unused: how the names of what is no weight end.
 
     Raises:
         CheckpointError: a weight of another dtype, by name, or files that cannot be read.
     """
     if config.get("quantization_config") is None:
         stored = stored_weights(source, revision)
-        kept = {name: entry.dtype for name, entry in stored.items() if not name.endswith(COUNTERS)}
+        kept = {name: entry.dtype for name, entry in stored.items() if not name.endswith((*COUNTERS, *unused))}
         check_dtypes(source, kept)
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -44,7 +44,7 @@ FIELDS = (
     *("block_size", "mask_token_id", "target_layer_ids", "is_causal"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
-"""What z-lab's `dflash_config` may hold; DFlash 2's selectors and convolutions, and norms per layer, are refused."""
+"""What z-lab's `dflash_config` may hold; norms per layer are refused."""
 NUMBERS = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 MOST_LAYERS = 1000
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -55,13 +55,15 @@ class BlockSettings:
     """What a drafter is beside its weights.
 
     Args:
-        block_size: the last final token and the drafts.
+        block_size: the last final token and the masks.
         mask_token_id: the id of the model that represents a token to draft.
         target_layer_ids: layers of the model, from 0, whose outputs are read.
         window: of sliding layers: they see what is less than so many positions away; 0 where there are none.
         causal: whether sliding layers see nothing to their right.
         raw: whether embeddings are the model's rows as they are; else what its embedding makes of ids, but for a norm.
         scale: of the embeddings. multiplier, cap: of the logits; cap 0 is none.
+        first: the block's first row that drafts: 0 where the last final token's does too.
+        anchored: whether the window is counted from the last final token for the whole block, and has its end.
     """
 
     block_size: int
@@ -73,6 +75,8 @@ class BlockSettings:
     scale: float = 1.0
     multiplier: float = 1.0
     cap: float = 0.0
+    first: int = 1
+    anchored: bool = False
 
 
 class DFlashDrafter(FeatureDrafter):
@@ -91,6 +95,9 @@ class DFlashDrafter(FeatureDrafter):
             of layers, runs over no store or is not causal, or other sizes than the base's.
     """
 
+    walks: ClassVar[bool] = False
+    """Whether a draft depends on the draft before it: then `walk` makes the logits of what a call returns."""
+
     def __init__(self, module: Any, base: Model, settings: BlockSettings, name: str = "DFlash"):
         check_base(base)
         if module.config.hidden_size != base.hidden_size:
@@ -103,7 +110,7 @@ class DFlashDrafter(FeatureDrafter):
             raise ValueError(
                 f"base {base.facts.name} has no list of decoder layers, whose outputs a DFlash drafter reads"
             )
-        if not all(0 <= index < len(layers) for index in settings.target_layer_ids):
+        if not all(0 <= index < len(layers) + settings.anchored for index in settings.target_layer_ids):
             raise ValueError(
                 f"drafter {name} reads target_layer_ids={list(settings.target_layer_ids)}; {base.facts.name} has "
                 f"{len(layers)} layers"
@@ -122,6 +129,11 @@ class DFlashDrafter(FeatureDrafter):
     @property
     def slots(self) -> int:
         """Slots of a window: the next token and all drafts."""
+        return self.settings.block_size + 1 - self.settings.first
+
+    @property
+    def block_size(self) -> int:
+        """Columns of a block: the last final token and the masks."""
         return self.settings.block_size
 
     @property
@@ -137,8 +149,13 @@ class DFlashDrafter(FeatureDrafter):
             features: [R, C, layers * D]: of the former.
 
         Returns:
-            Logits [R, block_size - 1, V] of the masks.
+            Logits [R, n, V] of the rows that draft.
         """
+        with torch.no_grad():
+            return self.logits(self.states(query, features, store))
+
+    def states(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
+        """What is made of the rows that draft, [R, n, D]; arguments as for a call."""
         with torch.no_grad():
             count = features.shape[1]
             cache = store.bind(query)
@@ -149,10 +166,14 @@ class DFlashDrafter(FeatureDrafter):
                 position_ids=query.positions,
                 past_key_values=cache,
             )
-            hidden = found.last_hidden_state[:, 1:].to(self.base.device, self.base.dtype)
-            logits = self.base.head(hidden) * self.settings.multiplier
-            cap = self.settings.cap
-            return torch.tanh(logits / cap) * cap if cap else logits
+            states: Tensor = found.last_hidden_state[:, self.settings.first :]
+            return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, n, V] of states [R, n, D]."""
+        logits = self.base.head(states.to(self.base.device, self.base.dtype)) * self.settings.multiplier
+        cap = self.settings.cap
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """ids [R, Q] -> [R, Q, D]."""
@@ -176,6 +197,9 @@ class DFlashDrafter(FeatureDrafter):
         distance = query.positions[:, count:, None] - keys[:, None, :]
         near = distance < settings.window
         near &= distance >= 0 if settings.causal else -distance < settings.window
+        if settings.anchored:
+            near = query.positions[:, count, None, None] - keys[:, None, :] <= settings.window
+            near = near & (distance >= 0) if settings.causal else near
         return {"full_attention": full, "sliding_attention": full & near[:, None]}
 
 
@@ -198,26 +222,54 @@ def load_dflash(
         TypeError, ValueError: a base that it cannot draft for.
     """
     own, settings = _settings(source, config, base)
-    config_class, model_class = _network(source)
-    published = "dflash_config" in config
+    module = read_network(source, network(source)[1], own, settings, base, dtype, revision, "dflash_config" in config)
+    return finished(DFlashDrafter, source, module, base, settings)
+
+
+def read_network(
+    source: str,
+    cls: Any,
+    own: Mapping[str, Any],
+    settings: BlockSettings,
+    base: Model,
+    dtype: torch.dtype | None,
+    revision: str | None,
+    published: bool = True,
+    unused: tuple[str, ...] = (),
+    **more: Any,
+) -> Any:
+    """The network, on the base's device.
+
+    Args:
+        cls: its class. own: fields of transformers' config. more: fields that `cls` reads beside these.
+        published: whether the names of weights are z-lab's. unused: how names end that are no weights of it.
+
+    Raises:
+        CheckpointError: weights that do not fit.
+    """
     _check_sizes(source, own, stored_weights(source, revision))
-    check_foreign_dtypes(source, dict(config), revision)
+    check_foreign_dtypes(source, {}, revision, unused)
     ids = {"block_size": settings.block_size, "mask_token_id": settings.mask_token_id}
-    made = configured(source, config_class, **own, **ids)
-    made.target_layer_ids = list(settings.target_layer_ids)
+    made = configured(source, network(source)[0], **own, **ids)
+    for name, value in (more | {"target_layer_ids": list(settings.target_layer_ids)}).items():
+        setattr(made, name, value)
     made._attn_implementation = "sdpa"
     options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
-    module = read_module(model_class, source, revision, config=made, dtype=dtype or base.dtype, **options)
-    module = module.to(base.device).requires_grad_(False)
+    options |= {"computed": unused, "dtype": dtype or base.dtype}
+    module = read_module(cls, source, revision, config=made, **options).to(base.device).requires_grad_(False)
     lay(module)
-    name = os.path.basename(source.rstrip("/")) or source
+    return module
+
+
+def finished(cls: Any, source: str, *parts: Any) -> Any:
+    """A drafter of class `cls`, by the name of its folder; CheckpointError where it refuses its parts."""
     try:
-        return DFlashDrafter(module, base, settings, name)
+        return cls(*parts, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
 
 
-def _network(source: str) -> tuple[Any, Any]:
+def network(source: str) -> tuple[Any, Any]:
     """transformers' classes of the config and of the network, which older releases do not have."""
     try:
         from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -236,15 +288,28 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
         CheckpointError: a field that is missing, out of its range, not the base's, or of a variant that is not read.
     """
     published = config.get("dflash_config") is not None
-    given = _given(source, config)
+    return settings_of(source, published_fields(source, config), base, published)
+
+
+def settings_of(
+    source: str, given: Mapping[str, Any], base: Model, published: bool = True
+) -> tuple[dict[str, Any], BlockSettings]:
+    """Fields of transformers' config, and the rest, of all that config.json states.
+
+    Args:
+        published: whether the format is not transformers'.
+    """
     own = _network_fields(source, given, base, published)
-    own["rope_parameters"] = angles_of(source, config, 10000.0 if published else 500000.0)
+    own["rope_parameters"] = angles_of(source, given, 10000.0 if published else 500000.0)
     settings = _block_settings(source, given, base, published, "sliding_attention" in own["layer_types"])
     return own | {"target_layer_ids": given["target_layer_ids"]}, settings
 
 
-def _given(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def published_fields(source: str, config: Mapping[str, Any], known: Sequence[str] = FIELDS) -> dict[str, Any]:
     """All that config.json states, of z-lab's `dflash_config` too.
+
+    Args:
+        known: what that may hold.
 
     Raises:
         CheckpointError: a variant that is not read.
@@ -253,7 +318,7 @@ def _given(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if published is not None and not isinstance(published, dict):
         raise CheckpointError(f"{where}: dflash_config={shown(published)} must be an object")
     inner = {name: value for name, value in (published or {}).items() if value is not None}
-    if other := sorted(name for name, value in inner.items() if name not in FIELDS and value not in (None, False)):
+    if other := sorted(name for name, value in inner.items() if name not in known and value not in (None, False)):
         raise CheckpointError(f"{where}: dflash_config has {', '.join(other)}, of a variant of DFlash that is not read")
     if flag(config, "attention_bias", False):
         raise CheckpointError(f"{where}: attention_bias={shown(config['attention_bias'])}; DFlash's layers have none")

@@ -22,6 +22,8 @@ ROPE_NUMBERS = (
     *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
 )
 """Fields of `rope_parameters` that are numbers."""
+TABLES = ("d2t", "t2d")
+"""Which of the model's tokens the drafter has: how much further each of its own ids lies, and which the model's are."""
 
 
 class FeatureDrafter:
@@ -162,3 +164,34 @@ def configured(source: str, cls: Any, **fields: Any) -> Any:
         f"config.json of {source!r}: the rotary angles of rope_parameters or rope_scaling={shown(angles)} cannot be "
         f"computed: {why}"
     )
+
+
+def read_inputs(inputs: list[int], count: int) -> tuple[int, ...]:
+    """Layers that are counted by what they read, as `CausalQuery.keep_layers` has them: number l is the output of layer
+    l - 1, and `count`, that of the last layer, is before the final norm."""
+    return tuple(count if layer == count else layer - 1 for layer in inputs)
+
+
+def drafted_ids(source: str, tables: Mapping[str, Tensor], rows: int | None, base: Model) -> Tensor | None:
+    """[Vd] int64: the model's id of each token of a drafter whose output matrix has so many rows (None: it has none of
+    its own); None where it has all tokens.
+
+    Raises:
+        CheckpointError: tables that do not fit.
+    """
+    vocab = base.facts.vocab_size
+    count = vocab if rows is None else rows
+    if "d2t" not in tables:
+        if count != vocab:
+            raise CheckpointError(f"{source!r} has {count} rows of lm_head.weight for {vocab} tokens, and no d2t")
+        return None
+    steps = tables["d2t"]
+    if steps.shape != (count,) or steps.dtype.is_floating_point:
+        raise CheckpointError(
+            f"{source!r}: d2t must be {count} integers, as many as lm_head.weight has rows; it has shape "
+            f"{tuple(steps.shape)} and dtype {steps.dtype}"
+        )
+    tokens = torch.arange(count) + steps.long()
+    if bool((tokens < 0).any() | (tokens >= vocab).any()) or len(tokens.unique()) < count:
+        raise CheckpointError(f"{source!r}: d2t must lead to {count} different ids from 0 to {vocab - 1}")
+    return tokens

@@ -36,13 +36,10 @@ from paradec.core.query import Query
 from paradec.models.base import Model
 from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, flag
-from paradec.models.drafter import FeatureDrafter, check_base
+from paradec.models.drafter import TABLES, FeatureDrafter, check_base, drafted_ids, read_inputs
 from paradec.models.eagle import layer_config
 from paradec.models.layers import decoder_layers
 from paradec.models.layout import lay
-
-TABLES = ("d2t", "t2d")
-"""Which of the model's tokens the drafter has: how much further each of its own ids lies, and which the model's are."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Eagle3Settings:
     """What a drafter is beside its sizes.
 
     Args:
-        layers: whose outputs are read, counted from 0.
+        layers: whose outputs are read, counted from 0; as many as there are is the last one, before the final norm.
         norm_before_residual: whether the layer adds to the normed feature.
         norm_output: whether the next feature is normed (3.1).
     """
@@ -152,7 +149,7 @@ class Eagle3Drafter(FeatureDrafter):
         layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
         if layers is None:
             raise ValueError(f"base {base.facts.name} has no list of decoder layers, whose outputs the drafter reads")
-        if not all(0 <= layer < len(layers) for layer in module.settings.layers):
+        if not all(0 <= layer <= len(layers) for layer in module.settings.layers):
             raise ValueError(
                 f"drafter {name} reads the outputs of layers {list(module.settings.layers)}; {base.facts.name} has "
                 f"{len(layers)} layers"
@@ -223,7 +220,7 @@ def load_eagle3(
     assert width is not None  # `check_base` has seen to it
     module = Eagle3Head(own, settings, weights, width)
     check_fit(module.state_dict(), weights, source, "config.json")
-    tokens = _tokens(source, tables, module, base)
+    tokens = drafted_ids(source, tables, None if module.lm_head is None else module.lm_head.out_features, base)
     if module.embed_tokens is None and own.hidden_size != base.hidden_size:
         raise CheckpointError(
             f"{source!r} has no embed_tokens.weight, and hidden_size={own.hidden_size} is not {base.hidden_size}, that "
@@ -276,27 +273,7 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Sett
             f"{base.facts.name}; l is what layer l reads"
         )
     return Eagle3Settings(
-        tuple(layer - 1 for layer in inputs),
+        read_inputs(inputs, count),
         norm_before_residual=bool(flag(config, "norm_before_residual", False)),
         norm_output=bool(flag(config, "norm_output", False)),
     )
-
-
-def _tokens(source: str, tables: Mapping[str, Tensor], module: Eagle3Head, base: Model) -> Tensor | None:
-    """[Vd] int64: the model's id of each token of the drafter."""
-    vocab = base.facts.vocab_size
-    count = vocab if module.lm_head is None else module.lm_head.out_features
-    if "d2t" not in tables:
-        if count != vocab:
-            raise CheckpointError(f"{source!r} has {count} rows of lm_head.weight for {vocab} tokens, and no d2t")
-        return None
-    steps = tables["d2t"]
-    if steps.shape != (count,) or steps.dtype.is_floating_point:
-        raise CheckpointError(
-            f"{source!r}: d2t must be {count} integers, as many as lm_head.weight has rows; it has shape "
-            f"{tuple(steps.shape)} and dtype {steps.dtype}"
-        )
-    tokens = torch.arange(count) + steps.long()
-    if bool((tokens < 0).any() | (tokens >= vocab).any()) or len(tokens.unique()) < count:
-        raise CheckpointError(f"{source!r}: d2t must lead to {count} different ids from 0 to {vocab - 1}")
-    return tokens

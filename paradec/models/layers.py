@@ -25,7 +25,7 @@ class LayerOutputs:
 
     Args:
         layers: all of the network's, in their order.
-        wanted: which of them, from 0.
+        wanted: which of them, from 0; as many as there are is the last one, before the final norm.
     """
 
     def __init__(self, layers: nn.ModuleList, wanted: Sequence[int]):
@@ -36,7 +36,8 @@ class LayerOutputs:
 
     def __enter__(self) -> LayerOutputs:
         for index in self.wanted:
-            self._handles.append(self.layers[index].register_forward_hook(self._noting(index)))
+            layer = self.layers[min(index, len(self.layers) - 1)]
+            self._handles.append(layer.register_forward_hook(self._noting(index)))
         return self
 
     def __exit__(self, *error: Any) -> None:

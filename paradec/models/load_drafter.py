@@ -9,13 +9,17 @@ import torch
 from paradec.core.checks import shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
-from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
+from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash, network
 from paradec.models.drafter import check_base
 from paradec.models.eagle import EagleDrafter, load_eagle
 from paradec.models.eagle3 import Eagle3Drafter, is_eagle3, load_eagle3
 from paradec.models.weights import read_weights
 
 FILES = ("model.safetensors", "pytorch_model.bin")
+FORMATS = {"eagle3": "EAGLE-3", "dflash2": "DFlash 2", "dspark": "DSpark"}
+"""speculators' `speculators_model_type`, and what it means."""
+ARCHITECTURES = {"DFlash2DraftModel": "dflash2", "Qwen3DSparkModel": "dspark"}
+"""The formats of z-lab and DeepSpec by the class that config.json names."""
 UNUSED = "rotary_emb.inv_freq"
 """Ending of a name that old checkpoints hold and nothing needs."""
 NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
@@ -30,8 +34,9 @@ def load_drafter(
     revision: str | None = None,
 ) -> EagleDrafter | Eagle3Drafter | DFlashDrafter:
     """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, of EAGLE-3 or
-    3.1 (the paper's code's format, or speculators'), or of DFlash (z-lab's format, with `dflash_config`, or
-    transformers'; safetensors, and transformers 5.23 or newer).
+    3.1 (the paper's code's format, or speculators'), of DFlash (z-lab's format, with `dflash_config`, or
+    transformers'), DFlash 2 (z-lab's, or speculators') or DSpark (DeepSpec's, or speculators'). The last three need
+    safetensors, and transformers 5.23 or newer.
 
     `.bin` files are read with `weights_only=True`. The network goes to the base's device.
 
@@ -53,13 +58,26 @@ def load_drafter(
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     source = os.fspath(source)
     stated = read_json(source, "config.json", revision, required=True)
+    format_name = stated.get("speculators_model_type")
+    if format_name is not None and (not isinstance(format_name, str) or format_name not in FORMATS):
+        raise CheckpointError(
+            f"{source!r}: speculators_model_type={shown(format_name)} is not read; of speculators' formats "
+            f"{', '.join(map(repr, FORMATS))} are"
+        )
+    named = stated.get("architectures")
+    kind = format_name or next(
+        (ARCHITECTURES[name] for name in ARCHITECTURES if isinstance(named, list) and name in named), None
+    )
+    if kind in ("dflash2", "dspark"):
+        network(source)  # raises where transformers has none
+        from paradec.models import dflash2, dspark
+
+        load = dflash2.load_dflash2 if kind == "dflash2" else dspark.load_dspark
+        return load(source, stated, base, dtype, revision)
     if is_dflash(stated):
         return load_dflash(source, stated, base, dtype, revision)
-    format_name = stated.get("speculators_model_type")
-    if format_name not in (None, "eagle3"):
-        raise CheckpointError(
-            f"{source!r}: speculators_model_type={shown(format_name)} is not read; of speculators' formats 'eagle3' is"
-        )
+    if str(stated.get("model_type")).startswith("deepseek_v4"):
+        raise CheckpointError(f"{source!r} is a DeepSeek-V4, whose built-in DSpark is not read")
     path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
     if path is None:
         raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")

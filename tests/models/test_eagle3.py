@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from places import golden
+from recorded_drafts import drafts_after
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,22 +36,6 @@ def tensors() -> dict[str, Tensor]:
     return load_file(RECORDED / "cases.safetensors")
 
 
-def drafts_after(drafter: Any, base: Model, ids: Tensor, case: dict[str, Any], window: int) -> tuple[Tensor, Tensor]:
-    """Drafts [n] and their q [n, V] after `anchor` evaluated tokens and the one at the anchor, which the first
-    step commits: its logits are made to say so. `case["uniform"]` are the numbers that drafts are drawn with."""
-    anchor, sampler = case["anchor"], paradec.samplers.create("speculative", drafter=drafter, window=window)
-    request = Request(max_new_tokens=window + 1, temperature=case["temperature"])
-    state = sampler.start(base, ids[None, :anchor], request)
-    queries = sampler.query(state)
-    outputs = [base(query, state.store) for query in queries]
-    certain = [torch.full_like(each, -1e4).index_fill(-1, ids[anchor : anchor + 1], 0.0) for each in outputs]
-    proposal = sampler.propose(state, certain, queries)
-    numbers = iter(case["uniform"])
-    object.__setattr__(state, "uniform", lambda rows, positions, *rest: torch.full((len(rows), 1, 1), next(numbers)))
-    sampler.commit(state, proposal)
-    return state.memory["drafts"][0, : window - 1], state.memory["draft_distribution"][0, : window - 1]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
@@ -72,6 +57,23 @@ def test_layers_one_off_are_other_drafts(base: Model, tensors: dict[str, Tensor]
     key = f"{NAMES[0]}/11/0.8"
     _, q = drafts_after(drafter, base, tensors["ids"], CASES[key], 2)
     assert (q[0] - tensors[f"{key}/q"][0]).abs().max() > 1e-3
+
+
+def test_the_last_layer_is_read_before_the_final_norm(base: Model, tmp_path: Path) -> None:
+    """Number n is what a layer after the last one would read: no norm lies before it."""
+    folder, count = RECORDED / NAMES[0], base.text_config.num_hidden_layers
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [2, 3, count]}))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    drafter, ids = paradec.load_drafter(tmp_path, base=base), torch.tensor([[3, 1, 4, 1, 5]])
+    raw: list[Tensor] = []
+    handle = base.module.model.layers[-1].register_forward_hook(lambda *given: raw.append(given[-1]))
+    sampler = paradec.samplers.create("speculative", drafter=drafter)
+    state = sampler.start(base, ids, max_new_tokens=4)
+    features = sampler.step(base, state).quantities["features"]
+    handle.remove()
+    last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
+    torch.testing.assert_close(features[..., -base.hidden_size :].reshape(-1), last.reshape(-1))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +111,10 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[2, 3]), r"fc.weight \[32, 96\] instead of \[32, 64\]"),
     (lambda c, w: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm=True"),
     (lambda c, w: c.update(transformer_layer_config=[1]), r"transformer_layer_config=\[1\]"),
-    (lambda c, w: c.update(speculators_model_type="medusa"), "speculators_model_type='medusa'"),
+    (
+        lambda c, w: c.update(speculators_model_type="medusa"),
+        "speculators_model_type='medusa'.* 'eagle3', 'dflash2', 'dspark' are",
+    ),
     (lambda c, w: w.pop("layers.0.hidden_norm.weight"), "missing weights: midlayer.hidden_norm"),
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -227,18 +228,19 @@ def proteins(folder: Path) -> None:
 
 
 def drafters(folder: Path) -> None:
-    """EAGLE-3: every second case, of drafters of other names. Rollouts: every second case, SDAR with other ids."""
+    """Every second case, of drafters of other names. Rollouts: every second case, SDAR with other ids."""
     source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
     shutil.copytree(source / "base", target / "base")
-    cases = {key: case for key, case in read(source / "cases.json").items() if case["drafter"].startswith("eagle3")}
+    cases = read(source / "cases.json")
     tensors, kept = load_file(source / "cases.safetensors"), {}
     shared = {name: value for name, value in tensors.items() if "/" not in name}
     for number, (key, case) in enumerate(list(cases.items())[::2]):
-        name = case["drafter"].replace("eagle3", "eagle3 other")
+        name = re.sub("^(eagle3|dflash2|dspark)", r"\1 other", case["drafter"])
         if not (target / name).exists():
             shutil.copytree(source / case["drafter"], target / name)
         kept[f"{number}"] = case | {"drafter": name}
-        shared |= {f"{number}/{part}": tensors[f"{key}/{part}"] for part in ("fused", "q")}
+        of_case = {part: value for part, value in tensors.items() if part.startswith(f"{key}/")}
+        shared |= {f"{number}/{part.removeprefix(key)[1:]}": value for part, value in of_case.items()}
     write(target / "cases.json", kept)
     save_file(shared, target / "cases.safetensors")
     source, target = GOLDEN / "drafters" / "rollouts", folder / "rollouts"
@@ -404,7 +406,16 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
     "images-autumn": (images_autumn, ("test_seacache_replays_diffusers[0]", "[number 3-scd]", "pipeline[number 0]")),
-    "drafters": (drafters, ("[eagle3 other-original]", "[eagle3 other.1-speculators]", "recorded_cases[6]")),
+    "drafters": (
+        drafters,
+        (
+            "[eagle3 other-original]",
+            "[eagle3 other.1-speculators]",
+            "[dspark other-rnn]",
+            "[dflash2 other-zlab]",
+            "recorded_cases[6]",
+        ),
+    ),
     "structured": (structured, ("[other run 0]", "[other law 0]", "[other marginals 1]", "[other holes 0]")),
     "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{

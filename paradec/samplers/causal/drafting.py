@@ -31,6 +31,7 @@ from paradec.samplers.causal.drafts.dynamic_tree import GrownTree
 from paradec.samplers.causal.drafts.recurrent import RecurrentChain
 from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.static_tree import StaticTree
+from paradec.samplers.causal.drafts.walk import DraftWalk
 from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting, Spans
 from paradec.samplers.causal.tree_query import tree_query
@@ -229,7 +230,7 @@ class DraftingSampler(ChainSampler):
         if self._looks_up:
             return self.drafter
         if self._own_slots is not None:
-            return DraftBlock()
+            return DraftWalk() if self.drafter.walks else DraftBlock()
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:

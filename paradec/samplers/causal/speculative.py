@@ -30,12 +30,12 @@ class Speculative(DraftingSampler):
 
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
-            of transformers as it is, or one of the same image family; or an EAGLE or DFlash drafter of this very model,
-            from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what followed the
-            same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings. Or "self",
-            which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
+            of transformers as it is, or one of the same image family; or an EAGLE, DFlash or DSpark drafter of this
+            very model, from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what
+            followed the same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
+            Or "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
-            window by themselves (prompt lookup, DFlash) set their number; leave `window` out with these.
+            window by themselves (prompt lookup, DFlash, DSpark) set their number; leave `window` out with these.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
             EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",

@@ -32,21 +32,27 @@ class DraftBlock:
         own = drafting_of(state)
         drafter: Any = own.model
         assert features is not None  # such drafters read them
-        query, fresh = block_query(state, own.fed[rows], rows, drafter.slots, drafter.mask_token_id)
-        width = query.tokens.shape[1] - drafter.slots
+        query, fresh = block_query(state, own.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
+        width = query.tokens.shape[1] - drafter.block_size
         context = right_aligned(features, fresh, width)
         with torch.no_grad():
-            logits = drafter(query, context, own.store)
+            found = drafter(query, context, own.store)
         own.nfe += Cost([query], state.batch).nfe
         own.fed[rows] = state.committed[rows] - 1
         positions = state.positions(rows)[:, :-1]
-        logits = read_logits(state, [logits[:, : state.width - 1]], [query])
-        q = checked(own, rows, state.distribution(logits, rows, positions))
-        drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+        drafts, q = self._drawn(state, rows, positions, found[:, : state.width - 1], query)
         slot = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
         state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
         state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
         state.memory.write("draft_source", rows, slot)
+
+    def _drawn(
+        self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts [R, n] at positions [R, n] and what they are drawn from [R, n, V], of what the drafter made."""
+        logits = read_logits(state, [found], [query])
+        q = checked(drafting_of(state), rows, state.distribution(logits, rows, positions))
+        return draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)), q
 
 
 def block_query(

@@ -1,0 +1,195 @@
+"""DFlash 2 drafters: DFlash's network with convolutions inside the block, and a selector that makes drafts depend on
+each other.
+
+z-lab/dflash. Every layer's attention and MLP stand between two short convolutions over the block, whose kernels are
+made of the sublayer's normed input. The model's output matrix proposes the likeliest `selector_top_k` candidates at
+each position; a table of low rank scores them beside the draft before them, so that q is a distribution over the
+candidates and 0 elsewhere. Two formats are read: z-lab's (`architectures` "DFlash2DraftModel"), whose
+`target_layer_ids` are outputs of layers, and speculators' (`speculators_model_type` "dflash2"), which counts what
+layers read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantDecoderLayer,
+    MuseGlimmerAssistantModel,
+)
+
+from paradec.core.checks import shown
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError, flag, positive
+from paradec.models.dflash import FIELDS, DFlashDrafter, finished, published_fields, read_network, settings_of
+from paradec.models.speculators import flat_config
+
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+class Convolution(nn.Module):
+    """Two short convolutions over a block, before and after a sublayer, whose kernels depend on what it reads."""
+
+    def __init__(self, width: int, taps: int, group: int):
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+
+    def kernels(self, x: Tensor) -> Tensor:
+        """x [R, n, D] -> [R, n, 2, taps, D]."""
+        own = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        return self.base_kernel + own.repeat_interleave(self.group, -1)
+
+    def forward(self, y: Tensor, kernel: Tensor) -> Tensor:
+        """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: of each row and those before it in the block."""
+        parts = (kernel[:, tap:, tap] * y[:, : y.shape[1] - tap] for tap in range(min(self.taps, y.shape[1])))
+        return sum(nn.functional.pad(part, (0, 0, y.shape[1] - part.shape[1], 0)) for part in parts)  # type: ignore[return-value]
+
+
+class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no-any-unimported]
+    """The decoder layer between convolutions; keys and values of the context are not convolved."""
+
+    def __init__(self, config: Any, layer_idx: int):
+        super().__init__(config, layer_idx)
+        sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv, self.mlp_conv = Convolution(*sizes), Convolution(*sizes)
+
+    def forward(self, hidden_states: Tensor, context_hidden_states: Tensor, **given: Any) -> Tensor:
+        """hidden_states [R, n, D], the block -> [R, n, D]."""
+
+        def attention(x: Tensor) -> Tensor:
+            seen: Tensor = self.self_attn(hidden_states=x, context_hidden_states=context_hidden_states, **given)[0]
+            return seen
+
+        for norm, convolution, sublayer in (
+            (self.input_layernorm, self.attention_conv, attention),
+            (self.post_attention_layernorm, self.mlp_conv, self.mlp),
+        ):
+            x = norm(hidden_states)
+            before, after = convolution.kernels(x).unbind(2)
+            hidden_states = hidden_states + convolution(sublayer(convolution(x, before)), after)
+        return hidden_states
+
+
+class Selector(nn.Module):
+    """What a candidate gains after the draft before it; parameter names are those of the published checkpoints."""
+
+    def __init__(self, vocab: int, width: int, rank: int):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+
+class DFlash2Network(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-unimported]
+    """transformers' network of DFlash with the parts of DFlash 2."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.layers = nn.ModuleList(ConvolvedLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.candidate_selector = Selector(config.model_vocab_size, config.hidden_size, config.selector_rank)
+        self.post_init()
+
+
+@dataclass(frozen=True)
+class SelectorWalk:
+    """The scores of a block's candidates, token by token.
+
+    Args:
+        selector: see there.
+        unary, candidates: [R, n, K]: the candidates' logits, and their ids.
+        projected: [R, n, r]: of the states.
+        vocab: tokens of the model.
+    """
+
+    selector: Selector
+    unary: Tensor
+    candidates: Tensor
+    projected: Tensor
+    vocab: int
+
+    def candidates_of(self, slot: int) -> Tensor:
+        """[R, K] int64: the tokens that a slot's draft is one of, the likeliest first."""
+        return self.candidates[:, slot]
+
+    def scores(self, slot: int, previous: Tensor) -> Tensor:
+        """[R, K]: of the candidates at a slot after the tokens `previous` [R]; an id that is no token counts as 0."""
+        previous = torch.where(previous < self.vocab, previous, 0)
+        pair = self.selector.predecessor_codebook[previous] * self.projected[:, slot]
+        gains = self.selector.successor_codebook[self.candidates[:, slot]] @ pair.unsqueeze(-1).to(pair.dtype)
+        return self.unary[:, slot] + gains.squeeze(-1)
+
+    def logits(self, slot: int, previous: Tensor) -> Tensor:
+        """[R, V]: the scores, and minus infinity for all other tokens."""
+        scores = self.scores(slot, previous)
+        every = scores.new_full((len(scores), self.vocab), -torch.inf)
+        return every.scatter_(1, self.candidates[:, slot], scores)
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """A DFlash 2 network over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
+
+    Exactness does not depend on it: every draft carries the distribution over candidates that it was drawn from. Under
+    guidance, logits and scores of both branches are mixed before the candidates are chosen.
+    """
+
+    walks: ClassVar[bool] = True
+
+    def __call__(self, query: Any, features: Tensor, store: Any) -> Tensor:
+        """The states [R, n, D] that `walk` reads; arguments as for `DFlashDrafter`."""
+        return self.states(query, features, store)
+
+    def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
+        """The candidates' scores.
+
+        Args:
+            states: [branches * R, n, D]. guide: mixes what the branches have [branches * R, n, X] into [R, n, X].
+            allowed: [V] bool: tokens that may be drawn; None for all.
+        """
+        selector, vocab = self.module.candidate_selector, self.facts.vocab_size
+        unary = guide(self.logits(states))
+        if allowed is not None:
+            unary = unary.masked_fill(~allowed, -torch.inf)
+        best = unary.topk(min(self.module.config.selector_top_k, vocab), -1)
+        projected = guide(selector.hidden_projection(states)).to(states.dtype)
+        return SelectorWalk(selector, best.values, best.indices, projected, vocab)
+
+
+def load_dflash2(
+    source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
+) -> DFlash2Drafter:
+    """What `load_drafter` does for DFlash 2's drafters.
+
+    Raises:
+        CheckpointError: as there, or a field that is missing or out of its range.
+    """
+    theirs = "speculators_model_type" in config
+    given = flat_config(source, config, base) if theirs else _published(source, config)
+    sizes: dict[str, Any] = {name: positive(given, name) for name in SIZES}
+    width = given.get("hidden_size")
+    if isinstance(width, int) and width % sizes["conv_group_size"]:
+        raise CheckpointError(
+            f"config.json of {source!r}: conv_group_size={sizes['conv_group_size']} must divide hidden_size={width}"
+        )
+    own, settings = settings_of(source, given, base)
+    changes = {"first": 0 if flag(given, "sample_from_anchor", False) else 1, "anchored": theirs}
+    settings = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
+    sizes["model_vocab_size"] = base.facts.vocab_size
+    module = read_network(source, DFlash2Network, own, settings, base, dtype, revision, **sizes)
+    found: DFlash2Drafter = finished(DFlash2Drafter, source, module, base, settings)
+    return found
+
+
+def _published(source: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(config.get("dflash_config"), dict):
+        raise CheckpointError(
+            f"config.json of {source!r}: dflash_config={shown(config.get('dflash_config'))} must be an object"
+        )
+    given = published_fields(source, config, (*FIELDS, *SIZES, "causal"))
+    return {"is_causal": given.get("causal", True), **given}

@@ -1,0 +1,249 @@
+"""DSpark drafters: DFlash's network, whose first row drafts too, with a head that adds a bias for the token before.
+
+DeepSpec (MIT), and speculators' format. A block is the last final token and `block_size - 1` masks; row j predicts the
+token after its own position, so the last final token's row makes the first draft (with `sample_from_anchor` false, rows
+predict their own positions, as DFlash's do). A Markov head of low rank adds a bias to the logits of a row, of the token
+before (vanilla), of that and the row's state (gated), or of a state of its own (rnn); q is the softmax of the sum. A
+confidence head says how likely a row's draft is to be accepted, before it is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
+
+from paradec.core.checks import check_choice
+from paradec.models.base import Model
+from paradec.models.checkpoint import WEIGHTS, CheckpointError, fetch, flag, positive, stored_weights
+from paradec.models.dflash import BlockSettings, DFlashDrafter, finished, published_fields, read_network, settings_of
+from paradec.models.drafter import TABLES, drafted_ids
+from paradec.models.speculators import flat_config
+
+HEADS = ("vanilla", "gated", "rnn")
+
+
+class MarkovHead(nn.Module):
+    """The bias of a row's logits; parameter names are those of the published checkpoints.
+
+    Args:
+        kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
+        vocab: tokens of the model, one of which lies before. rows: tokens of the drafter.
+    """
+
+    def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
+        super().__init__()
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, rows, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank) if kind == "rnn" else None
+
+    def forward(self, embedded: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """The bias [R, Vd], and what the next row remembers [R, r].
+
+        Args:
+            embedded: [R, r]: the token before, through `markov_w1`. state: [R, D]: the row's. memory: [R, r].
+        """
+        if self.joint_proj is not None:
+            parts = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
+            gate = parts[0].sigmoid()
+            memory = gate * memory + (1 - gate) * parts[1].tanh()
+            embedded = parts[2].tanh()
+        elif self.gate_proj is not None:
+            embedded = self.gate_proj(torch.cat((state, embedded), -1)).sigmoid() * embedded
+        return self.markov_w2(embedded), memory
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of a draft's chance to be accepted."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-unimported]
+    """transformers' network of DFlash with the parts of DSpark that the config names in `dspark`."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        own, width = config.dspark, config.hidden_size
+        self.embed_tokens = nn.Embedding(own["vocab"], width) if own["embeds"] else None
+        self.lm_head = nn.Linear(width, own["rows"], bias=False) if own["heads"] else None
+        rank = own["rank"]
+        self.markov_head = MarkovHead(own["kind"], rank, width, own["vocab"], own["rows"]) if rank else None
+        fed = width + (rank if own["confidence_with_markov"] else 0)
+        self.confidence_head = ConfidenceHead(fed) if own["confidence"] else None
+        self.post_init()
+
+
+@dataclass
+class MarkovWalk:
+    """The logits of a block's rows, token by token.
+
+    Args:
+        drafter: see there. states: [branches * R, n, D]. guide: see `DSparkDrafter.walk`.
+    """
+
+    drafter: DSparkDrafter
+    states: Tensor
+    guide: Callable[[Tensor], Tensor]
+    base_logits: Tensor = field(init=False)
+    """[branches * R, n, Vd]: without the bias."""
+    memory: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base_logits = self.drafter.logits(self.states)
+        head = self.drafter.module.markov_head
+        rank = 0 if head is None else head.markov_w1.embedding_dim
+        self.memory = self.states.new_zeros(len(self.states), rank)
+
+    def candidates_of(self, slot: int) -> None:
+        """None: a draft may be any token."""
+
+    def _before(self, previous: Tensor) -> Tensor:
+        """[branches * R, r]: the tokens before, through the head's first matrix; an id that is no token counts as 0."""
+        head = self.drafter.module.markov_head
+        if head is None:
+            return self.memory
+        known = torch.where(previous < self.drafter.facts.vocab_size, previous, 0)
+        found: Tensor = head.markov_w1(known.repeat(len(self.states) // len(previous)))
+        return found
+
+    def confidence(self, slot: int, previous: Tensor) -> Tensor:
+        """[R]: logit of the chance that the draft at a slot is accepted; of the first branch.
+
+        Raises:
+            ValueError: the drafter has no confidence head.
+        """
+        head = self.drafter.module.confidence_head
+        if head is None:
+            raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
+        state, before = self.states[:, slot], self._before(previous)
+        fed = torch.cat((state, before), -1) if head.proj.in_features > state.shape[-1] else state
+        found: Tensor = head.proj(fed)[: len(previous), 0]
+        return found
+
+    def drafted_logits(self, slot: int, previous: Tensor) -> Tensor:
+        """[R, Vd]: in the drafter's vocabulary, for the slot after the one of the call before."""
+        logits, head = self.base_logits[:, slot], self.drafter.module.markov_head
+        if head is not None:
+            bias, self.memory = head(self._before(previous), self.states[:, slot], self.memory)
+            logits = logits + bias.to(logits.dtype)
+        return self.guide(logits.unsqueeze(1)).squeeze(1)
+
+    def logits(self, slot: int, previous: Tensor) -> Tensor:
+        """[R, V]: after the tokens `previous` [R]; minus infinity for tokens that the drafter does not have."""
+        return self.drafter.of_all_tokens(self.drafted_logits(slot, previous))
+
+
+class DSparkDrafter(DFlashDrafter):
+    """A DSpark network over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
+
+    Exactness does not depend on it: every draft carries the distribution that it was drawn from. It makes `block_size`
+    drafts for each of the model's forwards (`block_size - 1` with `sample_from_anchor` false).
+
+    Args:
+        module, base, settings: as for `DFlashDrafter`.
+        tokens: [Vd] int64: the model's id of each of the drafter's; None where it has all of them.
+    """
+
+    walks: ClassVar[bool] = True
+
+    def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
+        super().__init__(module, base, settings, name)
+        self.tokens = None if tokens is None else tokens.to(self.device)
+
+    def __call__(self, query: Any, features: Tensor, store: Any) -> Tensor:
+        """The states [R, n, D] that `walk` reads; arguments as for `DFlashDrafter`."""
+        return self.states(query, features, store)
+
+    def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
+        """The rows' logits.
+
+        Args:
+            states: [branches * R, n, D]. guide: mixes what the branches have [branches * R, n, X] into [R, n, X].
+            allowed: not read here.
+        """
+        return MarkovWalk(self, states, guide)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, n, Vd] of states [R, n, D], without a bias."""
+        if self.module.lm_head is None:
+            return super().logits(states)
+        logits: Tensor = self.module.lm_head(states).to(self.base.dtype)
+        return logits
+
+    def of_all_tokens(self, logits: Tensor) -> Tensor:
+        """[R, V] of logits [R, Vd]."""
+        if self.tokens is None:
+            return logits
+        every = logits.new_full((len(logits), self.facts.vocab_size), -torch.inf)
+        return every.index_copy_(-1, self.tokens, logits)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        table = self.module.embed_tokens
+        found: Tensor = super()._embedded(ids) if table is None else table(ids)
+        return found
+
+
+def load_dspark(
+    source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
+) -> DSparkDrafter:
+    """What `load_drafter` does for DSpark's drafters.
+
+    Raises:
+        CheckpointError: as there, or a field that is missing or out of its range.
+    """
+    theirs, count = "speculators_model_type" in config, base.text_config.num_hidden_layers
+    given = flat_config(source, config, base) if theirs else {"is_causal": False, **published_fields(source, config)}
+    own, settings = settings_of(source, given, base)
+    if not theirs and count - 1 in settings.target_layer_ids:
+        raise CheckpointError(
+            f"config.json of {source!r}: target_layer_ids={list(settings.target_layer_ids)} has {count - 1}, the last "
+            f"layer of {base.facts.name}, which DSpark does not read"
+        )
+    first = 0 if flag(given, "sample_from_anchor", True) else 1
+    settings = dataclasses.replace(settings, first=first, anchored=theirs)
+    stored = stored_weights(source, revision)
+    rows = stored["lm_head.weight"].shape[0] if "lm_head.weight" in stored else None
+    tokens = drafted_ids(source, _tables(source, stored, revision), rows, base)
+    parts = _parts(source, given) | {
+        "vocab": base.facts.vocab_size,
+        "rows": base.facts.vocab_size if rows is None else rows,
+        "embeds": "embed_tokens.weight" in stored,
+        "heads": rows is not None,
+    }
+    module = read_network(source, DSparkNetwork, own, settings, base, dtype, revision, unused=TABLES, dspark=parts)
+    found: DSparkDrafter = finished(DSparkDrafter, source, module, base, settings, tokens)
+    return found
+
+
+def _parts(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Which heads there are."""
+    rank = positive(given, "markov_rank") if given.get("markov_rank", 0) != 0 else 0
+    kind, confident = given.get("markov_head_type", "vanilla"), flag(given, "enable_confidence_head", False)
+    try:
+        check_choice("markov_head_type", kind, HEADS)
+    except ValueError as error:
+        raise CheckpointError(f"config.json of {source!r}: {error}") from None
+    with_markov = bool(rank) and bool(flag(given, "confidence_head_with_markov", False))
+    return {"rank": rank, "kind": kind, "confidence": bool(confident), "confidence_with_markov": with_markov}
+
+
+def _tables(source: str, stored: Mapping[str, Any], revision: str | None) -> dict[str, Tensor]:
+    """The tables of tokens that the file holds."""
+    names = [name for name in TABLES if name in stored]
+    path = fetch(source, WEIGHTS, revision)
+    if not names:
+        return {}
+    if path is None:
+        raise CheckpointError(f"{source!r}: {names[0]} lies in a shard, and is read from {WEIGHTS} alone")
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in names}

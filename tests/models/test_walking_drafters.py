@@ -1,0 +1,196 @@
+"""DFlash 2 and DSpark: recorded drafts, q and states, both formats, answers, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_drafters import NEGATIVE, answers, exactness
+from places import golden
+from recorded_drafts import drafts_after
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError
+from paradec.request import Request
+from paradec.samplers.causal.verification import probability, token_distribution
+
+pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
+
+RECORDED = golden("drafters") / "drafters"
+CASES: dict[str, dict[str, Any]] = json.loads((RECORDED / "cases.json").read_text())
+NAMES = sorted({case["drafter"] for case in CASES.values() if case["drafter"].startswith(("dflash2", "dspark"))})
+
+
+@pytest.fixture(scope="module")
+def base() -> Model:
+    return paradec.load(RECORDED / "base", dtype=torch.float64)  # as the recorded numbers are
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return load_file(RECORDED / "cases.safetensors")
+
+
+def close(found: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
+    """The reference's norms and angles are float32 inside; `largest` is what values reach."""
+    torch.testing.assert_close(found.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_blocks_and_what_they_were_drawn_from(
+    name: str, base: Model, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    walks: list[tuple[Any, Tensor]] = []
+
+    def walk(states: Tensor, *given: Any) -> Any:
+        walks.append((type(drafter).walk(drafter, states, *given), states))
+        return walks[-1][0]
+
+    monkeypatch.setattr(drafter, "walk", walk)
+    cases = {key: case for key, case in CASES.items() if case["drafter"] == name}
+    assert cases
+    for key, case in cases.items():
+        drafts, q = drafts_after(drafter, base, tensors["ids"], case)
+        assert drafts.tolist() == case["drafts"], key
+        close(q, tensors[f"{key}/q"])
+        made, states = walks.pop()
+        # a drafter that skips the first row has recorded it too where it could have drafted
+        close(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
+        before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
+        if f"{key}/candidates" in tensors:
+            close(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
+            assert made.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
+            scores = torch.cat([made.scores(slot, before[slot][None]) for slot in range(len(drafts))])
+            found = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
+            largest = max(1.0, float(tensors[f"{key}/scores"].abs().max()))
+            close(
+                found,
+                torch.zeros_like(q).scatter(1, tensors[f"{key}/candidates"], tensors[f"{key}/scores"].to(q)),
+                largest,
+            )
+            continue
+        close(made.base_logits[0], tensors[f"{key}/base_logits"])
+        again = type(made)(drafter, states, made.guide)
+        logits = torch.cat([again.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
+        close(logits, tensors[f"{key}/logits"])
+        if f"{key}/confidence_logit" in tensors:
+            confidence = torch.cat([again.confidence(slot, before[slot][None]) for slot in range(len(drafts))])
+            close(confidence, tensors[f"{key}/confidence_logit"].flatten())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_one_off_are_other_drafts(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
+    """Outputs of layers in one format, inputs in the other: a reader that mixes them up drafts otherwise."""
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    drafter.keep_layers = tuple(layer + 1 for layer in drafter.keep_layers)
+    cases = {key: case for key, case in CASES.items() if case["drafter"] == name and case["temperature"]}
+    away = [drafts_after(drafter, base, tensors["ids"], case)[1] - tensors[f"{key}/q"] for key, case in cases.items()]
+    assert torch.cat(away).abs().max() > 1e-2
+
+
+def plain(base: Model, prompt: list[int], negative: list[int], new: int, scale: float) -> list[int]:
+    ids: list[int] = []
+    for _ in range(new):
+        with torch.no_grad():
+            own, other = (base.module(torch.tensor([each + ids])).logits[0, -1] for each in (prompt, negative))
+        ids.append(int((other + scale * (own - other)).argmax()))
+    return ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [1.0, 1.6])
+def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model) -> None:
+    """Rows of several lengths, with and without guidance, shorter than the block too."""
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    prompts = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
+    guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
+    sampler = paradec.samplers.create("speculative", drafter=drafter)
+    for new in (2, 12):
+        expected = [plain(base, *each, new, scale) for each in zip(prompts, NEGATIVE, strict=True)]
+        assert answers(sampler, base, prompts, max_new_tokens=new, temperature=0, **guidance)[0] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_do_not_depend_on_their_neighbours(name: str, base: Model) -> None:
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    sampler, prompts = paradec.samplers.create("speculative", drafter=drafter), [[3, 1], [5, 9, 2, 40, 7], [11]]
+    given = {"sampler": sampler, "max_new_tokens": 9, "temperature": 0.9}
+    together = paradec.generate(base, prompts, seed=[1, 2, 3], **given)
+    for row, prompt in enumerate(prompts):
+        alone = paradec.generate(base, [prompt], seed=row + 1, **given)
+        assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist()
+
+
+def p_value(drafter: Any, base: Model, rows: int, **request: Any) -> float:
+    """Of two tokens after one prompt against the model's own distribution, with all tokens but six suppressed."""
+    kept, prompt = [1, 7, 20, 33, 45, 60], [3, 14, 15]
+    request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in kept]}
+    sampler = paradec.samplers.create("speculative", drafter=drafter)
+    out = paradec.generate(base, [prompt] * rows, sampler=sampler, max_new_tokens=3, seed=5, **request)
+    found = torch.stack([row[1:] for row in out.new_tokens])
+    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 3)
+    with torch.no_grad():
+        logits = base.module(torch.cat((torch.tensor(prompt).expand(len(pairs), -1), pairs), 1)).logits[:, 2:-1]
+    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
+    p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), pairs).prod(1)
+    p = p.reshape(6, 36).sum(0)
+    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 2)
+    counts = exactness.counted(found, pairs, 64)
+    return float(exactness.p_value(counts, p.double().numpy()))
+
+
+@pytest.mark.parametrize("name", [next(n for n in NAMES if n.startswith(kind)) for kind in ("dflash2", "dspark")])
+def test_the_distribution_of_the_answers_is_the_models(name: str, base: Model) -> None:
+    assert p_value(paradec.load_drafter(RECORDED / name, base=base), base, 1500) > 0.001
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 1.3])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_distribution_of_20000_answers_is_the_models(name: str, temperature: float, base: Model) -> None:
+    drafter = paradec.load_drafter(RECORDED / name, base=base)
+    assert p_value(drafter, base, 20_000, temperature=temperature) > 0.001
+
+
+WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
+    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(selector_rank=0), "selector_rank=0 must be a positive"),
+    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(conv_group_size=5), "conv_group_size=5 must divide"),
+    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(block_size=1), "block_size=1 must be"),
+    ("dflash2-zlab", lambda c, w: c["dflash_config"].update(target_layer_ids=[1, 3, 9]), "target_layer_ids=.1, 3, 9."),
+    ("dflash2-zlab", lambda c, w: c.pop("dflash_config"), "dflash_config=None must be an object"),
+    ("dflash2-zlab", lambda c, w: w.pop("candidate_selector.hidden_projection.weight"), "missing .*hidden_projection"),
+    ("dflash2-speculators", lambda c, w: c.update(aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),
+    ("dflash2-speculators", lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),
+    ("dflash2-speculators", lambda c, w: c.update(transformer_layer_config=3), "transformer_layer_config=3"),
+    ("dspark-rnn", lambda c, w: c.update(markov_head_type="lstm"), "unknown markov_head_type: 'lstm'"),
+    ("dspark-rnn", lambda c, w: c.update(markov_rank=-1), "markov_rank=-1"),
+    ("dspark-rnn", lambda c, w: c.update(target_layer_ids=[0, 2, 5]), "the last layer of base"),
+    ("dspark-rnn", lambda c, w: c.update(markov_head_type="gated"), "markov_head.gate_proj"),
+    ("dspark-speculators", lambda c, w: w.pop("d2t"), "40 rows of lm_head.weight for 64 tokens"),
+    ("dspark-speculators", lambda c, w: w.update(d2t=torch.full((40,), 60)), "40 different ids from 0 to 63"),
+    ("dspark-vanilla", lambda c, w: c.update(vocab_size=65), "vocab_size=65"),
+    ("dspark-vanilla", lambda c, w: c.update(architectures=[], model_type="deepseek_v4"), "built-in DSpark is not"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_wrong_checkpoints(name: str, change: Any, message: str, tmp_path: Path) -> None:
+    """Of the packaged set, which other sets may lack."""
+    source = Path(__file__).parents[1] / "golden" / "drafters" / "drafters"
+    config, weights = (
+        json.loads((source / name / "config.json").read_text()),
+        load_file(source / name / "model.safetensors"),
+    )
+    change(config, weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        paradec.load_drafter(tmp_path, base=paradec.load(source / "base"))
