@@ -109,11 +109,8 @@ def test_every_adapter_says_what_it_is(given: dict[str, Any]) -> None:
         module = importlib.import_module(f"paradec.models.{info.name}")
         found |= {each for each in vars(module).values() if isinstance(each, type) and hasattr(each, "makes")}
     found -= {Model, Encoder, Opaque, ImageModel, TextToImageModel, FeatureDrafter}
-    assert found - {type(given[name]) for name in OURS} == {
-        importlib.import_module("paradec.models.eagle").EagleDrafter,
-        importlib.import_module("paradec.models.eagle3").Eagle3Drafter,
-        importlib.import_module("paradec.models.dflash").DFlashDrafter,
-    }
+    others = found - {type(given[name]) for name in OURS}
+    assert others and all(issubclass(each, FeatureDrafter) for each in others)
 
 
 @pytest.mark.parametrize("name", NAMES)
