@@ -371,6 +371,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "logprobs": Field(check=partial(check_int, low=0), served="draft_verify"),
     "rollout": Field(
         check=check_bool,
+        served="draft_verify",
         refused={"renoising": "what is final was drawn from noise, and no step's distribution is that of the answer"},
     ),
     "progress": Field(

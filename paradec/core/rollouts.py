@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
+from paradec.core.facts import ModelFacts
 from paradec.core.protocol import plain
 from paradec.core.rows import fitted
 
@@ -22,7 +23,8 @@ TENSORS = {"tokens": 0, "step_map": GIVEN, "logp": float("nan"), "logp_drawn": f
 """Those with a column for every position, and what is after a row's end."""
 WRITES = ("writes", "writes_logp", "writes_logp_drawn")
 OF_ROWS = ("length", "prompt_length")
-SHARED = ("model", "sampler", "temperature", "guidance_scale")
+NAMED = ("model", "sampler", "topology")
+SHARED = (*NAMED, "temperature", "guidance_scale")
 """Settings that the log-probabilities depend on."""
 
 
@@ -36,7 +38,7 @@ class Rollout:
     """
 
     tokens: Tensor
-    """[B, C] int64: prompts, and what was decided; the mask id where nothing was."""
+    """[B, C] int64: prompts, and what was decided; the mask id (of causal models any) where nothing was."""
     step_map: Tensor
     """[B, C] int64: the row's step that wrote the token, from 0; -1 where it was given (and after a row's end), -2
     where nothing was decided."""
@@ -49,11 +51,13 @@ class Rollout:
     length: Tensor
     """[B] int64: positions of each row."""
     prompt_length: Tensor
-    """[B] int64: the position of each row's first mask, where blocks begin on models that count them from there."""
+    """[B] int64: the position of each row's first mask or first new token, where blocks begin on models that count
+    them from there."""
     suppressed: Tensor
-    """[B, S] int64: ids that were never proposed, the mask id among them."""
+    """[B, S] int64: ids that were never proposed, of masked models the mask id among them; -1 is none."""
     settings: dict[str, Any]
-    """What of the request differs from the defaults, as data, with the names of `model` and `sampler`."""
+    """What of the request differs from the defaults, as data, with the names of `model` and `sampler`, and the model's
+    `topology`."""
     version: int
     """Of the weights: `model.weights_version` when the decoding began."""
     approximation: str | None = None
@@ -115,10 +119,7 @@ class Rollout:
             name: torch.cat([fitted(getattr(each, name), width, TENSORS[name]) for each in rollouts])
             for name, _ in first._columns()
         }
-        # the mask is among them, as any may be twice
-        suppressed = [
-            torch.cat([each.suppressed] + [each.suppressed[:, :1]] * count, 1)[:, :count] for each in rollouts
-        ]
+        suppressed = [fitted(each.suppressed, count, -1) for each in rollouts]
         for name in OF_ROWS:
             found[name] = torch.cat([getattr(each, name) for each in rollouts])
         if first.writes is not None:
@@ -128,6 +129,11 @@ class Rollout:
             before = torch.tensor([sum(rows[:at]) for at in range(len(rows))])
             found["writes"][:, 0] += before.repeat_interleave(counts).to(found["writes"].device)
         return replace(first, **found, suppressed=torch.cat(suppressed))
+
+    @staticmethod
+    def named(facts: ModelFacts, sampler: Any) -> dict[str, Any]:
+        """What `settings` say of a model and a sampler."""
+        return {"model": facts.name, "sampler": sampler.name, "topology": facts.topology}
 
     def of_request(self, request: Any) -> Rollout:
         """The same with the settings of a row's own `paradec.Request`."""
@@ -190,7 +196,7 @@ class Rollout:
 def settings_of(request: Any, named: dict[str, Any]) -> dict[str, Any]:
     """A rollout's settings: what of a `paradec.Request` differs from the defaults as data (what no file can hold
     as text), beside the model's and sampler's names, which are in `named`."""
-    found = {name: named[name] for name in ("model", "sampler")}
+    found = {name: named[name] for name in NAMED}
     for name, value in request.changes().items():
         try:
             found[name] = json.loads(json.dumps(plain(value)))

@@ -187,6 +187,10 @@ class CausalSampler(Sampler):
             state.masks = TokenMasks.of(self, model, state)
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
+        if request.rollout:
+            from paradec.samplers.causal.rollouts import RecordedRollout  # likewise
+
+            state.rollout = RecordedRollout.of(self, model, state)
         return state
 
     def _new_tokens(self, model: Any, grid: Grid | None, new: int | None) -> int:
@@ -286,7 +290,9 @@ class CausalSampler(Sampler):
 
     def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
         """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
-        proposal has them of the whole vocabulary in "log_p" [R, W, V]."""
+        proposal has them of the whole vocabulary in "log_p" [R, W, V], for rollouts "logits"."""
+        if state.rollout is not None:
+            state.rollout.note(state, proposal, tokens, selected)
         if state.logprobs is None:
             return None
         found = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)

@@ -117,10 +117,10 @@ class ChainSampler(CausalSampler):
 
         Quantities: "p" [R, W, V], the target distributions; "uniform" [R, W, 2], the numbers that verify each draft and
         that resample a rejected one; "guesses" [R, .], those of `_uniform`; "top_logit" [R, W]; with `logprobs` "log_p"
-        [R, W, V].
+        [R, W, V], with `rollout` "logits" [R, W, V], without a constraint.
         """
         rows, logits = state.rows, read_logits(state, outputs, queries)
-        positions = state.positions(rows)
+        positions, guided = state.positions(rows), logits
         if state.masks is not None:
             logits = state.masks.of_chain(state, logits, rows, state.memory.read(rows)["drafts"])
         p = state.distribution(logits, rows, positions)
@@ -131,6 +131,8 @@ class ChainSampler(CausalSampler):
         quantities = {"p": p, "uniform": uniform[..., 1:], "guesses": guesses, "top_logit": logits.amax(-1)}
         if state.logprobs is not None:
             quantities["log_p"] = state.log_distribution(p, logits, rows, positions)
+        if state.rollout is not None:
+            quantities["logits"] = guided
         return proposed(state, queries, fresh, positions, probability(p, fresh), available, quantities)
 
     def _uniform(self, state: CausalState, positions: Tensor) -> tuple[Tensor, Tensor]:

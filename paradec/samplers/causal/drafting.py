@@ -285,7 +285,7 @@ class DraftingSampler(ChainSampler):
         device = logits.device
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
-        memory = state.memory.read(rows)
+        memory, guided = state.memory.read(rows), logits
         if state.masks is not None:
             logits = state.masks.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
         p = state.distribution(logits, rows, committed + depths)
@@ -300,6 +300,8 @@ class DraftingSampler(ChainSampler):
         if state.logprobs is not None:
             log_p = state.log_distribution(p, logits, rows, committed + depths)
             quantities["log_p"] = log_p.take_along_dim(node.unsqueeze(-1), 1)
+        if state.rollout is not None:
+            quantities["logits"] = guided.take_along_dim(node.unsqueeze(-1), 1)
         if self._reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left

@@ -103,7 +103,7 @@ class PooledChain(ChainSampler):
         if (tree := self._tree(state)) is None:
             return super().propose(state, outputs, queries)
         rows, logits, width = state.rows, read_logits(state, outputs, queries), state.width
-        device = logits.device
+        device, guided = logits.device, logits
         positions = torch.as_tensor(state.committed[rows, None], device=device) + tree.depths.to(device)
         if state.masks is not None:
             logits = state.masks.of_nodes(state, logits, rows, tree.parents, self._nodes(state, tree))
@@ -123,6 +123,8 @@ class PooledChain(ChainSampler):
         }
         if state.logprobs is not None:
             quantities["log_p"] = state.log_distribution(taken, logits.take_along_dim(node.unsqueeze(-1), 1), rows, own)
+        if state.rollout is not None:
+            quantities["logits"] = guided.take_along_dim(node.unsqueeze(-1), 1)
         return proposed(state, queries, drawn, own, probability(taken, drawn), slot < slots, quantities)
 
     def _window(self, state: CausalState, proposal: Proposal) -> DraftWindow:

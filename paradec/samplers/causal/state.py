@@ -158,6 +158,8 @@ class CausalState(State):
     """Of a request with stop strings."""
     masks: Any = field(init=False, default=None)
     """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
+    rollout: Any = field(init=False, default=None)
+    """Of a request for one: `paradec.samplers.causal.rollouts.RecordedRollout`."""
 
     revises: ClassVar[bool] = False
     guesses: ClassVar[bool] = True
@@ -401,6 +403,7 @@ class CausalState(State):
         other.masks = None if self.masks is None else self.masks.taken(rows)
         other.drafting = None if self.drafting is None else self.drafting.taken(rows, every, columns)
         other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
+        other.rollout = None if self.rollout is None else self.rollout.taken(rows, columns)
         other.rows = np.flatnonzero(self.running[rows])
         return other
 
@@ -431,6 +434,8 @@ class CausalState(State):
             self.drafting.put(slots, every, other.drafting)
         if self.logprobs is not None and other.logprobs is not None:
             self.logprobs.put(slots, other.logprobs)
+        if self.rollout is not None and other.rollout is not None:
+            self.rollout.put(slots, other.rollout)
         running[slots] = other.running
         self.rows = np.flatnonzero(running)
         self.commits += 1  # what was proposed before is of other rows

@@ -106,7 +106,7 @@ class RecordedRollout(Tracker):
         outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
         steps = torch.full_like(canvas, NEVER).masked_fill(state.given | outside, GIVEN)
         writes = Writes([[] for _ in range(state.batch)]) if sampler.needs.revises else None
-        told = settings_of(state.request, {"model": state.facts.name, "sampler": sampler.name})
+        told = settings_of(state.request, Rollout.named(state.facts, sampler))
         why = None if verdict(sampler, state.cache, state.facts).status == EXACT else f"cache={state.cache.name!r}"
         logp, version = torch.full_like(canvas, torch.nan, dtype=torch.float64), getattr(model, "weights_version", 0)
         return cls(canvas.masked_fill(outside, 0), steps, logp, logp.clone(), writes, told, version, why)

@@ -2,9 +2,10 @@
 
 A decision is asked for in the state of its step: what was given and what earlier steps wrote is there, everything else
 is a mask. So a row has as many states as steps. Of a bidirectional model each is a row of a call. A block-causal model
-sees nothing after a block, and a decision depends on the final tokens before its block and on the earlier decisions in
-it: all states of all blocks go in one row, of the final tokens and, for each step of a block, a copy of the block with
-masks; copies see the final blocks before their own, and themselves (as TraceRL trains, arXiv 2509.06949).
+sees nothing after a block, and a decision depends on the final tokens before its block and on the earlier writes in
+it: all states of all blocks go in one row, of the final tokens and, for each step of a block, a copy of the block in
+its state; copies see the final blocks before their own, and themselves (as TraceRL trains, arXiv 2509.06949). A causal
+model says of every token what it is after those before it, whichever step made it final: a row is its final tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_bool, check_int, check_model, check_number, shown
+from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import GIVEN, NEVER, Rollout
 from paradec.models.base import Model
@@ -33,6 +35,7 @@ def replay(
     temperature: float = 1.0,
     batch_size: int = 16,
     one_forward: bool | None = None,
+    writes: bool = False,
 ) -> Tensor:
     """The log-probability of every decision of a rollout, in the state of its step.
 
@@ -41,46 +44,63 @@ def replay(
     `torch.no_grad()` spares the gradients.
 
     Args:
-        model: from `load` or `wrap`: bidirectional or block-causal text models.
+        model: from `load` or `wrap`: bidirectional, block-causal or causal text models.
         shrink: so many neighbouring steps of a row (of a block, on block-causal models) are replayed as one, in the
-            state of the first of them: fewer calls, another distribution.
+            state of the first of them: fewer calls, another distribution. 1 on causal models.
         temperature: of the softmax, above 0; `rollout.logp_drawn` is at the request's.
         batch_size: states in a call (rows of the rollout in a call, where they are in one forward).
         one_forward: all states of a row in one row of a call: for block-causal models that take masks, and blocks that
             were decoded one after the other. None where that is so; False replays state by state, which is slower.
+            Causal models always are.
+        writes: of samplers that take back what they have written: every write, not the last at each position alone.
 
     Returns:
-        [B, C] on the model's device, in float32 at least: NaN where nothing was decided.
+        [B, C] on the model's device, in float32 at least: NaN where nothing was decided. With `writes` [N], beside
+        `rollout.writes_logp`: NaN where a token was moved or taken back.
 
     Raises:
-        TypeError, ValueError: an argument out of its range, a model or a sampler that has no such states, or a rollout
-            of another model.
+        TypeError, ValueError: an argument out of its range, a model that has no such states, or a rollout of another
+            model.
     """
     check_int("shrink", shrink, low=1)
     check_int("batch_size", batch_size, low=1)
     check_number("temperature", temperature, low=0, open_low=True)
+    check_bool("writes", writes)
     if one_forward is not None:
         check_bool("one_forward", one_forward)
     check_replayed(model, rollout)
+    causal = model.facts.topology == "causal"
+    if causal and (shrink > 1 or one_forward is False):
+        name, value = ("shrink", shrink) if shrink > 1 else ("one_forward", False)
+        raise ValueError(
+            f"{name}={value} does not work with {model.facts.name}, which is causal: it has no such states"
+        )
+    if writes and rollout.writes is None:
+        raise ValueError(f"writes=True: sampler {rollout.settings.get('sampler')!r} takes nothing back; leave it out")
     if not rollout.exact:
         warnings.warn(
             f"the rollout was decoded with {rollout.approximation}, another policy than the model on whole rows: "
             "correct by the ratio of replay to rollout.logp",
             stacklevel=2,
         )
-    states = rollout.to(model.device)
-    asked = _asked_at(model, states, shrink)
-    why = _split(model, states, asked)
+    states = rollout.to("cpu")
+    why = None if causal else _split(model, states)
     if one_forward and why is not None:
         raise ValueError(f"one_forward=True does not work with {why}")
     together = why is None and one_forward is not False
-    scale = float(rollout.settings.get("guidance_scale", 1.0))
-    found = torch.full(states.tokens.shape, torch.nan, dtype=_wide(model), device=model.device)
-    parts = (_together if together else _apart)(model, states, asked)
-    for some in _batches(list(parts), batch_size, model.pads):
-        rows, place, chosen = _answer(model, states, some, scale, temperature)
-        found = found.index_put((rows, place), chosen.to(found.dtype))
-    return found
+    rows = _left_to_right if causal else _together if together else _apart
+    scale, shape = float(rollout.settings.get("guidance_scale", 1.0)), rollout.tokens.shape
+    size = len(states.writes) if writes and states.writes is not None else states.tokens.numel()
+    found = torch.full((size,), torch.nan, dtype=_wide(model), device=model.device)
+    parts = [
+        part
+        for row in range(len(states))
+        for part in rows(model, states, row, _asked(model, states, row, shrink, writes))
+    ]
+    for some in _batches(parts, batch_size, model.pads):
+        into, said = _answer(model, states, some, scale, temperature)
+        found = found.index_put((into,), said.to(found.dtype))
+    return found if writes else found.view(shape)
 
 
 def check_replayed(model: Any, rollout: Any) -> None:
@@ -92,23 +112,26 @@ def check_replayed(model: Any, rollout: Any) -> None:
     why = None
     if not isinstance(model, Model):
         why = f"{facts.name}, a model of one's own, of which it cannot be told how it is called with gradients"
-    elif facts.topology not in ("bidirectional", "block_causal"):
+    elif facts.topology not in ("bidirectional", "block_causal", "causal"):
         kind = facts.topology.replace("_", "-")
-        why = f"{facts.name}, which is {kind}: a bidirectional or block-causal model is needed"
-    elif model.reads_order:
+        why = f"{facts.name}, which is {kind}: a bidirectional, block-causal or causal model is needed"
+    elif model.reads_order or model.any_order:
         why = f"{facts.name}, whose answers depend on the order of what is decided as well"
     elif model.ranks is not None:
         why = f"{facts.name} over several processes (tp_plan), which have no gradients: load it whole"
-    elif rollout.writes is not None:
-        why = (
-            f"sampler {rollout.settings.get('sampler')!r}, which takes back what it has written: rollout.writes has "
-            "every write, and rollout.writes_logp its log-probability"
-        )
     if why is not None:
         raise ValueError(f"replay does not work with {why}")
-    if int(rollout.tokens.max()) >= facts.vocab_size or not (rollout.suppressed == facts.mask_token_id).any(1).all():
+    strange = rollout.settings.get("topology", facts.topology) != facts.topology
+    if facts.topology == "causal":
+        order = rollout.step_map.where(rollout.step_map != NEVER, torch.iinfo(torch.int64).max)
+        after = torch.nn.functional.pad(order, (1, 0), value=torch.iinfo(torch.int64).max)[:, :-1] > order
+        strange |= bool((after & rollout.decided).any())  # not from left to right
+    else:
+        strange |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
+    if strange or int(rollout.tokens.max()) >= facts.vocab_size:
         raise ValueError(
-            f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: its tokens or its mask are others"
+            f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: its tokens, its mask or what sees "
+            "what are others"
         )
 
 
@@ -116,44 +139,81 @@ def _wide(model: Any) -> torch.dtype:
     return torch.promote_types(model.dtype, torch.float32)
 
 
-def _asked_at(model: Any, states: Rollout, shrink: int) -> Tensor:
-    """[B, C] int64: the step whose state a decision is asked in; -1 given, -2 never decided."""
-    if shrink == 1:
-        return states.step_map
-    steps = states.step_map.cpu().numpy()
-    asked = steps.copy()
-    for row, blocks in enumerate(_blocks(model, states).cpu().numpy()):
-        for block in np.unique(blocks):
-            here = (blocks == block) & (steps[row] >= 0)
-            own, which = np.unique(steps[row, here], return_inverse=True)
-            asked[row, here] = own[which // shrink * shrink]
-    return torch.as_tensor(asked, device=states.tokens.device)
+class _Asked(NamedTuple):
+    """The decisions of a row that are asked for; `N` of them, [N] int64 each."""
+
+    step: Tensor
+    """The step in whose state each is asked for."""
+    place: Tensor
+    token: Tensor
+    into: Tensor
+    """Where its log-probability belongs."""
 
 
-def _blocks(model: Any, states: Rollout) -> Tensor:
-    """[B, C] int64: the block of each position; one for all on bidirectional models."""
-    positions = torch.arange(states.tokens.shape[1], device=states.tokens.device).expand_as(states.tokens)
+def _asked(model: Any, states: Rollout, row: int, shrink: int, writes: bool) -> _Asked:
+    if writes and states.writes is not None and states.writes_logp is not None:
+        into = ((states.writes[:, 0] == row) & ~states.writes_logp.isnan()).nonzero().squeeze(1)
+        step, place, token = states.writes[into, 1:].unbind(1)
+    else:
+        decided = states.step_map[row] >= 0
+        if states.writes is not None:  # what was moved has no probability
+            decided &= ~states.logp[row].isnan()
+        place = decided.nonzero().squeeze(1)
+        step, token = states.step_map[row, place], states.tokens[row, place]
+        into = row * states.tokens.shape[1] + place
+    if shrink > 1:
+        step, blocks = step.clone(), _blocks(model, states, row)[place]
+        for block in blocks.unique():
+            own, which = step[blocks == block].unique(return_inverse=True)
+            step[blocks == block] = own[which // shrink * shrink]
+    return _Asked(step, place, token, into)
+
+
+def _written(states: Rollout, row: int) -> Tensor:
+    """[N, 3] int64: step, position and token of all that was written in a row, in the order of steps."""
+    if states.writes is not None:
+        return states.writes[states.writes[:, 0] == row, 1:]
+    steps = states.step_map[row]
+    place = (steps >= 0).nonzero().squeeze(1)
+    place = place[steps[place].argsort(stable=True)]
+    return torch.stack((steps[place], place, states.tokens[row, place]), 1)
+
+
+def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
+    """The steps [S] of a row, and the tokens [S + 1, L] in the state of each, the last of all after the last."""
+    length, written = int(states.length[row]), _written(states, row)
+    canvas = states.tokens[row, :length].masked_fill(states.step_map[row, :length] != GIVEN, model.facts.mask_id)
+    steps, counts = written[:, 0].unique_consecutive(return_counts=True)
+    found = [canvas]
+    for _, place, token in (own.unbind(1) for own in written.split(counts.tolist())):
+        found.append(found[-1].index_put((place,), token))
+    return steps, torch.stack(found)
+
+
+def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
+    """[C] int64: the block of each position; one for all on other models than block-causal ones."""
+    positions = torch.arange(states.tokens.shape[1])
     if model.facts.topology != "block_causal":
         return torch.zeros_like(positions)
-    found: Tensor = model.facts.block_numbers(positions, states.prompt_length.unsqueeze(1))
+    found: Tensor = model.facts.block_numbers(positions[None], states.prompt_length[row, None, None])[0]
     return found
 
 
-def _split(model: Any, states: Rollout, asked: Tensor) -> str | None:
+def _split(model: Any, states: Rollout) -> str | None:
     """Why the states of a row cannot be one row of a call; None where they can."""
     facts = model.facts
     if facts.topology != "block_causal" or not model.supports_visibility:
         return f"{facts.name}: a block-causal model that takes masks is needed"
     if facts.whole_blocks:
         return f"{facts.name}, which chooses experts for whole blocks of a call"
-    for row, blocks in enumerate(_blocks(model, states)):
-        own = asked[row] >= 0
-        numbers, steps = blocks[own], asked[row][own]  # blocks in ascending order
-        latest = torch.cummax(torch.cat((steps.new_full((1,), -1), steps)), 0).values[:-1]
-        first = numbers != torch.cat((numbers.new_full((1,), -2), numbers))[:-1]
-        begin = torch.where(first, latest, -1).cummax(0).values if len(steps) else steps
-        if (steps <= begin).any():
-            return "blocks that were open at the same time"
+    for row in range(len(states)):
+        written, latest = _written(states, row), -1
+        blocks = _blocks(model, states, row)[written[:, 1]]
+        for block in blocks.unique():
+            steps = written[blocks == block, 0]
+            if steps.min() <= latest:
+                return "blocks that were open at the same time"
+            latest = int(steps.max())
     return None
 
 
@@ -169,72 +229,70 @@ class _Part(NamedTuple):
     """[Q] int64."""
     wanted: Tensor
     """[N] int64: the columns that say of the decisions."""
-    place: Tensor
-    """[N] int64: their positions."""
+    asked: _Asked
     visible: Tensor | None = None
     """[Q, Q] bool."""
 
+    def without_prompt(self, model: Any) -> _Part:
+        """What guidance leads away from."""
+        if model.facts.topology != "causal":
+            return self._replace(tokens=self.tokens.masked_fill(self.given, model.facts.mask_id))
+        begin = int(self.given.sum()) - 1  # the last id of the prompt takes its place
+        tokens = self.tokens[begin:]
+        return self._replace(tokens=tokens, positions=torch.arange(len(tokens)), wanted=self.wanted - begin)
 
-def _apart(model: Any, states: Rollout, asked: Tensor) -> Iterator[_Part]:
+
+def _left_to_right(model: Any, states: Rollout, row: int, asked: _Asked) -> Iterator[_Part]:
+    """The final tokens, but for the last, which nothing comes after."""
+    end = int(asked.place.max()) if len(asked.place) else 0
+    if end:
+        tokens, given = states.tokens[row, :end], states.step_map[row, :end] == GIVEN
+        yield _Part(row, tokens, given, torch.arange(end), asked.place - 1, asked)
+
+
+def _apart(model: Any, states: Rollout, row: int, asked: _Asked) -> Iterator[_Part]:
     """Each state as a row: on block-causal models up to the end of the last block that it decides in."""
-    facts, blocks = model.facts, _blocks(model, states)
-    for row in range(len(states)):
-        length = int(states.length[row])
-        own, tokens, block = asked[row, :length], states.tokens[row, :length], blocks[row, :length]
-        for step in own[own >= 0].unique().tolist():
-            place = (own == step).nonzero().squeeze(1)
-            end = int((block <= block[place[-1]]).sum())
-            known = (own != NEVER) & (own < step)
-            yield _Part(
-                row,
-                torch.where(known, tokens, facts.mask_id)[:end],
-                own[:end] == GIVEN,
-                torch.arange(end, device=tokens.device),
-                (place - facts.shift).clamp(min=0),
-                place,
-            )
+    (steps, canvases), blocks = _canvases(model, states, row), _blocks(model, states, row)
+    for step, canvas in zip(steps.tolist(), canvases, strict=False):
+        own = _Asked(*(each[asked.step == step] for each in asked))
+        if len(own.place):
+            end = int((blocks[: len(canvas)] <= blocks[own.place.max()]).sum())
+            given = states.step_map[row, :end] == GIVEN
+            yield _Part(row, canvas[:end], given, torch.arange(end), (own.place - model.facts.shift).clamp(min=0), own)
 
 
-def _together(model: Any, states: Rollout, asked: Tensor) -> Iterator[_Part]:
-    """All states of a row: its final tokens, then for each rank of a step in its block the blocks that have it, with
-    masks."""
-    mask, shift, every = model.facts.mask_id, model.facts.shift, _blocks(model, states)
-    for row in range(len(states)):
-        length = int(states.length[row])
-        steps, block, tokens = asked[row, :length], every[row, :length], states.tokens[row, :length]
-        if not (steps >= 0).any():
-            continue
-        own = steps.clone()
-        for number in block[steps >= 0].unique():
-            here = (block == number) & (steps >= 0)
-            own[here] = steps[here].unique(return_inverse=True)[1]
-        _, number, sizes = block.unique_consecutive(return_inverse=True, return_counts=True)
-        most = torch.full_like(sizes, -1).scatter_reduce(0, number, own.clamp(min=-1), "amax")[number]
-        clean = torch.arange(length, device=tokens.device)
-        places, copies = [clean], [torch.full_like(clean, -1)]
-        for rank in range(int(most.max()) + 1):
-            places.append((most >= rank).nonzero().squeeze(1))
-            copies.append(torch.full_like(places[-1], rank))
-        place, copy = torch.cat(places), torch.cat(copies)
-        known = (own[place] != NEVER) & ((copy < 0) | (own[place] < copy))
-        of_block = block[place]
-        before = of_block[:, None] > of_block
-        same = (of_block[:, None] == of_block) & (copy[:, None] == copy)
-        # where each position of each copy is; what a shifted model says of a block's first token is left of the block
-        column = torch.full((int(copy.max()) + 2, length), -1, device=tokens.device)
-        column[copy + 1, place] = torch.arange(len(place), device=tokens.device)
-        decided = (own >= 0).nonzero().squeeze(1)
-        left = (decided - shift).clamp(min=0)
-        in_copy = torch.where(block[left] == block[decided], own[decided] + 1, 0)
-        yield _Part(
-            row,
-            torch.where(known, tokens[place], mask),
-            (own == GIVEN)[place],
-            place,
-            column[in_copy, left],
-            decided,
-            (before & (copy < 0)) | same,
-        )
+def _together(model: Any, states: Rollout, row: int, asked: _Asked) -> Iterator[_Part]:
+    """All states of a row: its final tokens, then for each step of a block a copy of the block in its state."""
+    if not len(asked.place):
+        return
+    steps, canvases = _canvases(model, states, row)
+    length = canvases.shape[1]
+    block = _blocks(model, states, row)[:length]
+    # the copies that there are, by block and step, and which of them each decision is asked in
+    made, which = torch.stack((block[asked.place], asked.step), 1).unique(dim=0, return_inverse=True)
+    places, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
+    for number, step in made.tolist():
+        begins.append(sum(map(len, places)))
+        places.append((block == number).nonzero().squeeze(1))
+        tokens.append(canvases[(steps == step).nonzero()[0, 0], places[-1]])
+    place = torch.cat(places)
+    copy = torch.arange(-1, len(made)).repeat_interleave(torch.tensor([len(each) for each in places]))
+    of_block = block[place]
+    before = of_block[:, None] > of_block
+    same = (of_block[:, None] == of_block) & (copy[:, None] == copy)
+    # what a shifted model says of a block's first token is left of the block
+    left = (asked.place - model.facts.shift).clamp(min=0)
+    first = torch.tensor([int(each[0]) for each in places])[which + 1]
+    in_copy = torch.tensor(begins)[which + 1] + left - first
+    yield _Part(
+        row,
+        torch.cat(tokens),
+        (states.step_map[row] == GIVEN)[place],
+        place,
+        torch.where(left >= first, in_copy, left),
+        asked,
+        (before & (copy < 0)) | same,
+    )
 
 
 def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]:
@@ -248,52 +306,48 @@ def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]
         parts = parts[end:]
 
 
-def _answer(
-    model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and positions of the parts' decisions [M], and their log-probabilities."""
-    mask, count = model.facts.mask_token_id, len(parts)
+def _answer(model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float) -> tuple[Tensor, Tensor]:
+    """Where the log-probabilities of the parts' decisions belong [M], and these."""
+    count, device, causal = len(parts), model.device, model.facts.topology == "causal"
+    every = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
 
     def padded(name: str) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence([getattr(part, name) for part in parts], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([getattr(part, name) for part in every], batch_first=True).to(device)
 
-    tokens, given, positions, wanted = (padded(name) for name in ("tokens", "given", "positions", "wanted"))
-    sizes = torch.tensor([len(part.tokens) for part in parts], device=tokens.device)
-    valid = torch.arange(tokens.shape[1], device=tokens.device) < sizes.unsqueeze(1)
+    tokens = padded("tokens")
+    sizes = torch.tensor([len(part.tokens) for part in every])
+    valid = torch.arange(tokens.shape[1]) < sizes.unsqueeze(1)
     visible = None
     if parts[0].visible is not None:
-        visible = torch.zeros((count, *[tokens.shape[1]] * 2), dtype=torch.bool, device=tokens.device)
-        for at, part in enumerate(parts):
+        visible = torch.zeros((len(every), *[tokens.shape[1]] * 2), dtype=torch.bool)
+        for at, part in enumerate(every):
             assert part.visible is not None
             visible[at, : len(part.tokens), : len(part.tokens)] = part.visible
-    rows = torch.tensor([part.row for part in parts], device=tokens.device)
-    branches = 1 if scale == 1 else 2
-    if branches == 2:
-        tokens = torch.cat((tokens, tokens.masked_fill(given, mask)))
-
-    def twice(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or branches == 1 else torch.cat((tensor, tensor))
-
-    everything = twice(positions), twice(wanted)
-    assert everything[0] is not None
-    query = WindowQuery(
-        rows=np.arange(count),
-        tokens=tokens,
-        positions=everything[0],
-        wanted=everything[1],
-        valid=None if valid.all() else twice(valid),
-        visible=twice(visible),
-        branches=branches,
-        forwarded=sizes.cpu().numpy(),
-        window=WindowLogits(np.arange(count)),
-        origin=twice(states.prompt_length[rows].unsqueeze(1)) if model.facts.prompt_aligned else None,
+    asked: dict[str, Any] = {
+        "rows": np.arange(count),
+        "tokens": tokens,
+        "positions": padded("positions"),
+        "wanted": padded("wanted"),
+        "valid": None if valid.all() else valid.to(device),
+        "visible": None if visible is None else visible.to(device),
+        "branches": len(every) // count,
+        "forwarded": sizes[:count].numpy(),
+    }
+    origin = None
+    if model.facts.prompt_aligned:
+        origin = states.prompt_length[[part.row for part in every]].unsqueeze(1).to(device)
+    query: Any = (
+        CausalQuery(**asked) if causal else WindowQuery(**asked, window=WindowLogits(np.arange(count)), origin=origin)
     )
     logits = with_gradients(model, query)
-    logits = guided(logits, scale) if branches == 2 else logits.to(_wide(model))
-    sources = torch.cat([torch.full_like(part.place, at) for at, part in enumerate(parts)])
-    columns = torch.cat([torch.arange(len(part.place), device=tokens.device) for part in parts])
-    place, of_rows = torch.cat([part.place for part in parts]), rows[sources]
-    chosen = logits[sources, columns]
-    out = torch.zeros_like(chosen, dtype=torch.bool).scatter(1, states.suppressed[of_rows], True)
-    said = (chosen.masked_fill(out, -torch.inf) / temperature).log_softmax(-1)
-    return of_rows, place, said.gather(1, states.tokens[of_rows, place].unsqueeze(1)).squeeze(1)
+    logits = guided(logits, scale) if scale != 1 else logits.to(_wide(model))
+    counts = torch.tensor([len(part.wanted) for part in parts])
+    sources = torch.arange(count).repeat_interleave(counts)
+    columns = torch.cat([torch.arange(each) for each in counts.tolist()])
+    chosen = logits[sources.to(device), columns.to(device)]
+    never = states.suppressed[[part.row for part in parts]][sources]
+    never = torch.where(never < 0, chosen.shape[-1], never).to(device)
+    out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device).scatter(1, never, True)
+    said = (chosen.masked_fill(out[:, :-1], -torch.inf) / temperature).log_softmax(-1)
+    token, into = (torch.cat([getattr(part.asked, name) for part in parts]).to(device) for name in ("token", "into"))
+    return into, said.gather(1, token.unsqueeze(1)).squeeze(1)

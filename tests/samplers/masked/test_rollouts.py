@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import END, MASK, tiny
+from tiny_models import MASK, tiny
 from torch import Tensor
 
 import paradec
@@ -299,9 +299,6 @@ def test_other_refusals(model: Model) -> None:
         paradec.infill(model, [[3, MASK, 4]], rollout=True)
     found = paradec.infill(model, [[3, MASK, 4, MASK]], rollout=True, holes_eos_inf=False).rollout
     assert (found.step_map[0] >= 0).tolist() == [False, True, False, True]
-    causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-    with pytest.raises(ValueError, match="rollout"):
-        paradec.generate(causal, ROWS, sampler="sjd", rollout=True)
 
 
 def test_nothing_is_kept_that_was_not_asked_for(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -303,10 +304,24 @@ def test_what_has_no_replay_is_refused() -> None:
         (TypeError, "rollout=None must be a paradec.Rollout", model, None, {}),
         (TypeError, "replay takes a language model", None, rollout, {}),
     ]
-    back = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True, sampler="saber").rollout
-    wrong.append((ValueError, "sampler 'saber', which takes back", model, back, {}))
+    wrong.append((ValueError, "writes=True: sampler 'threshold' takes nothing back", model, rollout, {"writes": True}))
+    wrong.append((ValueError, "writes=1 must be", model, rollout, {"writes": 1}))
     causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-    wrong.append((ValueError, "LlamaForCausalLM, which is causal", causal, rollout, {}))
+    wrong.append(
+        (ValueError, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM: .* what sees what", causal, rollout, {})
+    )
+    unnamed = dataclasses.replace(rollout, settings={})
+    assert (unnamed.step_map.diff() < 0)[unnamed.decided[:, 1:]].any()
+    wrong.append((ValueError, "rollout is of None", causal, unnamed, {}))
+    said = paradec.generate(causal, ROWS, max_new_tokens=4, rollout=True, sampler="sjd").rollout
+    wrong.append((ValueError, "rollout is of LlamaForCausalLM, not of", model, said, {}))
+    wrong.append((ValueError, "rollout is of None, not of", model, dataclasses.replace(said, settings={}), {}))
+    wrong.append(
+        (ValueError, "shrink=2 does not work with LlamaForCausalLM, which is causal", causal, said, {"shrink": 2})
+    )
+    wrong.append((ValueError, "one_forward=False does not work with", causal, said, {"one_forward": False}))
+    context = tiny(1, "causal_context", "shifted")
+    wrong.append((ValueError, "which is causal-context", context, rollout, {}))
     other = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
     wrong.append((ValueError, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM", other, rollout, {}))
     for kind, message, of, given, named in wrong:
