@@ -186,19 +186,76 @@ def test_joined_steps(name: str) -> None:
         assert (found - rollout.logp).nan_to_num().abs().max() > 0.01
 
 
+BACK = ["wino(threshold=0.05, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
+
+
+def writes_by_hand(model: Model, rollout: Rollout, joined: bool) -> Tensor:
+    """Every write in the canvas of its step, or of the first that writes, through the module."""
+    found, facts = torch.full((len(rollout.writes),), math.nan, dtype=torch.float64), model.facts
+    for row, length in enumerate(rollout.length.tolist()):
+        canvas = rollout.tokens[row, :length].masked_fill(rollout.step_map[row, :length] != -1, facts.mask_id)
+        block = torch.arange(length) // (facts.block_length or length)
+        sees, own = block[:, None] >= block, (rollout.writes[:, 0] == row).nonzero().squeeze(1)
+        logits = None
+        for step in sorted({*rollout.writes[own, 1].tolist()}):
+            if logits is None or not joined:
+                with torch.no_grad():
+                    logits = model.module(canvas[None], attention_mask=sees.view(1, 1, length, length)).logits[0]
+                logits[:, rollout.suppressed[row]] = -math.inf
+            for number in own[rollout.writes[own, 1] == step].tolist():
+                place, token = rollout.writes[number, 2:].tolist()
+                if not rollout.writes_logp[number].isnan():
+                    found[number] = logits[place].log_softmax(-1)[token]
+                canvas[place] = token
+    return found
+
+
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-def test_gradients_are_finite_differences(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", BACK)
+def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> None:
+    model, back = tiny(2, topology), set()
+    for temperature in (0.0, 1.0):
+        given: dict[str, Any] = {"sampler": name, "temperature": temperature} | ({"seed": 5} if temperature else {})
+        if topology == "bidirectional":
+            given["block_length"] = 6
+        rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, **given).rollout
+        back.add(bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > len(rollout.logp[rollout.decided]))
+        with torch.no_grad():
+            found = paradec.replay(model, rollout, writes=True)
+            assert_logp(found, rollout.writes_logp, 1e-10)
+            assert_logp(found, writes_by_hand(model, rollout, False), 1e-5)
+            assert_logp(paradec.replay(model, rollout), rollout.logp, 1e-10)
+            if topology == "block_causal":
+                assert_logp(paradec.replay(model, rollout, writes=True, one_forward=False), found, 1e-10)
+            else:
+                assert_logp(
+                    paradec.replay(model, rollout, 100, writes=True), writes_by_hand(model, rollout, True), 1e-5
+                )
+            if temperature:
+                assert_logp(paradec.replay(model, rollout, writes=True, batch_size=1), rollout.writes_logp_drawn, 1e-10)
+    assert True in back or (name, topology) == ("saber", "block_causal")
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "taken back"])
+def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers' is float32 inside
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", normed)
-    model = tiny(2, topology)
-    given = {"temperature": 1.0, "seed": 1, "guidance_scale": 1.3}
+    given: dict[str, Any] = {"temperature": 1.0, "seed": 1, "guidance_scale": 1.3}
+    if kind == "causal":
+        model = paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+        given["sampler"] = "sjd"
+    elif kind == "taken back":
+        model, given["sampler"] = tiny(2), "saber"
+    else:
+        model = tiny(2, kind)
     rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True, **given).rollout
+    replay = functools.partial(paradec.replay, model, rollout, writes=kind == "taken back")
     model.module.train()  # in evaluation mode all the same
-    weights = torch.linspace(-1, 1, rollout.tokens.numel(), dtype=torch.float64).view(rollout.tokens.shape)
+    weights = torch.linspace(-1, 1, replay().numel(), dtype=torch.float64).view(replay().shape)
     parameter = model.module.model.layers[0].self_attn.k_proj.weight
-    (gradient,) = torch.autograd.grad((paradec.replay(model, rollout) * weights).nansum(), [parameter])
+    (gradient,) = torch.autograd.grad((replay() * weights).nansum(), [parameter])
     assert model.module.training
     torch.manual_seed(0)
     with torch.no_grad():
@@ -208,10 +265,10 @@ def test_gradients_are_finite_differences(topology: str, monkeypatch: pytest.Mon
             sides = []
             for sign in (1, -1):
                 parameter += sign * 1e-5 * direction
-                sides.append((paradec.replay(model, rollout) * weights).nansum())
+                sides.append((replay() * weights).nansum())
                 parameter -= sign * 1e-5 * direction
             assert abs((sides[0] - sides[1]) / 2e-5 - (gradient * direction).sum()) < 1e-6
-        assert not paradec.replay(model, rollout).requires_grad
+        assert not replay().requires_grad
 
 
 def test_one_call_where_blocks_are_causal(monkeypatch: pytest.MonkeyPatch) -> None:

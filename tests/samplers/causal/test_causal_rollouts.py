@@ -1,0 +1,248 @@
+"""`generate(rollout=True)` and `paradec.replay` of causal models: every token with its step and log-probability."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import golden
+from rollouts import assert_same, by_trace
+from structured import CASES, causal_model_of, named
+from tiny_models import END, MASK, tiny
+
+import paradec
+from paradec.core.rollouts import Rollout
+from paradec.models.adapter import Model
+from paradec.models.own_drafts import OwnDrafts
+from paradec.samplers import create
+from paradec.samplers.causal.trees import DynamicTree
+
+ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
+GIVEN: dict[str, Any] = {"max_new_tokens": 8, "rollout": True}
+DRAWN = GIVEN | {"temperature": 0.7, "seed": 3, "sampler": "sjd"}
+
+
+@functools.cache
+def causal(layers: int = 2, dtype: torch.dtype = torch.float64) -> Model:
+    module = tiny(layers).unwrap().to(dtype)
+    model = paradec.wrap(module, topology="causal", prediction="shifted", eos_token_id=END)
+    model.own_drafts = OwnDrafts(MASK, 4)
+    return model
+
+
+def method(name: str, drafter: Model) -> Any:
+    found = {
+        "one by one": lambda: create("sjd", window=1),
+        "pool": lambda: create("jacobi", pool=3),
+        "blocks": lambda: create("jacobi", group=5),
+        "coupled": lambda: create("scd", refresh="maximal"),
+        "chain": lambda: create("speculative", drafter=drafter),
+        "tree": lambda: create("speculative", drafter=drafter, tree=(2, 2)),
+        "grown": lambda: create("speculative", drafter=drafter, tree=DynamicTree(8, 3, 3), rule="naive"),
+        "lookup": lambda: create("speculative", drafter="prompt_lookup"),
+    }
+    return found.get(name, lambda: create(name))()
+
+
+METHODS = [
+    "sjd",
+    "scd",
+    "jacobi",
+    "one by one",
+    "pool",
+    "blocks",
+    "coupled",
+    "chain",
+    "tree",
+    "grown",
+    "lookup",
+    "self_speculative",
+]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "trace": True},
+    {"temperature": 0.7, "top_p": 0.9, "guidance_scale": 1.5, "suppress_tokens": [3, 5]},
+    {"temperature": 0.1, "top_k": 5},
+    {"temperature": 0.0, "trace": True},
+]
+
+
+def by_hand(model: Model, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+    """Each row by itself, through the module."""
+    found, scale = torch.full_like(rollout.logp, torch.nan), rollout.settings.get("guidance_scale", 1.0)
+    for row, begin in enumerate(rollout.prompt_length.tolist()):
+        tokens = rollout.tokens[row, : begin + int(rollout.decided[row].sum())]
+        with torch.no_grad():
+            said = [model.module(ids[None]).logits[0] for ids in (tokens, tokens[begin - 1 :])]
+        logits = said[1][:-1] + scale * (said[0][begin - 1 : -1] - said[1][:-1])
+        logits[:, rollout.settings.get("suppress_tokens", [])] = -torch.inf
+        chosen = (logits / temperature).log_softmax(-1).gather(1, tokens[begin:, None]).squeeze(1)
+        found[row, begin : len(tokens)] = chosen
+    return found
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", METHODS)
+def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
+    """In float64 to 1e-10 and in float32 to 1e-5; tokens and steps are those of the trace."""
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = causal(2, dtype)
+        sampler = method(name, causal(1, dtype))
+        for given in SETTINGS if tolerance < 1e-9 else SETTINGS[:1]:
+            temperature, output = (
+                given["temperature"],
+                paradec.generate(model, ROWS, sampler=sampler, seed=2, **GIVEN, **given),
+            )
+            rollout, told = output.rollout, {"equal_nan": True, "rtol": 0, "atol": tolerance}
+            with torch.no_grad():
+                found = paradec.replay(model, rollout).double()
+                torch.testing.assert_close(found, rollout.logp, **told)
+                assert rollout.exact and torch.equal(found.isnan(), ~rollout.decided)
+                if temperature:
+                    assert rollout.logp_drawn is not None
+                    drawn = paradec.replay(model, rollout, temperature=temperature, batch_size=2).double()
+                    torch.testing.assert_close(drawn, rollout.logp_drawn, **(told | {"atol": 10 * tolerance}))
+            if tolerance < 1e-9:  # norms of transformers are float32 inside
+                torch.testing.assert_close(by_hand(model, rollout), rollout.logp, **(told | {"atol": 1e-5}))
+            for row, begin in enumerate(map(len, ROWS)):
+                count = int(rollout.decided[row].sum())
+                assert count == output.tokens[row]
+                shown = output.sequences[row, -8 : -8 + count if count < 8 else None]
+                assert rollout.tokens[row, : begin + count].tolist() == ROWS[row] + shown.tolist()
+                steps = rollout.step_map[row].tolist()
+                assert steps[:begin] == [-1] * begin and steps[begin + count : begin + 8] == [-2] * (8 - count)
+                if given.get("trace"):
+                    own = by_trace(output, mask=-1)[row]
+                    assert own == {at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)}
+
+
+def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = causal(1), list[tuple[int, ...]]()
+    rollout = paradec.generate(model, ROWS, **DRAWN).rollout
+    hook = model.module.register_forward_pre_hook(
+        lambda module, args, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    found = paradec.replay(model, rollout)
+    hook.remove()
+    last = max(row.nonzero().max().item() for row in rollout.decided)
+    assert shapes == [(3, last)]
+    found.nansum().backward()
+    assert model.module.lm_head.weight.grad.abs().sum() > 0
+    model.module.zero_grad()
+
+
+def test_rows_of_generate_many_files_copies_and_threads(tmp_path: Path) -> None:
+    model = causal(1)
+    together = paradec.generate(model, ROWS * 2, **DRAWN).rollout
+    many = paradec.generate_many(model, ROWS * 2, batch_size=2, **DRAWN)
+    outputs = sorted(many, key=lambda output: output.index)
+    for row, output in enumerate(outputs):
+        assert_same(output.rollout, together.row(row))
+    joined = Rollout.joined([output.rollout for output in outputs])
+    assert_same(joined, together)
+    together.save(tmp_path / "rollout")
+    for other in (Rollout.load(tmp_path / "rollout"), copy.deepcopy(together), pickle.loads(pickle.dumps(together))):
+        assert_same(other, together)
+    kept = paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout
+    both = Rollout.joined([together, kept])
+    assert both.suppressed.tolist() == [[-1, -1]] * 6 + [[1, 2]] * 3
+    with torch.no_grad():
+        torch.testing.assert_close(paradec.replay(model, both), both.logp, equal_nan=True, rtol=0, atol=1e-10)
+    found: dict[int, Rollout] = {}
+
+    def decode(at: int) -> None:
+        found[at] = paradec.generate(model, [ROWS[at]], **DRAWN).rollout
+
+    threads = [threading.Thread(target=decode, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for at in range(3):
+        assert_same(found[at], together.row(at))
+
+
+def test_a_state_in_flight_is_copied_with_its_record() -> None:
+    model, sampler = causal(1), create("sjd")
+    whole = paradec.generate(model, ROWS, **DRAWN).rollout
+    state: Any = sampler.start(model, ROWS, **{name: value for name, value in DRAWN.items() if name != "sampler"})
+    sampler.commit(state, sampler.step(model, state))
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state):
+        paradec.decode(sampler, model, other)
+        found = other.rollout.read(model, other)
+        found.settings = whole.settings
+        assert_same(found, whole)
+
+
+def test_older_weights_and_rows_that_fail() -> None:
+    model = causal(1)
+    model = paradec.wrap(copy.deepcopy(model.unwrap()), topology="causal", prediction="shifted", eos_token_id=END)
+    before = paradec.generate(model, ROWS, **DRAWN).rollout
+    model.update_weights({name: tensor * 0.9 for name, tensor in model.module.state_dict().items()})
+    after = paradec.generate(model, ROWS, **DRAWN).rollout
+    assert (before.version, after.version) == (0, 1)
+    assert (paradec.replay(model, before).detach() - before.logp).abs().nan_to_num().max() > 1e-3
+
+    def change(state: Any, commit: Any) -> None:
+        with torch.no_grad():
+            model.module.lm_head.weight *= 0.9
+
+    assert (
+        paradec.generate(model, ROWS, callback=change, **DRAWN).rollout.approximation
+        == "weights that changed on the way"
+    )
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight[20] = torch.nan
+    many = paradec.generate_many(model, ROWS, suppress_tokens=[20], **DRAWN)  # nor drafted
+    outputs = sorted(many, key=lambda output: output.index)
+    assert [output.error is None for output in outputs] == [True, True, False]
+    assert outputs[0].rollout.decided.sum() == outputs[0].tokens[0] and outputs[2].rollout.decided.sum() == 0
+
+
+def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
+    case = CASES[named("causal")[0]]
+    size, model = len(case["vocab"]), causal_model_of(case)
+    given = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"], "rollout": True}
+    rollout = paradec.generate(
+        model, torch.tensor([[size + 1]]), sampler="sjd", temperature=1.0, seed=0, **given
+    ).rollout
+    assert rollout.decided.any()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            paradec.replay(model, rollout).double(), rollout.logp, equal_nan=True, rtol=0, atol=1e-5
+        )
+
+
+def test_nemotron_s_causal_mode() -> None:
+    model = paradec.load(golden("autumn") / "nld" / "nld-tiny", dtype="float64", topology="causal")
+    rollout = paradec.generate(
+        model, [[3, 1, 2], [5]], sampler="self_speculative", temperature=1.0, seed=0, **GIVEN
+    ).rollout
+    with torch.no_grad():
+        torch.testing.assert_close(paradec.replay(model, rollout), rollout.logp, equal_nan=True, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="rollout is of .*, not of"):
+        paradec.replay(paradec.load(golden("autumn") / "nld" / "nld-tiny", topology="block_causal"), rollout)
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("sampler 'gsd', which is not lossless", causal(1), {"sampler": "gsd"}),
+        ("not lossless", causal(1), {"sampler": "jacobi(group=5, max_iterations=2, early_exit='published')"}),
+        (
+            "'self_speculative' on LlamaForCausalLM, which is block-causal",
+            tiny(1, "block_causal"),
+            {"sampler": "self_speculative"},
+        ),
+    ]
+    for message, model, given in wrong:
+        with pytest.raises(ValueError, match=f"rollout=True does not work with .*{message}"):
+            paradec.generate(model, ROWS, temperature=1.0, **GIVEN, **given)
+    sampler: Any = create("sjd")
+    with pytest.raises(ValueError, match="negative_prompt, which a rollout does not hold"):
+        sampler.start(causal(1), ROWS, guidance_scale=2.0, negative_prompt=[[5, 6]], **GIVEN)
+    sampler.start(causal(1), ROWS, guidance_scale=2.0, negative_prompt=[row[-1:] for row in ROWS], **GIVEN)
