@@ -188,9 +188,9 @@ class CausalSampler(Sampler):
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         if request.rollout:
-            from paradec.samplers.causal.rollouts import RecordedRollout  # likewise
+            from paradec.samplers.causal.rollouts import RecordedTokens  # likewise
 
-            state.rollout = RecordedRollout.of(self, model, state)
+            state.rollout = RecordedTokens.of(self, model, state)
         return state
 
     def _new_tokens(self, model: Any, grid: Grid | None, new: int | None) -> int:

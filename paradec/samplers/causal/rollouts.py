@@ -38,7 +38,7 @@ def check_recorded(sampler: Any, model: Any, state: CausalState) -> None:
 
 
 @dataclass
-class RecordedRollout:
+class RecordedTokens:
     """Keeps the log-probabilities of the tokens that become final."""
 
     said: LogProbs

@@ -159,7 +159,7 @@ class CausalState(State):
     masks: Any = field(init=False, default=None)
     """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
     rollout: Any = field(init=False, default=None)
-    """Of a request for one: `paradec.samplers.causal.rollouts.RecordedRollout`."""
+    """Of a request for one: `paradec.samplers.causal.rollouts.RecordedTokens`."""
 
     revises: ClassVar[bool] = False
     guesses: ClassVar[bool] = True

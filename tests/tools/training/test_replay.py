@@ -186,7 +186,7 @@ def test_joined_steps(name: str) -> None:
         assert (found - rollout.logp).nan_to_num().abs().max() > 0.01
 
 
-BACK = ["wino(threshold=0.05, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
+BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
 
 
 def writes_by_hand(model: Model, rollout: Rollout, joined: bool) -> Tensor:
