@@ -2,9 +2,9 @@
 
     python benchmarks/rollouts.py [--turns 7]
 
-Two random Llamas of one size (4 layers, 256 wide, 4,096 tokens), one bidirectional and one with causal blocks, decode
-4 prompts of 32 tokens, 64 new ones each, drawn at temperature 1 with one token a step and with four. Then the rollout
-is replayed in its forms, with and without gradients. One thread; CPU times of the process, in turns: medians, with
+Three random Llamas of one size (4 layers, 256 wide, 4,096 tokens), one bidirectional, one with causal blocks and one
+causal, decode 4 prompts of 32 tokens, 64 new ones each, drawn at temperature 1 with one token a step and with four (the
+causal one with SJD's window of 4 slots). Then the rollout is replayed in its forms, with and without gradients. One thread; CPU times of the process, in turns: medians, with
 quartiles. Prints a table and writes benchmarks/results/rollouts.json.
 """
 
@@ -25,13 +25,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import paradec
 
 VOCAB, MASK, ROWS, PROMPT, NEW, BLOCK = 4096, 4095, 4, 32, 64, 8
-SETTINGS = {"one token": {"sampler": "low_confidence"}, "four tokens": {"sampler": "low_confidence", "steps": NEW // 4}}
+MASKED = {"one token": {"sampler": "low_confidence"}, "four tokens": {"sampler": "low_confidence", "steps": NEW // 4}}
+CAUSAL = {"one token": {"sampler": "sjd(window=1)"}, "window of 4": {"sampler": "sjd(window=4)"}}
 
 
 def model_of(topology: str) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
     module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, num_key_value_heads=2))
+    if topology == "causal":
+        return paradec.wrap(module, topology=topology, prediction="shifted")
     block = BLOCK if topology == "block_causal" else None
     return paradec.wrap(module, mask_token_id=MASK, topology=topology, prediction="same", block_length=block)
 
@@ -51,7 +54,7 @@ def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, An
     model = model_of(topology)
     prompts = torch.randint(0, MASK, (ROWS, PROMPT))
     given = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 0, **setting}
-    given |= {"cache": "block"} if topology == "block_causal" else {"block_length": BLOCK}
+    given |= {"bidirectional": {"block_length": BLOCK}, "block_causal": {"cache": "block"}}.get(topology, {})
     rollout = paradec.generate(model, prompts, rollout=True, **given).rollout
 
     def replay(gradients: bool, **more: Any) -> Callable[[], None]:
@@ -69,8 +72,9 @@ def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, An
         "decode, recorded": lambda: paradec.generate(model, prompts, rollout=True, **given),
         "replay": replay(False),
         "replay, gradients": replay(True),
-        "replay, shrink=4": replay(False, shrink=4),
     }
+    if topology != "causal":
+        runs["replay, shrink=4"] = replay(False, shrink=4)
     if topology == "block_causal":
         runs["replay, state by state"] = replay(False, one_forward=False)
     with torch.no_grad():
@@ -98,8 +102,8 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {"turns": args.turns, "load": os.getloadavg()[0]}
     print("| model | steps | | positions | CPU seconds | of the decoding |\n|---|---|---|---|---|---|")
-    for topology in ("bidirectional", "block_causal"):
-        for steps, setting in SETTINGS.items():
+    for topology, settings in (("bidirectional", MASKED), ("block_causal", MASKED), ("causal", CAUSAL)):
+        for steps, setting in settings.items():
             found = result[f"{topology}, {steps}"] = measured(topology, setting, args.turns)
             for name, each in found.items():
                 if name != "error":

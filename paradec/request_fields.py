@@ -372,7 +372,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
     "rollout": Field(
         check=check_bool,
         served="draft_verify",
-        refused={"renoising": "what is final was drawn from noise, and no step's distribution is that of the answer"},
+        refused={"renoising": "a canvas closes with its likeliest tokens, which no step has drawn"},
     ),
     "progress": Field(
         check=check_bool,
