@@ -4,8 +4,9 @@
 
 Three random Llamas of one size (4 layers, 256 wide, 4,096 tokens), one bidirectional, one with causal blocks and one
 causal, decode 4 prompts of 32 tokens, 64 new ones each, drawn at temperature 1 with one token a step and with four (the
-causal one with SJD's window of 4 slots). Then the rollout is replayed in its forms, with and without gradients. One thread; CPU times of the process, in turns: medians, with
-quartiles. Prints a table and writes benchmarks/results/rollouts.json.
+causal one with SJD's window of 4 slots). Then the rollout is replayed in its forms, with and without gradients. One
+thread; CPU times of the process, in turns: medians, with quartiles. Prints a table and writes
+benchmarks/results/rollouts.json.
 """
 
 from __future__ import annotations

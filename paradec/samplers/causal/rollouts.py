@@ -59,7 +59,8 @@ class RecordedTokens:
         """
         check_recorded(sampler, model, state)
         told = settings_of(state.request, Rollout.named(model.facts, sampler))
-        said, drawn = (LogProbs.empty(*state.context[: state.batch].shape, 0, state.context.device) for _ in range(2))
+        columns, device = state.context.shape[1], state.context.device
+        said, drawn = (LogProbs.empty(state.batch, columns, 0, device) for _ in range(2))
         return cls(said, drawn, told, getattr(model, "weights_version", 0))
 
     def note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> None:
