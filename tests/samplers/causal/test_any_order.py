@@ -357,6 +357,7 @@ def test_orders_that_are_none(model: ProteinMPNNModel, order: Any, words: str) -
         ("jacobi", {"pool": 4}, {}, "pool=4 needs a model that runs over a store"),
         ("sjd", {"init": "repeat_horizontal"}, {}, "init='repeat_horizontal' guesses along a text"),
         ("sjd", {}, {"guidance_scale": 2.0}, "guidance_scale=2.0: small, a model of any order"),
+        ("sjd", {}, {"rollout": True}, "rollout=True does not work with small, a model of any order"),
     ],
 )
 def test_what_has_no_order_is_refused(
