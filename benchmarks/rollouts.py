@@ -1,6 +1,6 @@
 """What recording a rollout and replaying it cost beside the decoding: positions that are evaluated, and CPU time.
 
-    python benchmarks/rollouts.py [--turns 7]
+    python benchmarks/rollouts.py [--turns 7] [--models causal --out benchmarks/results/rollouts_causal.json]
 
 Three random Llamas of one size (4 layers, 256 wide, 4,096 tokens), one bidirectional, one with causal blocks and one
 causal, decode 4 prompts of 32 tokens, 64 new ones each, drawn at temperature 1 with one token a step and with four (the
@@ -28,6 +28,7 @@ import paradec
 VOCAB, MASK, ROWS, PROMPT, NEW, BLOCK = 4096, 4095, 4, 32, 64, 8
 MASKED = {"one token": {"sampler": "low_confidence"}, "four tokens": {"sampler": "low_confidence", "steps": NEW // 4}}
 CAUSAL = {"one token": {"sampler": "sjd(window=1)"}, "window of 4": {"sampler": "sjd(window=4)"}}
+MODELS = {"bidirectional": MASKED, "block_causal": MASKED, "causal": CAUSAL}
 
 
 def model_of(topology: str) -> Any:
@@ -98,13 +99,14 @@ def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollouts.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"turns": args.turns, "load": os.getloadavg()[0]}
     print("| model | steps | | positions | CPU seconds | of the decoding |\n|---|---|---|---|---|---|")
-    for topology, settings in (("bidirectional", MASKED), ("block_causal", MASKED), ("causal", CAUSAL)):
-        for steps, setting in settings.items():
+    for topology in args.models:
+        for steps, setting in MODELS[topology].items():
             found = result[f"{topology}, {steps}"] = measured(topology, setting, args.turns)
             for name, each in found.items():
                 if name != "error":
