@@ -65,7 +65,7 @@ class StepTuning:
         return self.found if self.chosen == "found" else self.even
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the chosen steps, for `TaylorSeer(full_steps=path)`."""
+        """Write the chosen steps, for `TaylorSeer(refresh=path)`."""
         self.schedule.save(Path(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def tune_steps(
     sampler = TaylorSeer(target="output") if sampler is None else sampler
     choosing, reporting = _check(pipe, budget, seeds, report, sampler, runs, seed)
     sampler = replace(sampler, target=sampler.target or "module")
-    with Session(pipe, replace(sampler, full_steps=(0,))):  # whatever is wrong with the pipeline is an error now
+    with Session(pipe, replace(sampler, refresh=(0,))):  # whatever is wrong with the pipeline is an error now
         pass
     work = _Work(pipe, run, sampler, choosing, reporting, None if study is None else Path(study), progress)
     work.begin(budget, runs, seed)
@@ -152,7 +152,7 @@ def tune_steps(
     }
     looked_at = sum(any(seed in row for seed in choosing) for row in work.known.values())
     found_it = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
-    return replace(found_it, sampler=replace(sampler, full_steps=found_it.schedule))
+    return replace(found_it, sampler=replace(sampler, refresh=found_it.schedule))
 
 
 def _check(
@@ -167,7 +167,7 @@ def _check(
     check_int("seed", seed, low=0)
     if not isinstance(sampler, TaylorSeer):
         raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
-    for name in ("full_steps", "refresh", "schedule"):
+    for name in ("refresh", "interval"):
         if getattr(sampler, name) is not None:
             raise ValueError(f"sampler has {name}={shown(getattr(sampler, name))}, which says when to evaluate already")
     found: list[tuple[int, ...]] = []
@@ -276,7 +276,7 @@ class _Work:
             if steps is None:
                 self.run(seed)
             else:
-                with Session(self.pipe, replace(self.sampler, full_steps=steps)):
+                with Session(self.pipe, replace(self.sampler, refresh=steps)):
                     self.run(seed)
         if seen.noise is None or seen.latent is None:
             raise ValueError("run: no step of the pipeline's scheduler was made")

@@ -67,9 +67,9 @@ def test_seacache_replays_diffusers(number: int, wan: Any) -> None:
 
 
 def test_seacache_bounds_and_attaching(wan: Any) -> None:
-    """Two runs are alike; `first_enhance` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
-    rule = SeaCache(1e9, max_consecutive_cached=4, cache_end_steps=2)
-    with accelerate(wan, TaylorSeer(refresh=rule, first_enhance=3, basis="reuse")) as session:
+    """Two runs are alike; `retention_steps` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
+    rule = SeaCache(1e9, max_consecutive_cached=4, retention_steps=3, cache_end_steps=2)
+    with accelerate(wan, TaylorSeer(refresh=rule, basis="reuse")) as session:
         first = recorded(wan, 0)
         steps = CASES[0]["steps"]
         expected = sorted({0, 1, *range(2, steps - 2, 5), steps - 2, steps - 1})
@@ -308,5 +308,5 @@ def test_watch_is_checked() -> None:
     for watch in ("modulated", "hidden"):
         with pytest.raises(ValueError, match=f"watch='{watch}'.*use 'latent'"):
             TaylorSeer(refresh=AccumulatedChange(watch=watch), target="output")
-    with pytest.raises(ValueError, match="watch='latent' goes with target"):
-        TaylorSeer(refresh=AccumulatedChange(watch="latent"), modules="a")
+    with pytest.raises(ValueError, match="watch='latent' does not go with modules"):
+        TaylorSeer(refresh=AccumulatedChange(watch="latent"), target=["a"])

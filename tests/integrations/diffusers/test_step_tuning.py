@@ -79,7 +79,7 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
 def by_hand(pipe: Any, seed: int, steps: Any) -> float:
     """The error of one run, from latents that a callback of the scheduler's keeps."""
     latents = []
-    for settings in (None, TaylorSeer(full_steps=steps, target="output")):
+    for settings in (None, TaylorSeer(refresh=steps, target="output")):
         own = pipe.scheduler.step
         kept: list[Any] = []
 
@@ -112,8 +112,8 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     pipe = wan_pipeline()
     found = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
     found.save(tmp_path / "steps.json")
-    sampler = TaylorSeer(full_steps=str(tmp_path / "steps.json"))
-    assert sampler.full_steps == found and sampler.target == "stack"
+    sampler = TaylorSeer(refresh=str(tmp_path / "steps.json"))
+    assert sampler.refresh == found and sampler.rule.target == "stack"
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     with accelerate(pipe, sampler) as session:
         run_wan(pipe, 6)
@@ -126,13 +126,13 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
         dit([1], num_inference_steps=6, output_type="np")
     with pytest.raises(ValueError, match="leave target='module' out"):
-        TaylorSeer(full_steps=found, target="module")
+        TaylorSeer(refresh=found, target="module")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
         with pytest.raises(ValueError, match=message):
-            TaylorSeer(full_steps=tmp_path / wrong)
+            TaylorSeer(refresh=tmp_path / wrong)
     for fields in ({"steps": (1, 2)}, {"steps": (0, 6)}, {"total": 0}):
-        with pytest.raises(ValueError, match=r"full_steps|total"):
+        with pytest.raises(ValueError, match=r"refresh|total"):
             StepSchedule(**({"steps": (0,), "total": 6} | fields))
 
 
@@ -159,7 +159,7 @@ def test_arguments_are_checked(digits: Any) -> None:
         ({"report": 1}, "two that report"),
         ({"seeds": 0}, "seeds=0"),
         ({"sampler": TaylorSeer(refresh="first_block")}, "sampler has refresh"),
-        ({"sampler": TaylorSeer(modules="nothing")}, "nothing"),
+        ({"sampler": TaylorSeer(target=["nothing"])}, "nothing"),
     ):
         with pytest.raises(ValueError, match=message):
             tune_steps(digits, never, **wrong)
