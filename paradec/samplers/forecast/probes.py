@@ -59,6 +59,8 @@ class Probe(Rule):
     """Base of the rules. A subclass implements `is_full`."""
 
     target = "stack"
+    filters: ClassVar[bool] = False
+    """Whether `ProbeState.latent` must have rows and columns."""
     whole: ClassVar[bool] = False
     """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
 

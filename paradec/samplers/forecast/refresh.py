@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
 from paradec.core.text_files import parse_json, read_text
+from paradec.samplers.forecast.targets import Modules
 
 STYLES = ("reference", "diffusers")
 WATCHED = ("modulated", "hidden", "latent")
@@ -64,7 +65,7 @@ class Rule:
         return "taylor"
 
     @property
-    def target(self) -> str | None:
+    def target(self) -> str | Modules | None:
         """What is forecast unless the sampler says; None is "module"."""
         return None
 

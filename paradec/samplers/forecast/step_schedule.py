@@ -10,7 +10,7 @@ from typing import Any
 from paradec.core.checks import LARGEST_INT, check_int, check_number, shown
 from paradec.core.text_files import write_json
 from paradec.samplers.forecast.refresh import RunProgress, StepRule, read_schedule
-from paradec.samplers.forecast.targets import target_from
+from paradec.samplers.forecast.targets import Modules, target_from
 
 SCHEMA = "paradec-steps/1"
 
@@ -34,7 +34,7 @@ class StepSchedule(StepRule):
     total: int | None = None
     scheduler: str | None = None
     guidance: float | None = None
-    target: str | None = None
+    target: str | Modules | None = None
 
     name = "steps"
 
@@ -44,7 +44,7 @@ class StepSchedule(StepRule):
         for step in steps:
             check_int("refresh", step, low=0, high=LARGEST_INT if self.total is None else self.total - 1)
         check_number("guidance", self.guidance, none=True)
-        target_from(self.target)
+        object.__setattr__(self, "target", target_from(self.target))
         if not isinstance(self.scheduler, str | None):
             raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a class, or None")
         if 0 not in steps or sorted(set(steps)) != list(steps):

@@ -6,7 +6,7 @@ Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with Tay
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -63,8 +63,8 @@ class TaylorSeer(ForecastSampler):
             message has the new spelling.
     """
 
-    refresh: Rule | None = None
-    basis: Basis | None = None
+    refresh: Rule | Sequence[int] | str | None = None
+    basis: Basis | str | None = None
     target: str | Modules | None = None
     interval: int | None = None
     order: int | None = None
@@ -105,7 +105,7 @@ class TaylorSeer(ForecastSampler):
         object.__setattr__(self, "max_memory", _bytes(self.max_memory))
         check_int("interval", self.interval, low=1, none=True)
         check_int("order", self.order, low=0, none=True)
-        if self.interval is not None and not isinstance(self.refresh, Every | None):
+        if self.interval is not None and isinstance(self.refresh, Rule) and not isinstance(self.refresh, Every):
             raise ValueError(f"interval={self.interval} and refresh={self.refresh.name!r} both say when to evaluate")
         rule, target = self.rule, self.target
         if rule.target is not None and target not in (None, rule.target):
@@ -123,13 +123,13 @@ class TaylorSeer(ForecastSampler):
     @cached_property
     def rule(self) -> Rule:
         """`refresh`, or the default."""
-        rule = self.refresh or Every()
+        rule = refresh_from(self.refresh) or Every()
         return rule if self.interval is None else replace(rule, interval=self.interval)  # type: ignore[call-arg]
 
     @cached_property
     def forecaster(self) -> Basis:
         """`basis`, or the default, with this sampler's settings."""
-        basis = self.basis or BASES[self.rule.basis]()
+        basis = basis_from(self.basis) or BASES[self.rule.basis]()
         return replace(basis, guard=self.rule.guard, order=basis.order if self.order is None else self.order)
 
     def evaluates(self, course: RunProgress) -> bool:
@@ -149,7 +149,7 @@ class TaylorSeer(ForecastSampler):
         within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
         if isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"):
             within = True
-        inside = {"max_memory": self.max_memory, "refresh": rule if within else None}
+        inside: dict[str, Any] = {"max_memory": self.max_memory, "refresh": rule if within else None}
         inside["target"] = None if self.target == "output" else self.target
         for setting, value in inside.items():
             if value is not None:

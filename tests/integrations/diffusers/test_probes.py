@@ -134,8 +134,8 @@ def test_transformers(name: str) -> None:
     assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
     # what was said about the memory beforehand is what it took: with a probe's residual, and at order 1
     time = torch.full((len(inputs["hidden_states"]),), 500)
-    for refresh in (None, FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
-        sampler = TaylorSeer(interval=1, refresh=refresh, basis="taylor", target="stack")
+    for refresh in ([0, 1], FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
+        sampler = TaylorSeer(refresh=refresh, basis="taylor", target="stack")
         with accelerate(module, sampler) as session:
             denoise(module, inputs, 2)
         assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes

@@ -148,7 +148,8 @@ def sizes(
         stack = Stack(owner, places, modules) if places[0].kind == "stack" else None
         handles = [module.register_forward_hook(count) for name, module in modules.items() if name in kept]
         given, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        owner.given = latent_of(given, named)
+        latent = latent_of(given, named)
+        owner.given = latent[..., None] if latent.ndim == 3 else latent  # cells in a row: their number alone counts
         with torch.no_grad():
             skeleton(*given, **named)
         if stack is not None:

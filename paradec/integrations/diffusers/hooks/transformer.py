@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.integrations.diffusers.hooks.blocks import Place, hooked
+from paradec.integrations.diffusers.hooks.cells import unpacked
 from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
 from paradec.integrations.diffusers.hooks.memory import Size, fitting, megabytes
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
@@ -279,7 +280,8 @@ class Transformer:
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
-        self.given = latent_of(args, kwargs)
+        filters = isinstance(self.asked.rule, Probe) and self.asked.rule.filters
+        self.given = unpacked(self.clock.owner, args, kwargs) if filters else latent_of(args, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.deciding = False
         self.evaluated, self.forecast, self.called = [], [], {}
