@@ -54,19 +54,30 @@ class StepSchedule(StepRule):
     def is_full(self, course: RunProgress) -> bool:
         return course.index in self.steps
 
-    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None, **run: Any) -> None:
+    def check_run(self, total: int | None, **run: Any) -> None:
         """Raise ValueError for a run that the steps were not found for; what is None is not known and not compared."""
-        kind = None if scheduler is None else type(scheduler).__name__
-        for name, found, own in (
-            ("steps", total, self.total),
-            ("scheduler", kind, self.scheduler),
-            ("guidance_scale", guidance, self.guidance),
-        ):
-            if found is not None and own is not None and found != own:
+        for name, found, own in self._compared(total, **run):
+            if found is not None and found != own:
                 raise ValueError(
                     f"refresh: these steps were found for runs of {name} {own}, and this one has {found}; find others "
                     "with paradec.tune_steps, or give the steps themselves"
                 )
+
+    def untold(self, total: int | None, **run: Any) -> list[str]:
+        """What the steps are bound to, and a run does not tell."""
+        return [name for name, found, _ in self._compared(total, **run) if found is None]
+
+    def _compared(
+        self, total: int | None, scheduler: Any = None, guidance: float | None = None
+    ) -> list[tuple[str, Any, Any]]:
+        """(name, the run's, our own) of all that the steps are bound to."""
+        kind = None if scheduler is None else type(scheduler).__name__
+        pairs = (
+            ("steps", total, self.total),
+            ("scheduler", kind, self.scheduler),
+            ("guidance_scale", guidance, self.guidance),
+        )
+        return [pair for pair in pairs if pair[2] is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in the file."""

@@ -33,9 +33,11 @@ from paradec.integrations.diffusers.hooks.stack import Stack, StackTap
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Kept, Patch, Tap, parameters_of
 from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, is_feature, latent_of
+from paradec.integrations.diffusers.runs import guidance_above
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
@@ -318,8 +320,12 @@ class Transformer:
     def _begin(self, run: Run) -> RunState:
         """A run starts: nothing of the one before is left."""
         rule, total = self.asked.rule, self.clock.total
-        guidance = getattr(self.clock.owner, "_guidance_scale", None)
-        rule.check_run(total, scheduler=self.clock.scheduler, guidance=guidance)
+        run_facts = {"scheduler": self.clock.scheduler, "guidance": guidance_above(sys._getframe())}
+        rule.check_run(total, **run_facts)
+        if isinstance(rule, StepSchedule) and (untold := rule.untold(total, **run_facts)):
+            self._note(
+                "schedule", f"the run does not tell its {', '.join(untold)}, so that the steps may be those of another"
+            )
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
