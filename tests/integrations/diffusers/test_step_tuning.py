@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from module_attributes import attributes
-from tiny_pipelines import dit_pipeline, run_wan, wan_pipeline
+from tiny_pipelines import dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
 
 import paradec
 from paradec import TaylorSeer, accelerate, tune_steps
@@ -125,6 +125,16 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     dit = dit_pipeline()
     with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
         dit([1], num_inference_steps=6, output_type="np")
+    # DiTPipeline keeps its guidance to itself: it is read off its call; a loop of one's own has none to read
+    with accelerate(dit, StepSchedule((0, 2), 4, "DDIMScheduler", 4.0)) as session:
+        run_dit(dit, 4)
+        assert session.report().full_steps == [0, 2] and not session.report().notes
+        with pytest.raises(ValueError, match="runs of guidance_scale 4.0, and this one has 2.0"):
+            run_dit(dit, 4, guidance_scale=2.0)
+    loop, inputs = loop_pipeline("SD3")
+    with accelerate(loop, StepSchedule((0, 2), 4, None, 4.0)) as session:
+        loop(inputs, 4)
+        assert "the run does not tell its guidance_scale, so" in str(session.report())
     with pytest.raises(ValueError, match="leave target='module' out"):
         TaylorSeer(refresh=found, target="module")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
@@ -173,6 +183,13 @@ def test_arguments_are_checked(digits: Any) -> None:
         tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=9, seeds=1, report=2)
     with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
         tune_steps(digits, lambda seed: run_digits(digits, seed, 3 + seed), budget=2, seeds=1, report=2)
+    with pytest.raises(ValueError, match="one run has 2.0 guidance, another 3.0"):
+        guided = lambda seed: digits(1, num_inference_steps=2, guidance_scale=2.0 + seed)  # noqa: E731
+        tune_steps(digits, guided, budget=1, seeds=1, report=2)
+    loop, inputs = loop_pipeline("SD3")
+    with pytest.warns(UserWarning, match="no pipeline's call tells its guidance scale"):
+        found = tune_steps(loop, lambda seed: loop(inputs, 2), budget=2, seeds=1, report=2)
+    assert found.schedule.guidance is None
     with pytest.raises(ValueError, match="no step of the pipeline's scheduler"):
         tune_steps(digits, lambda seed: None, budget=2, seeds=1, report=2)
 

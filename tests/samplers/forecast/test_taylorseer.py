@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from dataclasses import replace
 from itertools import combinations
 from math import factorial
@@ -32,6 +33,10 @@ from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubb
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
+from paradec.samplers.forecast.rules import RULES
+from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.step_masks import StepMask
+from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
@@ -610,6 +615,68 @@ def test_nan_outputs_are_refused() -> None:
     state = sampler.start(DiffusionModel(module), noise(3), scheduler=DDIMScheduler(), class_labels=LABELS)
     with pytest.raises(FloatingPointError, match="row 1 at step 0"):
         decode(sampler, DiffusionModel(module), state)
+
+
+OLD_CALLS = [
+    ({"first_enhance": 3, "interval": 6}, TaylorSeer(Every(6, 3))),
+    ({"style": "diffusers", "full_after": 9, "order": 2}, TaylorSeer(Every(5, 1, "diffusers", 9), order=2)),
+    ({"full_steps": [0, 3], "order": 0}, TaylorSeer([0, 3], order=0)),
+    ({"full_steps": "fast", "target": "stack"}, TaylorSeer("fast", target="stack")),
+    ({"basis": "hermite", "sigma": 0.7, "order": 2}, TaylorSeer(basis=Hermite(sigma=0.7), order=2)),
+    ({"derivative_dtype": "bfloat16", "interval": 3}, TaylorSeer(interval=3, basis=Taylor(dtype="bfloat16"))),
+    ({"basis": "dmd", "window": 4, "max_memory": 99}, TaylorSeer(basis=DMD(window=4), max_memory=99)),
+    ({"modules": "a.*"}, TaylorSeer(target=["a.*"])),
+    ({"modules": ["a", "b"], "skip": "c"}, TaylorSeer(target=Modules(("a", "b"), "c"))),
+    ({"schedule": {"steps": 2, "modules": {"a": [0]}}}, TaylorSeer(BlockSchedule(2, (("a", (0,)),)))),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_CALLS)
+def test_old_calls_are_told_the_new_spelling(old: dict, new: TaylorSeer) -> None:
+    """The call that the message writes is the one that is meant, wherever the old one comes from."""
+    saved = {"sampler": "taylorseer", "interval": 5, "order": 1, "first_enhance": 1, "sigma": 0.5, "window": 6}
+    saved |= {"style": "reference", "full_steps": None, "schedule": None, "modules": None, "refresh": None} | old
+    own = {key: value for key, value in saved.items() if key != "sampler"}
+    for call in (
+        lambda: TaylorSeer(**old),
+        lambda: paradec.samplers.create("taylorseer", **old),
+        lambda: TaylorSeer.from_dict(json.loads(json.dumps(saved))),
+        lambda: TaylorSeer.__new__(TaylorSeer).__setstate__(own),  # pickled by a former version
+    ):
+        with pytest.raises(ValueError, match=f"no .*{list(old)[0 if 'basis' not in old else 1]}.* any more") as told:
+            call()
+        written = eval(str(told.value).partition("write ")[2], {"TaylorSeer": TaylorSeer})
+        assert (written.rule, written.forecaster) == (new.rule, new.forecaster)
+        assert (written.target, written.max_memory) == (new.target, new.max_memory)
+
+
+def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
+    """Objects, texts, short forms and plain data make the same sampler; copies and pickles are equal."""
+    (tmp_path / "rule.json").write_text(json.dumps(Every(3, 2).to_dict()))
+    for same in (
+        [Every(3, 2), "every(interval=3, first_enhance=2)", {"refresh": "every", "interval": 3, "first_enhance": 2}],
+        [Every(3, 2), tmp_path / "rule.json", str(tmp_path / "rule.json")],
+        [StepSchedule((0, 4)), [0, 4], (0, 4), {"schema": "paradec-steps/1", "steps": [0, 4], "total": None}],
+        [StepMask("slow"), "slow", "step_mask(mask=slow)"],
+        [SeaCache(), "seacache", {"refresh": "seacache"}],
+    ):
+        assert {TaylorSeer(entry) for entry in same} == {TaylorSeer(same[0])}
+    assert TaylorSeer(interval=3).rule == TaylorSeer("every(interval=3)").rule == Every(3)
+    assert TaylorSeer(Every(6, 3), interval=4).rule == Every(4, 3)  # a preset's, with another interval
+    assert TaylorSeer(basis="newton", order=2).forecaster == TaylorSeer(basis=Newton(2)).forecaster
+    assert TaylorSeer("seacache").forecaster == Taylor() and TaylorSeer("dbcache").forecaster == Reuse()
+    for sampler in (
+        *(
+            TaylorSeer(),
+            TaylorSeer(interval=3, order=2),
+            TaylorSeer(Every(5, 3, "diffusers"), "dmd(window=4)", "block"),
+        ),
+        *(TaylorSeer([0, 2], Taylor(2, "bfloat16"), Modules("a", "b")), TaylorSeer(target=["a"], max_memory="1KB")),
+        *(TaylorSeer(rule) for rule in RULES if rule not in ("magcache", "step_mask")),
+    ):
+        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+        for copied in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler)), replace(sampler)):
+            assert copied == sampler and copied.forecaster == sampler.forecaster and copied.rule == sampler.rule
 
 
 def test_settings_are_checked() -> None:
