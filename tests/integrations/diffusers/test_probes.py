@@ -607,6 +607,13 @@ def test_settings_are_checked() -> None:
         magcache.calibrate(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
 
 
+def test_first_steps_of_a_rule() -> None:
+    module, inputs = model("DiT")
+    with accelerate(module, FirstBlock(9.0, first_enhance=3)) as session:
+        denoise(module, inputs, 6)
+        assert kinds(session) == "FFF..."
+
+
 def test_rules_survive_plain_data() -> None:
     rules = (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), DiCache(0.2))
     for rule in (*rules, "first_block", "dicache"):
