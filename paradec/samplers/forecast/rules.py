@@ -40,6 +40,8 @@ def refresh_from(value: Any) -> Rule | None:
         return value
     if isinstance(value, (list, tuple, range)):
         return StepSchedule(tuple(value))
+    if isinstance(value, int):
+        raise ValueError(f"refresh={shown(value)}: one step in so many is interval={shown(value)}, or Every(...)")
     given = value
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
         given = read_schedule(value)

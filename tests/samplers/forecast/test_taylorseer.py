@@ -700,6 +700,8 @@ def test_settings_are_checked() -> None:
         for value in values:
             with pytest.raises(ValueError, match=setting):
                 TaylorSeer(**{setting: value})
+    with pytest.raises(ValueError, match="refresh=5: one step in so many is interval=5"):
+        TaylorSeer(5, 1)  # as it was written once
     with pytest.raises(ValueError, match="interval=3 and refresh='verification' both say when"):
         TaylorSeer(refresh="verification", interval=3)
     for rule, settings in (
