@@ -150,7 +150,8 @@ class TaylorSeer(ForecastSampler):
         if isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"):
             within = True
         inside: dict[str, Any] = {"max_memory": self.max_memory, "refresh": rule if within else None}
-        inside["target"] = None if self.target == "output" else self.target
+        target = self.target or rule.target
+        inside["target"] = None if target == "output" else target
         for setting, value in inside.items():
             if value is not None:
                 raise ValueError(

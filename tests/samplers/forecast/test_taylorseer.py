@@ -726,8 +726,10 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)
-    for settings in ({"target": "block"}, {"refresh": "verification"}, {"target": ["a"]}, {"max_memory": 1000}):
+    stack = {"target": "stack", "refresh": StepSchedule((0, 2), 20, target="stack")}
+    for settings in ({"target": "block"}, {"refresh": "verification"}, {"target": ["a"]}, {"max_memory": 1000}, stack):
         with pytest.raises(ValueError, match=f"{next(iter(settings))}.*paradec.accelerate"):
+            settings = settings if settings is not stack else {"refresh": stack["refresh"]}
             decoded(TaylorSeer(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
     model = DiffusionModel(tiny_dit())
     good = {"latent": noise(2), "scheduler": DDIMScheduler(), "class_labels": [1, 2]}
