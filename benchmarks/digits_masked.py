@@ -34,7 +34,7 @@ from provenance import write_result
 from torch import Tensor
 
 import paradec
-from paradec import TaylorSeer
+from paradec import Every, TaylorSeer
 from paradec.api.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
@@ -81,8 +81,8 @@ LEFT_OUT = {
 }
 """Pairs that are not measured: `dmd` takes an SVD per row and feature and is meant for outputs; the rest for time."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "taylor 1, module, 7 of 20, first_enhance=3": (20, {"interval": 4, "first_enhance": 3}),
-    "taylor 1, module, 7 of 20, diffusers' style": (20, {"interval": 4, "first_enhance": 3, "style": "diffusers"}),
+    "taylor 1, module, 7 of 20, first_enhance=3": (20, {"refresh": Every(4, 3)}),
+    "taylor 1, module, 7 of 20, diffusers' style": (20, {"refresh": Every(4, 3, "diffusers")}),
     "taylor 4, module, 14 of 50, first_enhance=2": (50, TaylorSeer.presets["dit"]),
     "taylor 1, module, change 0.25 of 20": (20, {"refresh": AccumulatedChange(0.25)}),
     "taylor 1, module, change 0.4 of 20": (20, {"refresh": AccumulatedChange(0.4)}),
@@ -92,7 +92,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
-    """(label, curve, DDIM steps, settings of TaylorSeer), the ones that matter most first; first_enhance is 1."""
+    """(label, curve, DDIM steps, settings of TaylorSeer), the ones that matter most first."""
     found: list[tuple[str, str, int, dict[str, Any] | None]] = []
     for steps in (20, 50, 14, 10, 7, 5, 4):
         found.append((f"ddim, {steps} steps", "ddim", steps, None))
@@ -142,7 +142,7 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
     _, _, steps, settings = setting
     session = None
     if settings is not None:
-        session = paradec.accelerate(pipe, TaylorSeer(**{"order": 1, "first_enhance": 1} | settings))
+        session = paradec.accelerate(pipe, TaylorSeer(**settings))
     pictures, labels, full, evaluations, begin = [], [], [], [], time.perf_counter()
     for start in range(0, images, BATCH):
         wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
@@ -354,7 +354,7 @@ def pictures(file: Path) -> None:
         return pipe(range(10), num_inference_steps=steps, generator=torch.Generator().manual_seed(3), output_type="pt")
 
     rows += [image for steps in (20, 5) for image in to_pil(paint(steps).images)]
-    with paradec.accelerate(pipe, TaylorSeer(interval=4, order=1, first_enhance=1)):
+    with paradec.accelerate(pipe, TaylorSeer(interval=4, order=1)):
         rows += to_pil(paint(20).images)
     contact_sheet(rows, columns=10, enlarge=2).save(file)
 

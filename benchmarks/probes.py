@@ -41,7 +41,7 @@ from taylorseer import denoise, inputs
 from torch import Tensor, nn
 
 import paradec
-from paradec import TaylorSeer
+from paradec import Every, TaylorSeer
 from paradec.integrations.diffusers.hooks.magcache import calibrate
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache
@@ -121,13 +121,13 @@ EVEN = "even, module, taylor 1"
 
 def ways(steps: int) -> dict[str, list[Settings]]:
     """Settings of `TaylorSeer` by the way of deciding and forecasting: those that follow a schedule."""
-    spread = [{"full_steps": even(steps, count)} for count in BUDGETS]
-    masks = [{"full_steps": step_mask(name, steps)} for name in ("ultra", "fast")]
+    spread = [{"refresh": even(steps, count)} for count in BUDGETS]
+    masks = [{"refresh": step_mask(name, steps)} for name in ("ultra", "fast")]
     stack, reuse = {"target": "stack"}, {"target": "stack", "basis": "reuse"}
     return {
         EVEN: spread,
-        "interval, module, taylor 1": [{"interval": n} for n in (3, 4, 5)],
-        "the paper's schedule, module, taylor 1": [{"interval": n, "first_enhance": 3} for n in (3, 4, 5)],
+        "interval, module, taylor 1": [{"refresh": Every(n)} for n in (3, 4, 5)],
+        "the paper's schedule, module, taylor 1": [{"refresh": Every(n, 3)} for n in (3, 4, 5)],
         "even, output, taylor 1": [entry | {"target": "output"} for entry in spread],
         "even, stack, taylor 1": [entry | stack for entry in spread],
         "even, stack, reuse": [entry | reuse for entry in spread],
@@ -151,9 +151,7 @@ def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
 
 def published(ratios: Any, steps: int) -> dict[str, Settings]:
     """Settings as the public codes and papers have them; DBCache's Fn is 8 there, more than there are blocks here."""
-    named = {
-        f"step mask {name}, module, taylor 1": {"full_steps": step_mask(name, steps)} for name in ("slow", "medium")
-    }
+    named = {f"step mask {name}, module, taylor 1": {"refresh": step_mask(name, steps)} for name in ("slow", "medium")}
     return named | {
         "TaylorSeer: ours, interval 5": {},
         "TaylorSeer: the paper's, interval 6 behind 3": dict(TaylorSeer.presets["paper"]),

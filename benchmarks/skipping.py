@@ -104,7 +104,7 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> dict[str, Any]
             own = TaylorSeer(target=target)
             tuned = paradec.tune_steps(pipe, run, budget=budget, seeds=seeds, report=seeds, sampler=own, runs=runs)
             for kind, schedule in (("even", tuned.even), ("searched", tuned.found)):
-                ways[f"{kind}, {target}, taylor 1"] = TaylorSeer(full_steps=schedule)
+                ways[f"{kind}, {target}, taylor 1"] = TaylorSeer(refresh=schedule)
         for way, sampler_of in rules(name).items():
             low, high, best = 1e-3, 30.0, None
             for _ in range(HALVINGS):

@@ -49,9 +49,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import paradec
-from paradec import TaylorSeer
+from paradec import Every, TaylorSeer
 from paradec.models.images.loading import packaged_image
 from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.samplers.forecast.refresh import RunProgress, StepRule
+from paradec.samplers.forecast.step_schedule import StepSchedule
 
 RESULTS = Path(__file__).resolve().parent / "results" / "taylorseer.json"
 BRANCHES = {
@@ -81,7 +83,6 @@ FORECASTS: dict[str, dict[str, Any]] = {
     "output, reuse": {"target": "output", "basis": "reuse"},
     "output, dmd": {"target": "output", "basis": "dmd"},
 }
-OURS = {"interval": 5, "order": 1, "first_enhance": 3}
 CACHE_DIT = "cache-dit, DBCache + Taylor"
 LABELS = 5
 GUIDANCE = 2.0
@@ -227,7 +228,7 @@ def ours(settings: dict[str, Any]) -> Callable[[nn.Module, str], Any]:
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Callable[[], dict[str, Any]]]:
-        with paradec.accelerate(module, TaylorSeer(**OURS | settings)) as session:
+        with paradec.accelerate(module, TaylorSeer(**settings)) as session:
             attached.start = session.reset
 
             def facts() -> dict[str, Any]:
@@ -304,6 +305,11 @@ def summary(rows: dict[str, dict[str, Any]], latents: dict[str, list[Tensor]]) -
     }
 
 
+def steps_of(rule: StepRule, total: int) -> list[int]:
+    """The steps that a schedule evaluates."""
+    return [step for step in range(total) if rule.is_full(RunProgress(total, step))]
+
+
 def tables(results: dict[str, dict[str, Any]]) -> str:
     """For the documentation: errors (ours on the three schedules), then what the kinds of methods cost."""
     head = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
@@ -343,8 +349,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     diffusers.utils.logging.disable_progress_bar()
 
-    schedule = TaylorSeer(interval=5, first_enhance=3, style="diffusers")
-    full_steps = [step for step in range(args.steps) if schedule.is_full(step)]
+    schedules: list[StepRule] = [Every(5, 3), Every(5, 3, "diffusers")]
+    full_steps = steps_of(schedules[1], args.steps)
     theirs = {"cache_interval": 5, "disable_cache_before_step": 3, "max_order": 1}
     methods: dict[str, Callable[[nn.Module, str], Any]] = {
         "diffusers, its default": diffusers_hook(**theirs),
@@ -356,20 +362,17 @@ def main() -> None:
     except ImportError:
         print("cache-dit is not installed; it is left out")
     even = [round(i * args.steps / len(full_steps)) for i in range(len(full_steps))]
-    schedules: list[dict[str, Any]] = [{}, {"style": "diffusers"}, {"full_steps": even}]
+    schedules.append(StepSchedule(tuple(even)))
     methods |= {
-        f"paradec, {label}, {name} schedule": ours(settings | when)
+        f"paradec, {label}, {name} schedule": ours({"refresh": rule, **settings})
         for label, settings in FORECASTS.items()
-        for name, when in zip(SCHEDULES, schedules, strict=True)
+        for name, rule in zip(SCHEDULES, schedules, strict=True)
     }
 
     facts = {
         "steps": args.steps,
         "full_steps": len(full_steps),
-        "schedules": {
-            name: [step for step in range(args.steps) if TaylorSeer(**OURS | when).is_full(step)]
-            for name, when in zip(SCHEDULES, schedules, strict=True)
-        },
+        "schedules": {name: steps_of(rule, args.steps) for name, rule in zip(SCHEDULES, schedules, strict=True)},
         "width": args.width,
         "seeds": args.seeds,
         "torch": torch.__version__,

@@ -57,9 +57,7 @@ def main() -> None:
     run(f"{args.steps} steps", args.steps)
     fewer = -(-args.steps // args.interval)
     run(f"{fewer} steps", fewer)
-    sampler = paradec.TaylorSeer(
-        interval=args.interval, order=args.order, first_enhance=1, basis=args.basis, target=args.target
-    )
+    sampler = paradec.TaylorSeer(interval=args.interval, order=args.order, basis=args.basis, target=args.target)
     with paradec.accelerate(pipe, sampler) as session:
         run(f"{args.steps} steps, {fewer} evaluated", args.steps)
     print(session.report())
@@ -68,7 +66,7 @@ def main() -> None:
     if args.plot:
         import forecast_cost  # beside this file
 
-        points = forecast_cost.sweep(pipe, lambda: paint(args.steps), first_enhance=1)
+        points = forecast_cost.sweep(pipe, lambda: paint(args.steps))
         print(forecast_cost.table(points))
         forecast_cost.draw(points, args.plot)
 

@@ -60,7 +60,7 @@ def main() -> None:
     start = time.perf_counter()
     plain = run()
     print(f"plain: {time.perf_counter() - start:.2f} s")
-    sampler = paradec.samplers.create("taylorseer", preset="dit", basis=args.basis, target=args.target)
+    sampler = paradec.samplers.create("taylorseer", preset="dit", basis=args.basis, order=4, target=args.target)
     with paradec.accelerate(pipe, sampler) as session:
         start = time.perf_counter()
         fast = run()
@@ -72,7 +72,7 @@ def main() -> None:
     if args.plot:
         import forecast_cost  # beside this file
 
-        points = forecast_cost.sweep(pipe, lambda: torch.from_numpy(run()), first_enhance=2)
+        points = forecast_cost.sweep(pipe, lambda: torch.from_numpy(run()))
         print(forecast_cost.table(points))
         forecast_cost.draw(points, args.plot)
 

@@ -54,7 +54,7 @@ def sweep(
 
     Args:
         pipe: a diffusers pipeline. run: calls it, always with the same noise, and returns latents or pixels.
-        curves: settings of `TaylorSeer` by name. common: settings of all of them, `first_enhance` for example.
+        curves: settings of `TaylorSeer` by name. common: settings of all of them, `target` for example.
 
     Raises:
         ValueError: a setting out of its range, before anything is run; or another shape than the plain run's.

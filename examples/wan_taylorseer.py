@@ -78,7 +78,7 @@ def main() -> None:
     samplers = {
         "taylorseer": paradec.samplers.create("taylorseer", preset="wan"),
         "taylorseer, output only": paradec.samplers.create("taylorseer", preset="wan", target="output"),
-        "bac": paradec.TaylorSeer(schedule=schedule, basis="reuse"),
+        "bac": paradec.TaylorSeer(refresh=schedule),
     }
     for name, sampler in samplers.items():
         with paradec.accelerate(pipe, sampler) as session:
@@ -99,7 +99,7 @@ def main() -> None:
     if args.plot:
         import forecast_cost  # beside this file
 
-        points = forecast_cost.sweep(pipe, run, first_enhance=1)
+        points = forecast_cost.sweep(pipe, run)
         print(forecast_cost.table(points))
         forecast_cost.draw(points, args.plot)
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from paradec.samplers.forecast.easycache import EasyCache
     from paradec.samplers.forecast.first_block import DBCache, FirstBlock
     from paradec.samplers.forecast.magcache import MagCache
-    from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+    from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verification
     from paradec.samplers.forecast.seacache import SeaCache
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
@@ -67,6 +67,7 @@ __all__ = [
     "DBCache",
     "DiCache",
     "EasyCache",
+    "Every",
     "FirstBlock",
     "FixedBlocks",
     "Interrupted",
@@ -113,6 +114,7 @@ LATER = {
     "DBCache": "paradec.samplers.forecast.first_block",
     "DiCache": "paradec.samplers.forecast.dicache",
     "EasyCache": "paradec.samplers.forecast.easycache",
+    "Every": "paradec.samplers.forecast.refresh",
     "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
     "Interrupted": "paradec.core.protocol",

@@ -113,6 +113,14 @@ def plainly(module: nn.Module, model: str) -> Any:
     yield lambda: None
 
 
+def asked(library: Any) -> dict[str, Any]:
+    """The schedule as this version of paradec has it."""
+    if not hasattr(library, "Every"):
+        return SCHEDULE
+    when = {key: value for key, value in SCHEDULE.items() if key != "order"}
+    return {"refresh": library.Every(**when), "order": SCHEDULE["order"]}
+
+
 def paradec_from(checkout: Checkout, **settings: Any) -> Attach:
     """paradec's session, from a checkout."""
 
@@ -120,7 +128,7 @@ def paradec_from(checkout: Checkout, **settings: Any) -> Attach:
     def attach(module: nn.Module, model: str) -> Any:
         with checkout:
             library = checkout.load("paradec")
-            session = library.accelerate(module, library.TaylorSeer(**SCHEDULE | settings))
+            session = library.accelerate(module, library.TaylorSeer(**asked(library) | settings))
         yield session.reset
         session.detach()
 

@@ -161,8 +161,9 @@ class Registry:
                 raise ValueError(unknown(f"preset of {what}", preset, presets))
             settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]
+        moved = getattr(cls, "moved", ())  # the class tells the new spelling
         for setting in settings:
-            if setting not in allowed:
+            if setting not in allowed and setting not in moved:
                 raise ValueError(unknown(f"setting of {what}", setting, allowed))
         return cls(**settings)
 

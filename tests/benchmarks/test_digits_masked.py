@@ -239,14 +239,14 @@ def test_the_pipeline_is_the_forecast_family_s_loop(pipe: PixelDiTPipeline) -> N
     from paradec.models.images.diffusion import DiffusionModel
 
     noise = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    sampler = paradec.TaylorSeer(interval=3, order=1, first_enhance=1)
+    sampler = paradec.TaylorSeer(interval=3, order=1)
     model = DiffusionModel(pipe.transformer.eval())
     state = sampler.start(
         model, noise, scheduler=pipe.scheduler, num_inference_steps=8, guidance_scale=2.0, class_labels=LABELS[:4]
     )
     with torch.no_grad():
         decode(sampler, model, state)
-    with paradec.accelerate(pipe, paradec.TaylorSeer(interval=3, order=1, first_enhance=1, target="output")):
+    with paradec.accelerate(pipe, paradec.TaylorSeer(interval=3, order=1, target="output")):
         images = paint(pipe, latents=noise)
     assert torch.allclose(images, (state.latent / 2 + 0.5).clamp(0, 1), atol=1e-4)
 
@@ -257,7 +257,7 @@ def test_interval_one_is_the_pipeline(pipe: PixelDiTPipeline) -> None:
         with paradec.accelerate(pipe, paradec.TaylorSeer(interval=1, target=target)) as session:
             assert torch.equal(paint(pipe), plain)
         assert session.report().full_steps == list(range(8))
-    with paradec.accelerate(pipe, paradec.TaylorSeer(interval=3, order=1, first_enhance=1)) as session:
+    with paradec.accelerate(pipe, paradec.TaylorSeer(interval=3, order=1)) as session:
         fast = paint(pipe)
     assert session.report().full_steps == [0, 3, 6] and not torch.equal(fast, plain)
     assert (fast - plain).abs().mean() < 0.05

@@ -137,15 +137,15 @@ def mar(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_packaged_dit(tmp_path: Path) -> None:
     """The pictures are the pipeline's, plain ones above; at interval 1 both are the same."""
     given = ["--model", "digits-dit", "--class", "3,8", "--steps", "6", "--compare"]
-    found, sheet = run(tmp_path, *given, "--sampler", "taylorseer", "--interval", "3", "--set", "first_enhance=1")
-    assert found["full_steps"] == [0, 3] and len(found["calls"]) == 6 and found["sampler"]["order"] == 1
+    found, sheet = run(tmp_path, *given, "--sampler", "taylorseer", "--interval", "3")
+    assert found["full_steps"] == [0, 3] and len(found["calls"]) == 6 and found["sampler"]["interval"] == 3
     assert 0 < found["pixel_difference"] < 0.2 and found["class_labels"] == [3, 8]
     picture = Image.open(sheet)
     assert picture.size == (2 * 28 + 2, 2 * 28 + 2)
     pipe = PixelDiTPipeline.digits()
     pipe.set_progress_bar_config(disable=True)
     draw = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
-    with paradec.accelerate(pipe, TaylorSeer(interval=3, first_enhance=1)):
+    with paradec.accelerate(pipe, TaylorSeer(interval=3)):
         expected = pipe([3, 8], num_inference_steps=6, generator=draw).images
     for column, image in enumerate(expected):
         box = (30 * column, 30, 30 * column + 28, 58)
@@ -323,7 +323,7 @@ def test_curves(tmp_path: Path) -> None:
 
     before = paint()
     curves = {"taylor": {}, "output": {"target": "output"}}
-    points = forecasts.sweep(pipe, paint, curves, intervals=(1, 2, 4), first_enhance=1)
+    points = forecasts.sweep(pipe, paint, curves, intervals=(1, 2, 4))
     assert torch.equal(paint(), before)  # nothing is left attached
     for curve in curves:
         found = [point for point in points if point.curve == curve]
@@ -357,7 +357,7 @@ def test_speed_is_the_plain_runs_time_by_the_accelerated_ones(monkeypatch: pytes
     def paint() -> torch.Tensor:
         return pipe([3], num_inference_steps=4, generator=torch.Generator().manual_seed(0), output_type="pt").images
 
-    points = forecasts.sweep(pipe, paint, {"taylor": {}}, intervals=(1, 2, 4), first_enhance=1)
+    points = forecasts.sweep(pipe, paint, {"taylor": {}}, intervals=(1, 2, 4))
     assert [point.speedup for point in points] == [1, 2, 4]
 
 

@@ -666,7 +666,7 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
         if step == 3:
             found.extend(together(lambda: latents(beside), lambda: latents(amused)))
 
-    with paradec.accelerate(amused, paradec.TaylorSeer(interval=3, first_enhance=1)) as session:
+    with paradec.accelerate(amused, paradec.TaylorSeer(interval=3)) as session:
         fast = latents(amused)
         assert session.report().full_steps == [0, 3]
         assert torch.equal(latents(amused, callback=nested), fast)

@@ -147,6 +147,24 @@ def pipeline_above(frame: FrameType | None) -> Any:
     return None
 
 
+def guidance_above(frame: FrameType | None) -> float | None:
+    """The guidance scale that the nearest pipeline's `__call__` works with, or None where none is told: its argument,
+    what it keeps (also in a guider), or `true_cfg_scale`."""
+    while frame is not None and pipeline_in(frame) is None:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    pipe, said = pipeline_in(frame), frame.f_locals
+    guider = getattr(pipe, "guider", None)
+    for found in (
+        *(said.get("guidance_scale"), getattr(pipe, "_guidance_scale", None)),
+        *(said.get("true_cfg_scale"), getattr(guider, "guidance_scale", None)),
+    ):
+        if isinstance(found, (int, float)):
+            return float(found)
+    return None
+
+
 def called_by(frame: FrameType | None, owner: Any) -> bool:
     """Whether the function that calls a module from here, torch's own left out, is a method of `owner`."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.text_files import read_json, write_json
 from paradec.integrations.diffusers.hooks.session import Session, transformers_of
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
+from paradec.integrations.diffusers.runs import guidance_above
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 from paradec.tools.tuning.run import weights_of
@@ -65,7 +68,7 @@ class StepTuning:
         return self.found if self.chosen == "found" else self.even
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the chosen steps, for `TaylorSeer(full_steps=path)`."""
+        """Write the chosen steps, for `TaylorSeer(refresh=path)`."""
         self.schedule.save(Path(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def tune_steps(
     sampler = TaylorSeer(target="output") if sampler is None else sampler
     choosing, reporting = _check(pipe, budget, seeds, report, sampler, runs, seed)
     sampler = replace(sampler, target=sampler.target or "module")
-    with Session(pipe, replace(sampler, full_steps=(0,))):  # whatever is wrong with the pipeline is an error now
+    with Session(pipe, replace(sampler, refresh=(0,))):  # whatever is wrong with the pipeline is an error now
         pass
     work = _Work(pipe, run, sampler, choosing, reporting, None if study is None else Path(study), progress)
     work.begin(budget, runs, seed)
@@ -152,7 +155,7 @@ def tune_steps(
     }
     looked_at = sum(any(seed in row for seed in choosing) for row in work.known.values())
     found_it = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
-    return replace(found_it, sampler=replace(sampler, full_steps=found_it.schedule))
+    return replace(found_it, sampler=replace(sampler, refresh=found_it.schedule))
 
 
 def _check(
@@ -167,7 +170,7 @@ def _check(
     check_int("seed", seed, low=0)
     if not isinstance(sampler, TaylorSeer):
         raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
-    for name in ("full_steps", "refresh", "schedule"):
+    for name in ("refresh", "interval"):
         if getattr(sampler, name) is not None:
             raise ValueError(f"sampler has {name}={shown(getattr(sampler, name))}, which says when to evaluate already")
     found: list[tuple[int, ...]] = []
@@ -200,6 +203,7 @@ class _Work:
     study: Path | None
     progress: Progress | None
     total: int = 0
+    guidance: float | None = None
     known: dict[Steps, dict[int, float]] = field(default_factory=dict)
     """Errors by set and seed."""
     full: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
@@ -211,15 +215,21 @@ class _Work:
         if there is not None and there.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
         for each in (*self.choosing, *self.reporting):
-            noise, latent, steps = self._final(each, None)
-            if self.total not in (0, steps):
-                raise ValueError(f"run: one run has {self.total} steps, another {steps}")
-            self.total = steps
-            self.full[each] = latent, float((latent - noise).norm())
+            seen = self._final(each, None)
+            for what, before, now in (("steps", self.total, seen.count), ("guidance", self.guidance, seen.guidance)):
+                if self.full and before != now:
+                    raise ValueError(f"run: one run has {before} {what}, another {now}")
+            self.total, self.guidance = seen.count, seen.guidance
+            self.full[each] = seen.latent, float((seen.latent - seen.noise).norm())
         if budget > self.total:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
         transformer = next(iter(transformers_of(self.pipe).values()))
-        self.guidance = getattr(self.pipe, "_guidance_scale", None)
+        if self.guidance is None:
+            warnings.warn(
+                "run: no pipeline's call tells its guidance scale, so that these steps will be taken for any; use them "
+                "with the guidance that they were found with",
+                stacklevel=3,
+            )
         self.setup: dict[str, Any] = {
             "total": self.total,
             "scheduler": type(self.pipe.scheduler).__name__,
@@ -263,24 +273,23 @@ class _Work:
         """|x - full| / |full - noise| of one run."""
         row = self.known.setdefault(steps, {})
         if seed not in row:
-            _, latent, count = self._final(seed, steps)
-            if count != self.total:
-                raise ValueError(f"run: one run has {self.total} steps, another {count}")
-            full, away = self.full[seed]
-            row[seed] = float((latent - full).norm()) / max(away, 1e-12)
+            seen, (full, away) = self._final(seed, steps), self.full[seed]
+            if seen.count != self.total:
+                raise ValueError(f"run: one run has {self.total} steps, another {seen.count}")
+            row[seed] = float((seen.latent - full).norm()) / max(away, 1e-12)
         return row[seed]
 
-    def _final(self, seed: int, steps: Steps | None) -> tuple[Tensor, Tensor, int]:
-        """The first noise, the final latent and the number of steps of one run; steps of None: the full run."""
+    def _final(self, seed: int, steps: Steps | None) -> _Latents:
+        """What was seen of one run; steps of None: the full run."""
         with _Latents(self.pipe.scheduler) as seen:
             if steps is None:
                 self.run(seed)
             else:
-                with Session(self.pipe, replace(self.sampler, full_steps=steps)):
+                with Session(self.pipe, replace(self.sampler, refresh=steps)):
                     self.run(seed)
-        if seen.noise is None or seen.latent is None:
+        if not seen.count:
             raise ValueError("run: no step of the pipeline's scheduler was made")
-        return seen.noise, seen.latent, seen.count
+        return seen
 
     def _keep(self, steps: Steps) -> None:
         """Write what is known, and say how far we are."""
@@ -293,20 +302,21 @@ class _Work:
 
 
 class _Latents:
-    """Takes down what a scheduler is given first and returns last. A context manager."""
+    """Takes down what a scheduler is given first and returns last, and the guidance. A context manager."""
 
     def __init__(self, scheduler: Any):
         self.inner = scheduler.step
-        self.noise: Tensor | None = None
-        self.latent: Tensor | None = None
+        self.noise: Tensor
+        self.latent: Tensor
         self.count = 0
+        self.guidance: float | None = None
         self.stand_in = StandIn(scheduler, "step", self._step)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         sample = kwargs["sample"] if "sample" in kwargs else args[2]
         found = self.inner(*args, **kwargs)
-        if self.noise is None:
-            self.noise = sample.detach().double().cpu()
+        if not self.count:
+            self.noise, self.guidance = sample.detach().double().cpu(), guidance_above(sys._getframe())
         self.latent = (found[0] if isinstance(found, tuple) else found.prev_sample).detach().double().cpu()
         self.count += 1
         return found

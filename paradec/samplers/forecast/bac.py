@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from paradec.core.checks import check_int, shown
-from paradec.core.text_files import parse_json, read_text, write_json
+from paradec.core.text_files import write_json
+from paradec.samplers.forecast.refresh import Rule, read_schedule
 
 
 @dataclass(frozen=True)
-class BlockSchedule:
-    """Steps at which each module is evaluated; between them its last output serves.
+class BlockSchedule(Rule):
+    """Steps at which each module is evaluated; between them its last output serves, or a forecast by another basis.
 
     Args:
         steps: solver steps of the run that this was made for.
@@ -35,6 +36,10 @@ class BlockSchedule:
 
     steps: int
     modules: tuple[tuple[str, tuple[int, ...]], ...]
+
+    name = "bac"
+    basis = "reuse"
+    target = "module"
 
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1)
@@ -52,6 +57,10 @@ class BlockSchedule:
         """The steps by name."""
         return {name: frozenset(steps) for name, steps in self.modules}
 
+    def check_run(self, total: int | None, **run: Any) -> None:
+        if total not in (None, self.steps):
+            raise ValueError(f"refresh was made for runs of {self.steps} steps; this one has {total}")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in the file."""
         return {"steps": self.steps, "modules": {name: list(steps) for name, steps in self.modules}}
@@ -65,7 +74,7 @@ class BlockSchedule:
         """
         modules = data.get("modules") if isinstance(data, Mapping) and set(data) == {"steps", "modules"} else None
         if not isinstance(modules, Mapping) or not all(isinstance(steps, (list, tuple)) for steps in modules.values()):
-            raise ValueError(f'schedule={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
+            raise ValueError(f'refresh={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
         return cls(data["steps"], tuple((str(name), tuple(steps)) for name, steps in modules.items()))
 
     def save(self, path: str | Path) -> None:
@@ -79,11 +88,7 @@ class BlockSchedule:
         Raises:
             ValueError: no such file, or not of this form.
         """
-        try:
-            data = parse_json(read_text(path))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"schedule={str(path)!r} is no schedule file: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(read_schedule(path))
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:

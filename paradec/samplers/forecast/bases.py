@@ -8,13 +8,18 @@ Everything is elementwise over the feature but for `dmd`, so that shards and row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import factorial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from paradec.core.called import called
+from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.registry import unknown
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 RIDGE = 1e-8
 """What HiCache's public code adds to singular values before it divides by them."""
 
@@ -41,9 +46,10 @@ class Basis:
 
     Args:
         order: O: how many orders beyond the last feature are used, where the basis has orders.
-        dtype: what the history is kept in; None keeps the feature's own type. Sums are taken in the wider of the two.
+        dtype: what the history is kept in, such as "bfloat16"; None keeps the feature's own type. Sums are taken in the
+            wider of the two.
         guard: no differences are taken at steps up to this one (-1: always), as TaylorSeer's public code has it for
-            the steps before the last two of `first_enhance`.
+            the steps before the last two of `first_enhance`. The sampler sets it.
     """
 
     order: int = 1
@@ -53,6 +59,23 @@ class Basis:
     name: ClassVar[str] = ""
     rolls: ClassVar[bool] = False
     """Whether forecasts are fed back."""
+
+    def __post_init__(self) -> None:
+        check_int("order", self.order, low=0)
+        if self.dtype is not None:
+            kind = str(self.dtype).removeprefix("torch.")
+            check_choice("dtype", kind, DTYPES)
+            object.__setattr__(self, "dtype", getattr(torch, kind))
+
+    @classmethod
+    def settings(cls) -> list[str]:
+        """What a caller may set."""
+        return [field.name for field in fields(cls) if field.name != "guard"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `basis_from`."""
+        said = {key: getattr(self, key) for key in self.settings()}
+        return {"basis": self.name} | said | {"dtype": said["dtype"] and str(said["dtype"]).removeprefix("torch.")}
 
     @property
     def slots(self) -> int:
@@ -130,6 +153,10 @@ class Hermite(Taylor):
     sigma: float = 0.5
 
     name = "hermite"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("sigma", self.sigma, low=0, open_low=True)
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         return hermite_weights(step - nodes[0], self.sigma, count)
@@ -209,6 +236,11 @@ class DMD(Basis):
 
     name = "dmd"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("window", self.window, low=4)
+        check_number("sigma", self.sigma, low=0, open_low=True)
+
     @property
     def slots(self) -> int:
         return max(self.window, self.order + 1)
@@ -260,3 +292,24 @@ def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
 
 
 BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newton, Hermite, Reuse, FoCa, DMD)}
+
+
+def basis_from(value: Any) -> Basis | None:
+    """A basis from itself, its name ("hermite", "hermite(sigma=0.7)"), or its `to_dict`; None is none.
+
+    Raises:
+        ValueError: something else, or a setting that the basis has not.
+    """
+    if value is None or isinstance(value, Basis):
+        return value
+    if isinstance(value, str):
+        name, settings = called("basis", value) if "(" in value else (value, {})
+    else:
+        settings = dict(value) if isinstance(value, Mapping) else {}
+        name = settings.pop("basis", value)
+    if not isinstance(name, str) or name not in BASES:
+        raise ValueError(f"basis={shown(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
+    for key in settings:
+        if key not in BASES[name].settings():
+            raise ValueError(unknown(f"setting of basis {name!r}", key, BASES[name].settings()))
+    return BASES[name](**settings)

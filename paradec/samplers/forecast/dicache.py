@@ -7,6 +7,7 @@ public code, which has no licence file: nothing is shared with it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -69,7 +70,7 @@ class DiCache(Probe):
     def head(self) -> int:
         return self.probe_depth
 
-    def check_run(self, total: int | None) -> None:
+    def check_run(self, total: int | None, **run: Any) -> None:
         if self.num_inference_steps is None and total is None:
             raise ValueError(
                 "num_inference_steps=None: DiCache evaluates the first steps and the last one, and a transformer by "

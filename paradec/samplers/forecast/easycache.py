@@ -7,6 +7,7 @@ that of the authors' code for Wan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -48,16 +49,16 @@ class EasyCache(StepRule):
         check_int("ret_steps", self.ret_steps, low=0)
         check_int("num_inference_steps", self.num_inference_steps, low=1, none=True)
 
-    def check_run(self, total: int | None) -> None:
+    def check_run(self, total: int | None, **run: Any) -> None:
         if self.num_inference_steps is None and total is None:
             raise ValueError(
                 "num_inference_steps=None: EasyCache evaluates the last step, and a transformer by itself does not "
                 "tell which one that is; give their number"
             )
 
-    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
+    def is_full(self, course: RunProgress) -> bool:
         last = (self.num_inference_steps or course.total or 0) - 1
-        if course.index < max(first_enhance, self.ret_steps) or course.index == last or "rate" not in course.kept:
+        if course.index < self.ret_steps or course.index == last or "rate" not in course.kept:
             return True
         return not course.change < self.threshold  # also where it is no number
 

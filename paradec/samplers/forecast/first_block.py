@@ -24,14 +24,17 @@ class FirstBlock(Probe):
 
     Args:
         threshold: a larger change asks for an evaluation; 0 always evaluates.
+        first_enhance: solver steps at the start that are all evaluated.
     """
 
     threshold: float = 0.05
+    first_enhance: int = 1
 
     name = "first_block"
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0)
+        check_int("first_enhance", self.first_enhance, low=1)
 
     @property
     def head(self) -> int:
@@ -40,7 +43,8 @@ class FirstBlock(Probe):
     def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert probe is not None
         residual = (probe - first).detach()
-        full = forced or self.threshold == 0 or relative_change(residual, state.tensors["residual"]) > self.threshold
+        full = forced or state.index < self.first_enhance or self.threshold == 0
+        full = full or relative_change(residual, state.tensors["residual"]) > self.threshold
         if full:
             state.tensors["residual"] = residual
         return full

@@ -8,10 +8,12 @@ probe and the last ones are evaluated or forecast together, as one residual (`ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from paradec.samplers.forecast.refresh import Rule
 
 
 @dataclass(eq=False)
@@ -53,12 +55,12 @@ class ProbeState:
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Rule):
     """Base of the rules. A subclass implements `is_full`."""
 
-    name: ClassVar[str] = ""
-    target: ClassVar[str] = "stack"
-    measures: ClassVar[bool] = False
+    target = "stack"
+    filters: ClassVar[bool] = False
+    """Whether `ProbeState.latent` must have rows and columns."""
     whole: ClassVar[bool] = False
     """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
 
@@ -87,9 +89,6 @@ class Probe:
         """
         raise NotImplementedError
 
-    def check_run(self, total: int | None) -> None:
-        """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells)."""
-
     def check_model(self, module: nn.Module) -> None:
         """Raise ValueError if the rule cannot serve this transformer."""
 
@@ -109,7 +108,3 @@ class Probe:
 
     def evaluated(self, state: ProbeState, residual: Tensor) -> None:
         """Take note of what was added to the hidden states [B, ...] in this call, by the blocks that were evaluated."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.refresh_from`."""
-        return {"refresh": self.name} | asdict(self)

@@ -1,18 +1,22 @@
-"""How far a run is, and rules that measure once a step when to evaluate instead of forecast: SpeCa's and TeaCache's.
+"""How far a run is, and when to evaluate instead of forecast: evenly, or as measured once a step by SpeCa and TeaCache.
 
-Fixed schedules are `TaylorSeer`'s own; `rules` has all rules by name. Independent of how features are forecast
-(`bases`): every rule goes with every basis.
+`rules` has all values of `TaylorSeer(refresh=...)` by name. Independent of how features are forecast (`bases`): every
+rule goes with every basis.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
+from paradec.core.text_files import parse_json, read_text
+from paradec.samplers.forecast.targets import Modules
 
+STYLES = ("reference", "diffusers")
 WATCHED = ("modulated", "hidden", "latent")
 
 
@@ -46,25 +50,47 @@ class RunProgress:
 
 
 @dataclass(frozen=True)
-class StepRule:
-    """Base of the rules that are asked once a step, by its first call. A subclass implements `is_full`."""
+class Rule:
+    """Base of all values of `TaylorSeer(refresh=...)`."""
 
     name: ClassVar[str] = ""
-    basis: ClassVar[str] = "taylor"
-    """How features are forecast unless the sampler says."""
-    target: ClassVar[str] = "module"
-    """What is forecast unless the sampler says."""
     measures: ClassVar[bool] = False
-    """Whether `changed` reads how the input changes."""
+    """Whether `StepRule.changed` reads how the input changes."""
     from_input: ClassVar[bool] = False
     """Whether what is forecast is how the transformer's output differs from its input, with no other `target`."""
 
-    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
+    @property
+    def basis(self) -> str:
+        """How features are forecast unless the sampler says."""
+        return "taylor"
+
+    @property
+    def target(self) -> str | Modules | None:
+        """What is forecast unless the sampler says; None is "module"."""
+        return None
+
+    @property
+    def guard(self) -> int:
+        """The last step at which no differences are taken: TaylorSeer's public code waits for the last two of the first
+        steps."""
+        return int(getattr(self, "first_enhance", 1)) - 2
+
+    def check_run(self, total: int | None, **run: Any) -> None:
+        """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells) with this
+        `scheduler` and `guidance`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `rules.refresh_from`."""
+        return {"refresh": self.name} | asdict(self)
+
+
+@dataclass(frozen=True)
+class StepRule(Rule):
+    """Base of the rules that are asked once a step, by its first call. A subclass implements `is_full`."""
+
+    def is_full(self, course: RunProgress) -> bool:
         """Whether the next step is evaluated; what `changed` says of it is in `course` already."""
         raise NotImplementedError
-
-    def check_run(self, total: int | None) -> None:
-        """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells)."""
 
     def changed(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         """Note in the course how the watched input [B, ...] changed from one step to the next."""
@@ -72,9 +98,42 @@ class StepRule:
     def evaluated(self, course: RunProgress, given: Tensor, output: Tensor) -> None:
         """Take note of the transformer's input and output, both [B, ...], in the call that decided for its step."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.refresh_from`."""
-        return {"refresh": self.name} | asdict(self)
+
+@dataclass(frozen=True)
+class Every(StepRule):
+    """Evaluate evenly spread steps: the first `first_enhance`, and every `interval`-th from the last of them on.
+
+    Args:
+        interval: N: one evaluation, then N - 1 forecasts; 1 evaluates always.
+        first_enhance: solver steps at the start that are all evaluated.
+        style: "reference" is the public code's schedule. "diffusers" is that of `TaylorSeerCacheConfig`: the second
+            step after the first ones is evaluated too, every `interval`-th follows from there, and differences are
+            taken from the first steps on.
+        full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
+    """
+
+    interval: int = 5
+    first_enhance: int = 1
+    style: str = "reference"
+    full_after: int | None = None
+
+    name = "every"
+
+    def __post_init__(self) -> None:
+        check_int("interval", self.interval, low=1)
+        check_int("first_enhance", self.first_enhance, low=1)
+        check_choice("style", self.style, STYLES)
+        check_int("full_after", self.full_after, low=1, none=True)
+
+    @property
+    def guard(self) -> int:
+        return super().guard if self.style == "reference" else -1
+
+    def is_full(self, course: RunProgress) -> bool:
+        if course.index < self.first_enhance or (self.full_after is not None and course.index >= self.full_after):
+            return True
+        offset = 1 if self.style == "reference" else -1
+        return (course.index - self.first_enhance + offset) % self.interval == 0
 
 
 @dataclass(frozen=True)
@@ -91,14 +150,16 @@ class Verification(StepRule):
         decay_rate: what it is multiplied with from the first step to the last.
         min_forecasts: forecasts after an evaluation before the error counts (`min_taylor_steps`).
         max_forecasts: forecasts after which the next step is evaluated anyhow (`max_taylor_steps`).
+        first_enhance: solver steps at the start that are evaluated, but for the forecast after each evaluation.
     """
 
     base_threshold: float = 0.3
     decay_rate: float = 0.3
     min_forecasts: int = 1
     max_forecasts: int = 8
+    first_enhance: int = 1
 
-    name: ClassVar[str] = "verification"
+    name = "verification"
 
     def __post_init__(self) -> None:
         check_number("base_threshold", self.base_threshold, low=0, open_low=True)
@@ -106,12 +167,12 @@ class Verification(StepRule):
         check_int("min_forecasts", self.min_forecasts, low=1)
         check_int("max_forecasts", self.max_forecasts)
         check_order("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
+        check_int("first_enhance", self.first_enhance, low=1)
 
-    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
-        """Whether the next step is evaluated."""
+    def is_full(self, course: RunProgress) -> bool:
         if course.forecasts == 0:
             return False
-        if course.index < first_enhance or course.forecasts >= self.max_forecasts:
+        if course.index < self.first_enhance or course.forecasts >= self.max_forecasts:
             return True
         if course.error is None or course.forecasts < self.min_forecasts:
             return False
@@ -137,6 +198,7 @@ class AccumulatedChange(StepRule):
             the first block; or "latent". None is the first thing that a forecast would replace: "modulated" with
             `target="module"`, "hidden" with "block" and "stack", "latent" with "output", where nothing else is known.
         last_steps: steps at the end of a run that are all evaluated (1 in the public code).
+        first_enhance: solver steps at the start that are all evaluated.
     """
 
     threshold: float = 0.2
@@ -144,9 +206,10 @@ class AccumulatedChange(StepRule):
     max_forecasts: int | None = None
     watch: str | None = None
     last_steps: int = 0
+    first_enhance: int = 1
 
-    name: ClassVar[str] = "accumulated_change"
-    measures: ClassVar[bool] = True
+    name = "accumulated_change"
+    measures = True
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, open_low=True)
@@ -159,8 +222,9 @@ class AccumulatedChange(StepRule):
         if self.watch is not None:
             check_choice("watch", self.watch, WATCHED)
         check_int("last_steps", self.last_steps, low=0)
+        check_int("first_enhance", self.first_enhance, low=1)
 
-    def check_run(self, total: int | None) -> None:
+    def check_run(self, total: int | None, **run: Any) -> None:
         if self.last_steps and total is None:
             raise ValueError(
                 f"last_steps={self.last_steps} needs the number of steps, which a transformer by itself does not tell; "
@@ -177,9 +241,9 @@ class AccumulatedChange(StepRule):
             total = total * change + coefficient
         return total
 
-    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
-        """Whether the next step is evaluated; `course.change` holds its change already."""
-        if course.index < first_enhance or (self.last_steps and course.index >= (course.total or 0) - self.last_steps):
+    def is_full(self, course: RunProgress) -> bool:
+        late = self.last_steps and course.index >= (course.total or 0) - self.last_steps
+        if course.index < self.first_enhance or late:
             return True
         if self.max_forecasts is not None and course.forecasts >= self.max_forecasts:
             return True
@@ -188,6 +252,18 @@ class AccumulatedChange(StepRule):
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `rules.refresh_from`."""
         return super().to_dict() | {"coefficients": list(self.coefficients)}
+
+
+def read_schedule(path: str | os.PathLike[str]) -> Any:
+    """What a file of steps holds, as data.
+
+    Raises:
+        ValueError: no such file, or no JSON.
+    """
+    try:
+        return parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"refresh={str(path)!r} is no schedule file: {error}") from None
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:

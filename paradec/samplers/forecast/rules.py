@@ -1,49 +1,68 @@
-"""The rules that measure when to evaluate instead of forecast, by name."""
+"""Values of `TaylorSeer(refresh=...)`: schedules and rules that say when to evaluate instead of forecast, by name."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from paradec.core.called import called
 from paradec.core.checks import shown
 from paradec.core.registry import unknown
+from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.dicache import DiCache
 from paradec.samplers.forecast.easycache import EasyCache
 from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.magcache import MagCache
-from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, StepRule, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification, read_schedule
 from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.step_masks import MASKS, StepMask
+from paradec.samplers.forecast.step_schedule import StepSchedule
 
-Rule = StepRule | Probe
 RULES: Mapping[str, Any] = {
     rule.name: rule
-    for rule in (Verification, AccumulatedChange, FirstBlock, DBCache, MagCache, DiCache, SeaCache, EasyCache)
+    for rule in (
+        *(Every, StepMask, Verification, AccumulatedChange),
+        *(FirstBlock, DBCache, MagCache, DiCache, SeaCache, EasyCache),
+    )
 }
 
 
 def refresh_from(value: Any) -> Rule | None:
-    """A rule from itself, its name ("first_block", "first_block(threshold=0.05)"), or its `to_dict`; None is none.
+    """A rule from itself, a list of steps, a step mask's name, a file of steps (".json"), a rule's name ("first_block",
+    "first_block(threshold=0.05)"), or its `to_dict`; None is none.
 
     Raises:
         ValueError: something else, or a setting that the rule has not.
     """
     if value is None or isinstance(value, Rule):
         return value
+    if isinstance(value, (list, tuple, range)):
+        return StepSchedule(tuple(value))
+    if isinstance(value, int):
+        raise ValueError(f"refresh={shown(value)}: one step in so many is interval={shown(value)}, or Every(...)")
     given = value
-    if isinstance(value, str):
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
+        given = read_schedule(value)
+    elif isinstance(value, str):
         name, settings = called("refresh", value) if "(" in value else (value, {})
-        given = {"refresh": name, **settings}
-    if not isinstance(given, Mapping) or "refresh" not in given:
+        given = {"refresh": "step_mask", "mask": value} if value in MASKS else {"refresh": name, **settings}
+    if isinstance(given, Mapping) and "refresh" not in given:
+        return (BlockSchedule if "modules" in given else StepSchedule).from_dict(given)
+    if not isinstance(given, Mapping):
         classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
-        raise ValueError(f"refresh={shown(value)} must be one of {classes}, or one of their names")
+        raise ValueError(
+            f"refresh={shown(value)} must be one of {classes}, one of their names, the evaluated steps, a file of them "
+            f"(.json), or a step mask: {', '.join(MASKS)}"
+        )
     if not isinstance(given["refresh"], str) or given["refresh"] not in RULES:
         raise ValueError(unknown("refresh", given["refresh"], RULES))
     rule = RULES[given["refresh"]]
     settings = {key: entry for key, entry in given.items() if key != "refresh"}
+    allowed = [field.name for field in fields(rule)]
     for key in settings:
-        if key not in rule.__dataclass_fields__:
-            raise ValueError(unknown(f"setting of refresh {rule.name!r}", key, rule.__dataclass_fields__))
+        if key not in allowed:
+            raise ValueError(unknown(f"setting of refresh {rule.name!r}", key, allowed))
     found: Rule = rule(**settings)
     return found

@@ -38,7 +38,8 @@ class SeaCache(Probe):
 
     Raises:
         ValueError: a setting out of its range; a scheduler without flow sigmas, or none; a transformer that is given
-            more channels than it returns, or no latent [B, C, rows, columns] or [B, C, frames, rows, columns].
+            more channels than it returns, or a latent without rows and columns that the pipeline could tell (FLUX's and
+            Qwen-Image's cells are put in their places).
     """
 
     threshold: float = 0.25
@@ -49,6 +50,7 @@ class SeaCache(Probe):
     power_exp: float = 3.0
 
     name = "seacache"
+    filters = True
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0)
@@ -63,11 +65,12 @@ class SeaCache(Probe):
 
     def check_model(self, module: nn.Module) -> None:
         config = getattr(module, "config", None) or {}
-        given, made = config.get("in_channels"), config.get("out_channels")
-        if given is not None and made is not None and given > made:
+        given, made, cell = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
+        packed = made is not None and isinstance(cell, int) and given == made * cell**2  # Qwen-Image counts so
+        if given is not None and made is not None and given > made and not packed:
             raise ValueError(
                 f"refresh='seacache' filters the latent, and {type(module).__name__} is given {given} channels and "
-                f"returns {made}: cells in one row, or conditions beside the latent; use another rule"
+                f"returns {made}: conditions beside the latent; use another rule"
             )
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:

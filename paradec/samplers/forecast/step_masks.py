@@ -6,10 +6,13 @@ few steps have masks of their own. Names, figures and rules are those of cache-d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
+from typing import Any
 
 from paradec.core.checks import check_choice, check_int
+from paradec.samplers.forecast.refresh import RunProgress, StepRule
 
 Runs = tuple[tuple[int, ...], tuple[int, ...]]
 """Lengths of the runs of evaluated steps, and of the runs of skipped steps between them."""
@@ -48,6 +51,30 @@ SHORTEST = 16
 """Steps from which the masks of 28 are used."""
 
 
+@dataclass(frozen=True)
+class StepMask(StepRule):
+    """Evaluate the steps of a named mask, whatever number of solver steps the run has (`step_mask`)."""
+
+    mask: str = ""
+
+    name = "step_mask"
+
+    def __post_init__(self) -> None:
+        check_choice("refresh", self.mask, MASKS)
+
+    def check_run(self, total: int | None, **run: Any) -> None:
+        if total is None:
+            raise ValueError(
+                f"refresh={self.mask!r} is made for a number of solver steps, which a transformer by itself does not "
+                f"tell; give refresh=step_mask({self.mask!r}, steps) of paradec.samplers.forecast.step_masks"
+            )
+        step_mask(self.mask, total)
+
+    def is_full(self, course: RunProgress) -> bool:
+        assert course.total is not None
+        return course.index in step_mask(self.mask, course.total)
+
+
 @lru_cache(maxsize=64)
 def step_mask(name: str, steps: int) -> tuple[int, ...]:
     """The evaluated steps of a named mask, from 0, for a run of `steps` solver steps; the last is always among them.
@@ -59,10 +86,10 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
     Raises:
         ValueError: another name, or a number of steps that has no mask.
     """
-    check_choice("full_steps", name, MASKS)
+    check_choice("refresh", name, MASKS)
     check_int("steps", steps, low=1)
     if steps < 8 and steps not in SHORT:
-        raise ValueError(f"full_steps={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
+        raise ValueError(f"refresh={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
     if steps >= SHORTEST:
         found = MASKS[name]
     else:

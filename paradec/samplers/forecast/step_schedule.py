@@ -1,4 +1,4 @@
-"""Evaluated steps that were found for one kind of run (`paradec.tune_steps`), and the file that holds them."""
+"""The evaluated steps themselves, perhaps found for one kind of run (`paradec.tune_steps`), and the file of them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paradec.core.checks import check_int, shown
-from paradec.core.text_files import parse_json, read_text, write_json
+from paradec.core.checks import LARGEST_INT, check_int, check_number, shown
+from paradec.core.text_files import write_json
+from paradec.samplers.forecast.refresh import RunProgress, StepRule, read_schedule
+from paradec.samplers.forecast.targets import Modules, target_from
 
 SCHEMA = "paradec-steps/1"
 
 
 @dataclass(frozen=True)
-class StepSchedule:
-    """Steps to evaluate, bound to the runs that they were found for.
+class StepSchedule(StepRule):
+    """Steps to evaluate, which may be bound to the runs that they were found for.
 
     Args:
         steps: ascending, step 0 among them.
-        total: solver steps of these runs.
+        total: solver steps of these runs, or None for any.
         scheduler: the class of their scheduler, or None for any.
-        guidance: their guidance scale, or None where the pipeline does not tell it.
+        guidance: their guidance scale, or None for any.
         target: what was forecast (`TaylorSeer.target`), or None for any.
 
     Raises:
@@ -29,33 +31,53 @@ class StepSchedule:
     """
 
     steps: tuple[int, ...]
-    total: int
+    total: int | None = None
     scheduler: str | None = None
     guidance: float | None = None
-    target: str | None = None
+    target: str | Modules | None = None
+
+    name = "steps"
 
     def __post_init__(self) -> None:
-        check_int("total", self.total, low=1)
-        steps = tuple(self.steps)
+        check_int("total", self.total, low=1, none=True)
+        steps = tuple(self.steps) if isinstance(self.steps, (list, tuple, range)) else ()
         for step in steps:
-            check_int("full_steps", step, low=0, high=self.total - 1)
+            check_int("refresh", step, low=0, high=LARGEST_INT if self.total is None else self.total - 1)
+        check_number("guidance", self.guidance, none=True)
+        object.__setattr__(self, "target", target_from(self.target))
+        if not isinstance(self.scheduler, str | None):
+            raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a class, or None")
         if 0 not in steps or sorted(set(steps)) != list(steps):
-            raise ValueError(f"full_steps={shown(self.steps)} must be ascending steps that begin with 0, each once")
+            raise ValueError(f"refresh={shown(self.steps)} must be ascending steps that begin with 0, each once")
         object.__setattr__(self, "steps", steps)
 
-    def check(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> None:
+    def is_full(self, course: RunProgress) -> bool:
+        return course.index in self.steps
+
+    def check_run(self, total: int | None, **run: Any) -> None:
         """Raise ValueError for a run that the steps were not found for; what is None is not known and not compared."""
+        for name, found, own in self._compared(total, **run):
+            if found is not None and found != own:
+                raise ValueError(
+                    f"refresh: these steps were found for runs of {name} {own}, and this one has {found}; find others "
+                    "with paradec.tune_steps, or give the steps themselves"
+                )
+
+    def untold(self, total: int | None, **run: Any) -> list[str]:
+        """What the steps are bound to, and a run does not tell."""
+        return [name for name, found, _ in self._compared(total, **run) if found is None]
+
+    def _compared(
+        self, total: int | None, scheduler: Any = None, guidance: float | None = None
+    ) -> list[tuple[str, Any, Any]]:
+        """(name, the run's, our own) of all that the steps are bound to."""
         kind = None if scheduler is None else type(scheduler).__name__
-        for name, found, own in (
+        pairs = (
             ("steps", total, self.total),
             ("scheduler", kind, self.scheduler),
             ("guidance_scale", guidance, self.guidance),
-        ):
-            if found is not None and own is not None and found != own:
-                raise ValueError(
-                    f"full_steps were found for runs of {name} {own}, and this one has {found}; find others with "
-                    "paradec.tune_steps, or give the steps themselves"
-                )
+        )
+        return [pair for pair in pairs if pair[2] is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in the file."""
@@ -70,7 +92,7 @@ class StepSchedule:
         """
         fields = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
         if not {"steps", "total"} <= set(fields) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
-            raise ValueError(f"full_steps={shown(data)} is no schedule of {SCHEMA}")
+            raise ValueError(f"refresh={shown(data)} is no schedule of {SCHEMA}")
         return cls(**fields)
 
     def save(self, path: str | Path) -> None:
@@ -84,8 +106,4 @@ class StepSchedule:
         Raises:
             ValueError: no such file, or not of this form.
         """
-        try:
-            data = parse_json(read_text(path))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"full_steps={str(path)!r} is no schedule file: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(read_schedule(path))

@@ -5,247 +5,153 @@ Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with Tay
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradec.core.checks import LARGEST_INT64, check_choice, check_int, check_number, shown
+from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.core.memory import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
-from paradec.samplers.forecast.bases import BASES, Basis, History
+from paradec.samplers.forecast.bases import BASES, Basis, History, basis_from
+from paradec.samplers.forecast.old_settings import OLD, spelled
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
-from paradec.samplers.forecast.rules import Rule, refresh_from
-from paradec.samplers.forecast.step_masks import MASKS, step_mask
-from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.rules import refresh_from
+from paradec.samplers.forecast.targets import Modules, target_from
 
-STYLES = ("reference", "diffusers")
-TARGETS = ("module", "block", "stack", "output")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+LITE = {"basis": "taylor(order=2)", "target": "output"}
 
 
 @dataclass(frozen=True)
 class TaylorSeer(ForecastSampler):
-    """Evaluate every `interval`-th solver step and forecast the others from finite differences of evaluated features.
+    """Evaluate some solver steps, every fifth by default, and forecast the others from features that were evaluated.
 
-    In a diffusers pipeline (`paradec.accelerate`) it forecasts features inside the transformer. In paradec's own loop
-    it forecasts the whole output, under guidance the guided one. By default evaluations are spread evenly, as in the
-    public code for Wan and HunyuanVideo. In every measurement with equally many evaluations this came nearest to the
-    full run (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for FLUX.1-dev; other
-    presets have those of other models ("lite_*" are set for the whole output).
+    Three values say when, how and what; `interval` and `order` are short for the paper's two numbers. In a diffusers
+    pipeline (`paradec.accelerate`) features inside the transformer are forecast. In paradec's own loop the whole output
+    is, under guidance the guided one. By default evaluations are spread evenly, as in the public code for Wan and
+    HunyuanVideo. In every measurement with equally many evaluations this came nearest to the full run
+    (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for FLUX.1-dev; other presets have
+    those of other models ("lite_*" are set for the whole output).
 
     Args:
-        interval: N: one full evaluation, then N - 1 forecasts; 1 evaluates always.
-        order: O: derivatives in the expansion; 0 reuses the last feature.
-        first_enhance: solver steps at the start that are all evaluated.
-        style: "reference" is the public code's schedule. "diffusers" is that of `TaylorSeerCacheConfig`: the second
-            step after the first ones is evaluated too, and differences are taken from the first steps on.
-        full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
-        full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule; or the name of one of
-            cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`); or a `StepSchedule`
-            of `paradec.tune_steps`, or its file, which other runs are refused with.
-        refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
-            `AccumulatedChange`, `EasyCache` (over `target="output"`), or one that decides in every call, over
-            `target="stack"`: `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache`. `first_enhance` applies to all
-            of them.
-        schedule: separate steps for every module, as `paradec.integrations.diffusers.hooks.bac.calibrate` finds them: a
-            `BlockSchedule` or its file.
-        basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
-            is taylor, or what `refresh` was published with (reuse, for most rules that decide inside a call).
-        sigma: of `hermite`, and of `dmd` while it has too few snapshots.
-        window: snapshots that `dmd` keeps.
+        refresh: when to evaluate. A schedule: `Every(interval, ...)`, the default; the steps themselves, as a list with
+            step 0; the name of one of cache-dit's step masks, "slow", "medium", "fast" or "ultra"; or what
+            `paradec.tune_steps` (`StepSchedule`) or BAC's `calibrate` found (`BlockSchedule`: steps for every module),
+            or the file of it. Or a rule that measures: `Verification`, `AccumulatedChange`, `EasyCache`, and, deciding
+            in every call, `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache`. All also by name, with settings:
+            "every(interval=6, first_enhance=3)".
+        basis: how features are forecast: "taylor" (the paper's), "newton", "hermite", "reuse", "foca" or "dmd", with
+            settings in parentheses, or such an object of `bases`. None is taylor, or what `refresh` was published with.
         target: what is forecast in a pipeline: "module" (the paper's: attention and feed-forward outputs before their
-            gates), "block" (each block's residual), "stack" (what all blocks add, as one), or "output" (the transformer
-            is skipped as a whole; least memory). None is "module" there, or what `refresh` needs; paradec's own loop
-            knows the output only.
-        modules: patterns (`re.fullmatch` on names within the transformer) of modules that are forecast, instead of
-            `target`.
-        skip: patterns of modules that are skipped at forecast steps, because a forecast replaces everything that they
-            feed; used with `modules`.
-        derivative_dtype: dtype in which differences are kept, such as "bfloat16"; None keeps the features' own type.
+            gates), "block" (each block's residual), "stack" (what all blocks add, as one), "output" (the transformer
+            is skipped as a whole; least memory), or a list of patterns of modules (`targets.Modules`). None is "module"
+            there, or what `refresh` needs; paradec's own loop knows the output only.
+        interval: N, short for `refresh=Every(N)`; beside an `Every` it replaces that one's interval.
+        order: O: derivatives in the expansion, in the place of the basis's own (1); 0 reuses the last feature.
         max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". If the requested order or
             target does not fit, a smaller one is used, and the session says so.
+
+    Raises:
+        ValueError: a value that is none of these, two that do not go together, or a setting of former versions; the
+            message has the new spelling.
     """
 
-    interval: int = 5
-    order: int = 1
-    first_enhance: int = 1
-    style: str = "reference"
-    full_after: int | None = None
-    full_steps: tuple[int, ...] | str | StepSchedule | None = None
-    refresh: Rule | None = None
-    schedule: BlockSchedule | None = None
-    basis: str | None = None
-    sigma: float = 0.5
-    window: int = 6
-    target: str | None = None
-    modules: tuple[str, ...] | None = None
-    skip: tuple[str, ...] | None = None
-    derivative_dtype: str | None = None
+    refresh: Rule | Sequence[int] | str | None = None
+    basis: Basis | str | None = None
+    target: str | Modules | None = None
+    interval: int | None = None
+    order: int | None = None
     max_memory: int | None = None
 
     name = "taylorseer"
     paper = "TaylorSeer"
     arxiv = "2503.06923"
     summary = "most solver steps skip the transformer; its output is forecast by a Taylor expansion"
+    moved: ClassVar[frozenset[str]] = OLD
+    """Settings of former versions."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {"interval": 6, "order": 1, "first_enhance": 3},
-        "flux": {"interval": 6, "order": 1, "first_enhance": 3},
-        "dit": {"interval": 4, "order": 4, "first_enhance": 2},
-        "hunyuan_video": {"interval": 5, "order": 1, "first_enhance": 1},
-        "wan": {"interval": 5, "order": 1, "first_enhance": 1},
-        "hidream": {"interval": 4, "order": 2, "first_enhance": 1},
-        "lite_fast": {"interval": 5, "order": 2, "first_enhance": 3, "target": "output"},
-        "lite_medium": {"interval": 4, "order": 2, "first_enhance": 3, "target": "output"},
-        "lite_detailed": {"interval": 3, "order": 2, "first_enhance": 3, "target": "output"},
-        "diffusers": {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"},
+        "paper": {"refresh": "every(interval=6, first_enhance=3)"},
+        "flux": {"refresh": "every(interval=6, first_enhance=3)"},
+        "dit": {"refresh": "every(interval=4, first_enhance=2)", "basis": "taylor(order=4)"},
+        "hunyuan_video": {"refresh": "every(interval=5)"},
+        "wan": {"refresh": "every(interval=5)"},
+        "hidream": {"refresh": "every(interval=4)", "basis": "taylor(order=2)"},
+        "lite_fast": LITE | {"refresh": "every(interval=5, first_enhance=3)"},
+        "lite_medium": LITE | {"refresh": "every(interval=4, first_enhance=3)"},
+        "lite_detailed": LITE | {"refresh": "every(interval=3, first_enhance=3)"},
+        "diffusers": {"refresh": "every(interval=5, first_enhance=3, style=diffusers)"},
     }
 
+    def __new__(cls, *values: Any, **settings: Any) -> TaylorSeer:
+        if not OLD.isdisjoint(settings):
+            raise ValueError(spelled(settings))
+        return super().__new__(cls)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not OLD.isdisjoint(state):  # pickled by a former version
+            raise ValueError(spelled(state))
+        self.__dict__.update(state)
+
     def __post_init__(self) -> None:
-        check_int("interval", self.interval, low=1)
-        check_int("order", self.order, low=0)
-        check_int("first_enhance", self.first_enhance, low=1)
-        check_choice("style", self.style, STYLES)
-        check_int("full_after", self.full_after, low=1, none=True)
-        if self.basis is not None:
-            check_choice("basis", self.basis, BASES)
-        check_number("sigma", self.sigma, low=0, open_low=True)
-        check_int("window", self.window, low=4)
-        if self.target is not None:
-            check_choice("target", self.target, TARGETS)
-        if self.derivative_dtype is not None:
-            name = str(self.derivative_dtype).removeprefix("torch.")
-            check_choice("derivative_dtype", name, DTYPES)
-            object.__setattr__(self, "derivative_dtype", name)
+        for name, read in (("refresh", refresh_from), ("basis", basis_from), ("target", target_from)):
+            object.__setattr__(self, name, read(getattr(self, name)))
         object.__setattr__(self, "max_memory", _bytes(self.max_memory))
-        object.__setattr__(self, "refresh", refresh_from(self.refresh))
-        if isinstance(self.schedule, (str, os.PathLike)):
-            object.__setattr__(self, "schedule", BlockSchedule.load(Path(self.schedule)))
-        elif self.schedule is not None and not isinstance(self.schedule, BlockSchedule):
-            object.__setattr__(self, "schedule", BlockSchedule.from_dict(self.schedule))
-        object.__setattr__(self, "full_steps", _steps(self.full_steps))
-        if isinstance(self.full_steps, StepSchedule) and (target := self.full_steps.target) is not None:
-            if self.target not in (None, target):
-                raise ValueError(f"full_steps were found with target={target!r}; leave target={self.target!r} out")
-            object.__setattr__(self, "target", target)
-        for setting in ("modules", "skip"):
-            object.__setattr__(self, setting, _patterns(setting, getattr(self, setting)))
-        if self.skip is not None and self.modules is None:
-            raise ValueError("skip=... needs modules=...: which forecast would replace what the skipped modules feed?")
-        chosen = [key for key in ("full_steps", "refresh", "schedule") if getattr(self, key) is not None]
-        if len(chosen) > 1:
-            raise ValueError(f"{chosen[0]} and {chosen[1]} both say when to evaluate; give one of them")
-        self._check_rule()
-        for setting in ("modules", "schedule"):
-            if getattr(self, setting) is not None and self.target not in (None, "module"):
-                raise ValueError(
-                    f"{setting} names modules, which target={self.target!r} does not forecast; leave one out"
-                )
-
-    def _check_rule(self) -> None:
-        rule = self.refresh
-        if isinstance(rule, Probe) or (rule is not None and rule.from_input):
-            what = "what all blocks add" if isinstance(rule, Probe) else "how the output differs from the input"
-            for setting, fits in (("target", (None, rule.target)), ("modules", (None,)), ("skip", (None,))):
-                if getattr(self, setting) not in fits:
-                    raise ValueError(
-                        f"refresh={rule.name!r} forecasts {what}; leave {setting}={shown(getattr(self, setting))} out"
-                    )
-        watch = rule.watch if isinstance(rule, AccumulatedChange) else None
-        if watch in ("modulated", "hidden") and self.target == "output":
-            raise ValueError(f"watch={watch!r} is inside the transformer, which target='output' skips; use 'latent'")
-        if watch is not None and self.modules is not None:
-            raise ValueError(f"watch={watch!r} goes with target=..., and modules=... is given; leave one out")
-
-    # ---- when -----------------------------------------------------------------------------------------------------
-
-    def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> None:
-        """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells), with this
-        scheduler and guidance, where they are known."""
-        if isinstance(self.full_steps, StepSchedule):
-            self.full_steps.check(total, scheduler, guidance)
-        if isinstance(self.full_steps, str):
-            self._named(total)
-        if self.refresh is not None:
-            self.refresh.check_run(total)
-
-    def _named(self, total: int | None) -> tuple[int, ...]:
-        """The steps of a named mask."""
-        assert isinstance(self.full_steps, str)
-        if total is None:
+        check_int("interval", self.interval, low=1, none=True)
+        check_int("order", self.order, low=0, none=True)
+        if self.interval is not None and isinstance(self.refresh, Rule) and not isinstance(self.refresh, Every):
+            raise ValueError(f"interval={self.interval} and refresh={self.refresh.name!r} both say when to evaluate")
+        rule, target = self.rule, self.target
+        if rule.target is not None and target not in (None, rule.target):
             raise ValueError(
-                f"full_steps={self.full_steps!r} is made for a number of solver steps, which a transformer by itself "
-                f"does not tell; give full_steps=step_mask({self.full_steps!r}, steps) of "
-                "paradec.samplers.forecast.step_masks"
+                f"refresh={rule.name!r} goes with target={rule.target!r} alone; leave target={shown(target)} out"
             )
-        return step_mask(self.full_steps, total)
+        watch = rule.watch if isinstance(rule, AccumulatedChange) else None
+        if watch in ("modulated", "hidden") and target == "output":
+            raise ValueError(f"watch={watch!r} is inside the transformer, which target='output' skips; use 'latent'")
+        if watch is not None and isinstance(target, Modules):
+            raise ValueError(f"watch={watch!r} does not go with modules by patterns; leave one out")
 
-    def is_full(self, index: int, total: int | None = None) -> bool:
-        """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked.
+    # ---- when and how -----------------------------------------------------------------------------------------------
 
-        total: solver steps of the run, which a named mask needs.
-
-        Style "reference": the first `first_enhance` steps, and every `interval`-th after the last of them. Style
-        "diffusers": the first ones, the second step after them, and every `interval`-th from there.
-        """
-        if isinstance(self.full_steps, StepSchedule):
-            return index in self.full_steps.steps
-        if self.full_steps is not None:
-            return index in (self._named(total) if isinstance(self.full_steps, str) else self.full_steps)
-        if index < self.first_enhance or (self.full_after is not None and index >= self.full_after):
-            return True
-        offset = 1 if self.style == "reference" else -1
-        return (index - self.first_enhance + offset) % self.interval == 0
-
-    def evaluates(self, course: RunProgress) -> bool:
-        if course.last_full < 0:
-            return True
-        if self.refresh is not None:
-            # others are asked inside the call (`paradec.integrations.diffusers.hooks.stack`)
-            assert isinstance(self.refresh, StepRule)
-            return self.refresh.is_full(course, self.first_enhance)
-        return self.is_full(course.index, course.total)
-
-    def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
-        if isinstance(self.refresh, StepRule):
-            self.refresh.changed(course, before, now)
-
-    # ---- how ------------------------------------------------------------------------------------------------------
+    @cached_property
+    def rule(self) -> Rule:
+        """`refresh`, or the default."""
+        rule = refresh_from(self.refresh) or Every()
+        return rule if self.interval is None else replace(rule, interval=self.interval)  # type: ignore[call-arg]
 
     @cached_property
     def forecaster(self) -> Basis:
-        """The basis with this sampler's settings."""
-        settings: dict[str, Any] = {"order": self.order}
-        if self.derivative_dtype is not None:
-            settings["dtype"] = getattr(torch, self.derivative_dtype)
-        if self.style == "reference":
-            settings["guard"] = self.first_enhance - 2
-        basis = self.basis or (self.refresh.basis if self.refresh is not None else "taylor")
-        fields = BASES[basis].__dataclass_fields__
-        settings |= {name: getattr(self, name) for name in ("sigma", "window") if name in fields}
-        return BASES[basis](**settings)
+        """`basis`, or the default, with this sampler's settings."""
+        basis = basis_from(self.basis) or BASES[self.rule.basis]()
+        return replace(basis, guard=self.rule.guard, order=basis.order if self.order is None else self.order)
+
+    def evaluates(self, course: RunProgress) -> bool:
+        # rules that decide inside the call are asked there (`paradec.integrations.diffusers.hooks.stack`)
+        assert isinstance(self.rule, StepRule)
+        return course.last_full < 0 or self.rule.is_full(course)
+
+    def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
+        if isinstance(self.rule, StepRule):
+            self.rule.changed(course, before, now)
 
     # ---- paradec's own loop -----------------------------------------------------------------------------------------
 
     def start(self, model: Any, latent: Tensor, **request: Any) -> ForecastState:
         """As `ForecastSampler.start`; refuses settings that need the inside of a transformer."""
-        inside: dict[str, Any] = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
-        if self.target not in (None, "output"):
-            inside["target"] = self.target
-        rule = self.refresh
-        if isinstance(rule, (Verification, Probe)) or (rule is not None and rule.from_input):
-            inside["refresh"] = rule
+        rule = self.rule
+        within = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
         if isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent"):
-            inside["watch"] = rule.watch
+            within = True
+        inside: dict[str, Any] = {"max_memory": self.max_memory, "refresh": rule if within else None}
+        target = self.target or rule.target
+        inside["target"] = None if target == "output" else target
         for setting, value in inside.items():
             if value is not None:
                 raise ValueError(
@@ -253,7 +159,7 @@ class TaylorSeer(ForecastSampler):
                     "with paradec.accelerate; this loop forecasts the whole output"
                 )
         state = super().start(model, latent, **request)
-        self.check_run(state.total, scheduler=state.scheduler, guidance=state.guidance_scale)
+        rule.check_run(state.total, scheduler=state.scheduler, guidance=state.guidance_scale)
         return state
 
     def memory(self) -> Mapping[str, MemorySpec]:
@@ -301,37 +207,3 @@ def _bytes(value: Any) -> int | None:
         value = int(float(found[1]) * units[found[2].upper()])
     check_int("max_memory", value, low=1, high=LARGEST_INT64, none=True)
     return value
-
-
-def _steps(value: Any) -> tuple[int, ...] | str | StepSchedule | None:
-    """A checked list of steps that has step 0, the name of a mask, or a schedule."""
-    if value is None or isinstance(value, StepSchedule):
-        return value
-    if isinstance(value, Mapping):
-        return StepSchedule.from_dict(value)
-    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
-        return StepSchedule.load(Path(value))
-    if isinstance(value, str):
-        check_choice("full_steps", value, MASKS)
-        return value
-    steps = list(value) if isinstance(value, (list, tuple, range)) else [value]
-    for step in steps:
-        check_int("full_steps", step, low=0)
-    if 0 not in steps or sorted(set(steps)) != steps:
-        raise ValueError(f"full_steps={shown(value)} must be ascending steps that begin with 0, each once")
-    return tuple(steps)
-
-
-def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
-    """A checked tuple of regular expressions."""
-    if value is None:
-        return None
-    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{name}={shown(value)} must be a regular expression for module names, or a list of them")
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{name}={shown(pattern)} is no regular expression: {error}") from None
-    return patterns

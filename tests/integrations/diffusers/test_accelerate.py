@@ -39,7 +39,9 @@ from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers import create
 from paradec.samplers.forecast.bac import BlockSchedule
-from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+from paradec.samplers.forecast.bases import Taylor
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verification
+from paradec.samplers.forecast.targets import Modules
 
 RECORDED = json.loads(golden_file("diffusion", "golden_latents.json").read_text())
 TARGETS = ("module", "block", "output")
@@ -91,19 +93,16 @@ HOOKED = "(single_)?transformer_blocks.*attn"
 def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
     """TaylorSeer's settings for a recorded run: the reference's schedule, diffusers' hook, or nothing forecast."""
     if "interval" in facts:
-        return {"interval": facts["interval"], "order": facts["max_order"], "first_enhance": facts["first_enhance"]}
+        return {"refresh": Every(facts["interval"], facts["first_enhance"]), "order": facts["max_order"]}
     if "config" not in facts:
         return {"interval": 1}
     config = facts["config"]
-    modules = {"modules": config.get("cache_identifiers", HOOKED)}
-    where = {"target": "output"} if config.get("use_lite_mode") else modules
-    return where | {
-        "style": "diffusers",
-        "interval": config["cache_interval"],
-        "first_enhance": config["disable_cache_before_step"],
-        "full_after": config.get("disable_cache_after_step"),
-        "order": config["max_order"],
-        "derivative_dtype": config["taylor_factors_dtype"].removeprefix("torch."),
+    modules = Modules(config.get("cache_identifiers", HOOKED))
+    bounds = config["disable_cache_before_step"], "diffusers", config.get("disable_cache_after_step")
+    return {
+        "refresh": Every(config["cache_interval"], *bounds),
+        "basis": Taylor(config["max_order"], config["taylor_factors_dtype"]),
+        "target": "output" if config.get("use_lite_mode") else modules,
     }
 
 
@@ -137,7 +136,7 @@ def test_latents_of_the_traces(name: str, recorded: dict[str, Any]) -> None:
     with accelerate(recorded[kind], TaylorSeer(**settings)) as session:
         latents = run(recorded[kind], **asked(RECORDED[kind]["call"])).numpy()
     # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
-    narrow = settings.get("derivative_dtype") == "bfloat16"
+    narrow = TaylorSeer(**settings).forecaster.dtype == torch.bfloat16
     np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
     if "full_indices" in facts:
         assert session.report().full_steps == facts["full_indices"]
@@ -160,8 +159,7 @@ def test_equals_the_hook_of_diffusers(dtype: str) -> None:
     _set_cache_context(pipe.transformer, CacheContext("all"))
     theirs = run_dit(pipe)
     pipe = dit_pipeline()
-    settings = {"interval": 4, "first_enhance": 2, "order": 2, "style": "diffusers", "modules": DIT_PATTERNS}
-    with accelerate(pipe, TaylorSeer(**settings, derivative_dtype=dtype)):
+    with accelerate(pipe, TaylorSeer(Every(4, 2, "diffusers"), f"taylor(order=2, dtype={dtype})", DIT_PATTERNS)):
         assert torch.equal(run_dit(pipe), theirs)
 
 
@@ -177,7 +175,7 @@ def test_transformers(name: str) -> None:
     for target in TARGETS:
         with accelerate(module, TaylorSeer(interval=1, order=2, target=target)):
             assert torch.equal(denoise(module, inputs, 5), expected)
-        settings = {"interval": 3, "first_enhance": 2, "target": target}
+        settings = {"refresh": Every(3, 2), "target": target}
         ends = {}
         for order, basis in ((0, "taylor"), (3, "reuse"), (1, "taylor")):
             with accelerate(module, TaylorSeer(**settings, order=order, basis=basis)) as session:
@@ -216,7 +214,7 @@ def test_modules_are_the_papers(name: str) -> None:
     assert len(singles) == (2 if name in ("FLUX", "HunyuanVideo") else 0)
     assert all((place.kind == "skip") == (place.sink is not None) for place in found)
     calls = counted(module, [place.name for place in found])
-    with accelerate(module, TaylorSeer(full_steps=[0, 2], order=1)):
+    with accelerate(module, TaylorSeer(refresh=[0, 2], order=1)):
         denoise(module, inputs, 5)
     assert set(calls.values()) == {2}, calls
 
@@ -271,7 +269,7 @@ class Polynomial(nn.Module):
 def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order: int, basis: str) -> None:
     torch.manual_seed(0)
     module, latent = Drift(degree).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
-    sampler = TaylorSeer(full_steps=[0, 1, 2, 3, 7, 9], order=order, basis=basis, target=target)
+    sampler = TaylorSeer(refresh=[0, 1, 2, 3, 7, 9], order=order, basis=basis, target=target)
     times = [torch.full((2,), step) for step in range(20)]
     expected = [module(latent, time) for time in times]
     with accelerate(module, sampler) as session:
@@ -286,7 +284,7 @@ def test_runs_of_a_bare_transformer(rises: bool) -> None:
     torch.manual_seed(0)
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
         for run in range(1, 4):
             module.blocks[0].attn.weight.add_(1)  # what was remembered of the run before would be wrong
             for time in times:
@@ -301,7 +299,7 @@ def test_runs_that_turn_around() -> None:
     """Noising runs up, denoising runs down: the turn begins a run, and only the turn."""
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     steps = [0, 1, 2, 3, 4, 3, 2, 1, 0, -1]
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
         for step in steps:
             module(latent, torch.full((2,), step))
         report = session.report()
@@ -317,7 +315,7 @@ def test_callers_may_write_into_what_they_are_given(target: str, basis: str, ord
     module, latent = Drift(2).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     ends = []
     for writes in (False, True):
-        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+        with accelerate(module, TaylorSeer(refresh=Every(4, 2), target=target, basis=basis, order=order)):
             found = []
             for step in range(12):
                 output = module(latent, torch.full((2,), step))
@@ -338,7 +336,7 @@ def test_blocks_may_write_into_what_their_branches_return(target: str, basis: st
         torch.manual_seed(1)
         module.blocks = nn.ModuleList([block(module) for _ in range(2)])
         module.requires_grad_(False)
-        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+        with accelerate(module, TaylorSeer(refresh=Every(4, 2), target=target, basis=basis, order=order)):
             ends.append(torch.stack([module(latent, torch.full((2,), step)) for step in range(12)]))
     assert torch.equal(*ends)
 
@@ -349,7 +347,7 @@ def test_blocks_that_share_their_weights() -> None:
     times = [torch.full((2,), step) for step in range(9)]
     expected = [module(latent, time) for time in times]
     for target, hooked in (("module", 4), ("block", 2)):
-        with accelerate(module, TaylorSeer(interval=3, first_enhance=3, target=target)) as session:
+        with accelerate(module, TaylorSeer(refresh=Every(3, 3), target=target)) as session:
             for step, time in enumerate(times):
                 torch.testing.assert_close(module(latent, time), expected[step], rtol=1e-10, atol=1e-10)
         assert len(session.report().modules["Drift"]) == hooked
@@ -366,7 +364,7 @@ def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str,
     pipe = request.getfixturevalue(name)
     run = {"dit": run_dit, "flux": run_flux, "wan": run_wan}[name]
     before = attributes(pipe.transformer), set(vars(pipe.scheduler))
-    session = accelerate(pipe, TaylorSeer(interval=4, first_enhance=2))
+    session = accelerate(pipe, TaylorSeer(refresh=Every(4, 2)))
     first = run(pipe)
     assert not torch.equal(first, plain[name]) and torch.equal(run(pipe), first)
     assert session.report().bytes > 0 and not any(transformer.nbytes for transformer in session.transformers)
@@ -407,7 +405,7 @@ def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str,
 
 def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
     """Each branch has its own history, and both follow one decision."""
-    with accelerate(wan, TaylorSeer(interval=3, first_enhance=1)) as session:
+    with accelerate(wan, TaylorSeer(interval=3)) as session:
         run_wan(wan)
         calls = session.report().calls
         assert [call.branch for call in calls[:2]] == ["cond 0", "uncond 0"] and len(calls) == 24
@@ -418,10 +416,10 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
         assert names == {"transformer": set()}  # dropped when the run was over
     # guidance 1 makes one call a step; the two branches of a run do not mix: a swap of the texts is a swap
     module, inputs = model("Wan")
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
         both = denoise(module, inputs, 8, calls=2)
     mirrored = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
         torch.testing.assert_close(denoise(module, mirrored, 8, calls=2), both)
 
 
@@ -429,7 +427,7 @@ def test_guidance_in_one_batch(dit: Any) -> None:
     """A row's forecast does not depend on its neighbours."""
     module = dit.transformer
     inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
         both = denoise(module, inputs, 8)
         alone = denoise(module, {key: value[:1] for key, value in inputs.items()}, 8)
     torch.testing.assert_close(both[:1], alone, rtol=1e-5, atol=1e-5)
@@ -443,7 +441,7 @@ def test_other_shapes(flux: Any) -> None:
             assert torch.equal(run_flux(flux, 8, height=size, width=size), expected)
     module, inputs = model("FLUX")
     small = inputs | {"hidden_states": inputs["hidden_states"][:, :9], "img_ids": inputs["img_ids"][:9]}
-    with torch.no_grad(), accelerate(module, TaylorSeer(interval=8, first_enhance=2)) as session:
+    with torch.no_grad(), accelerate(module, TaylorSeer(refresh=Every(8, 2))) as session:
         for step in range(8):
             given = inputs if step < 4 else small
             module(**given, timestep=torch.tensor([1.0 - step / 8]))
@@ -457,7 +455,7 @@ def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
     """Also for one that evaluates twice a step: its evaluations are the steps."""
     old = dit.scheduler
     try:
-        with accelerate(dit, TaylorSeer(interval=4, first_enhance=2)) as session:
+        with accelerate(dit, TaylorSeer(refresh=Every(4, 2))) as session:
             run_dit(dit, 6)
             dit.scheduler = HeunDiscreteScheduler()
             first = run_dit(dit, 6)
@@ -494,7 +492,7 @@ def test_two_transformers_of_one_pipeline() -> None:
 
     pipe = Pipeline()
     expected = pipe()
-    with accelerate(pipe, TaylorSeer(interval=4, first_enhance=1)) as session:
+    with accelerate(pipe, TaylorSeer(interval=4)) as session:
         first = pipe()
         kinds = {(call.transformer, call.step) for call in session.report().calls if call.kind == "full"}
         assert kinds == {("transformer", 0), ("transformer_2", 4), ("transformer_2", 8)}
@@ -522,12 +520,12 @@ def test_a_copied_scheduler_is_plain(dit: Any) -> None:
 def test_rules_go_with_every_basis(target: str, basis: str, flux: Any, plain: dict[str, Tensor]) -> None:
     steps = {}
     for label, rule in (
-        ("never", AccumulatedChange(1e6)),
+        ("never", AccumulatedChange(1e6, first_enhance=2)),
         ("always", AccumulatedChange(1e-9)),
-        ("lenient", Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6)),
+        ("lenient", Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6, first_enhance=2)),
         ("strict", Verification(base_threshold=1e-6)),
     ):
-        with accelerate(flux, TaylorSeer(refresh=rule, target=target, basis=basis, first_enhance=2)) as session:
+        with accelerate(flux, TaylorSeer(rule, basis, target)) as session:
             latents = run_flux(flux)
             steps[label] = session.report().full_steps
             assert label == "always" or torch.equal(run_flux(flux), latents)
@@ -543,9 +541,9 @@ def test_rules_go_with_every_basis(target: str, basis: str, flux: Any, plain: di
     "settings",
     [
         {"interval": 4},
-        {"interval": 5, "style": "diffusers", "full_after": 17},
-        {"full_steps": [0, 3, 4, 11]},
-        {"refresh": AccumulatedChange(0.2), "first_enhance": 2},
+        {"refresh": Every(5, style="diffusers", full_after=17)},
+        {"refresh": [0, 3, 4, 11]},
+        {"refresh": AccumulatedChange(0.2, first_enhance=2)},
     ],
     ids=["reference", "diffusers", "steps", "change"],
 )
@@ -570,11 +568,11 @@ def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) 
     calls = []
     handle = block.register_forward_hook(lambda *call: calls.append(1))
     rule = Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6)
-    with accelerate(flux, TaylorSeer(refresh=rule, first_enhance=1)):
+    with accelerate(flux, TaylorSeer(refresh=rule)):
         verified = run_flux(flux)
     assert len(calls) == 16
     calls.clear()
-    with accelerate(flux, TaylorSeer(full_steps=[0, 7, 14], first_enhance=1)):
+    with accelerate(flux, TaylorSeer(refresh=[0, 7, 14])):
         assert torch.equal(run_flux(flux), verified)
     assert len(calls) == 3
     handle.remove()
@@ -593,7 +591,7 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     schedule.save(tmp_path / "bac.json")
 
     calls = counted(flux.transformer, names)
-    with accelerate(flux, TaylorSeer(schedule=str(tmp_path / "bac.json"), basis="reuse")) as session:
+    with accelerate(flux, TaylorSeer(refresh=str(tmp_path / "bac.json"), basis="reuse")) as session:
         first = run_flux(flux)
         assert calls == {name: len(steps) for name, steps in schedule.as_dict().items()}
         assert {call.kind for call in session.report().calls} == {"full", "mixed", "forecast"}
@@ -603,11 +601,11 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     for name in names:
         del dict(flux.transformer.named_modules())[name].forward
     every = bac.calibrate(flux, lambda: run_flux(flux), 16, metric="l1")
-    with accelerate(flux, TaylorSeer(schedule=every, basis="reuse")):
+    with accelerate(flux, TaylorSeer(refresh=every, basis="reuse")):
         assert torch.equal(run_flux(flux), plain["flux"])
     wrong = BlockSchedule(16, (("transformer_blocks.0.mlp", (0,)), *schedule.modules[1:]))
-    with pytest.raises(ValueError, match=r"schedule: .*transformer_blocks\.0\.attn"):
-        accelerate(flux, TaylorSeer(schedule=wrong))
+    with pytest.raises(ValueError, match=r"refresh: .*transformer_blocks\.0\.attn"):
+        accelerate(flux, TaylorSeer(refresh=wrong))
     for given in ({"updates": 0}, {"updates": 17}, {"metric": "l3"}, {"samples": 0}, {"runs": 0}):
         with pytest.raises(ValueError, match=next(iter(given))):
             bac.calibrate(flux, lambda: run_flux(flux, 16), **{"updates": 5} | given)
@@ -679,7 +677,7 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
 @pytest.mark.parametrize("name", ["DiT", "FLUX"])
 def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> None:
     module, inputs = model(name)
-    settings = TaylorSeer(interval=2, first_enhance=1, derivative_dtype=dtype)
+    settings = TaylorSeer(interval=2, basis=f"taylor(dtype={dtype})")
     with accelerate(module, settings) as session:
         denoise(module, inputs, 4)
     time = torch.full((len(inputs["hidden_states"]),), 500)
@@ -688,7 +686,7 @@ def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> Non
 
 def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
     module, inputs = model("Wan")
-    asked = TaylorSeer(interval=3, first_enhance=3, order=2)
+    asked = TaylorSeer(refresh=Every(3, 3), order=2)
     with accelerate(module, asked) as session:
         denoise(module, inputs, 6, calls=2)
         everything = session.report().bytes
@@ -701,7 +699,7 @@ def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
             assert 0 < report.bytes <= budget
             assert torch.equal(denoise(module, inputs, 6, calls=2), first)
         chosen = report.settings["WanTransformer3DModel"]
-        seen.append((chosen.target, chosen.order))
+        seen.append((chosen.target, chosen.forecaster.order))
         assert len(report.notes) == (share < 1) and all(f"chose target {chosen.target}" in n for n in report.notes)
         with accelerate(module, TaylorSeer(**settings_of(asked) | {"target": seen[-1][0], "order": seen[-1][1]})):
             assert torch.equal(denoise(module, inputs, 6, calls=2), first)
@@ -733,7 +731,7 @@ def test_output_mode_takes_a_tenth_of_the_memory(flux: Any) -> None:
 def test_group_offloading(kind: str, attach_first: bool) -> None:
     module, inputs = model("FLUX")
     cpu = torch.device("cpu")
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
         expected = denoise(module, inputs, 5)
     plain = denoise(module, inputs, 5)
     options = {"onload_device": cpu, "offload_device": cpu, "offload_type": kind}
@@ -743,7 +741,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
     for target in TARGETS:
         if attach_first:
             module, inputs = model("FLUX")
-        session = accelerate(module, TaylorSeer(interval=3, first_enhance=2, target=target))
+        session = accelerate(module, TaylorSeer(refresh=Every(3, 2), target=target))
         if attach_first:
             apply_group_offloading(module, **options)
         first = denoise(module, inputs, 5)
@@ -758,10 +756,10 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
     """Pipelines with model offloading put them on anew after every run."""
     module, inputs = model("Wan")
     plain = denoise(module, inputs, 5)
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
         expected = denoise(module, inputs, 5)
     add_hook_to_module(module, ModelHook())
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
         for _ in range(2):
             assert torch.equal(denoise(module, inputs, 5), expected)
             assert session.report().full_steps == [0, 1, 4]
@@ -774,7 +772,7 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
 @pytest.mark.parametrize("target", ["module", "block"])
 def test_compiled_blocks(target: str) -> None:
     """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""
-    sampler = TaylorSeer(interval=3, first_enhance=1, target=target)
+    sampler = TaylorSeer(interval=3, target=target)
     module, inputs = model("PixArt")
     plain = denoise(module, inputs, 3)
     with accelerate(module, sampler):
@@ -796,12 +794,12 @@ def test_compiled_blocks(target: str) -> None:
 
 def test_a_transformer_compiled_as_a_whole() -> None:
     module, inputs = model("DiT")
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=1, target="output")):
+    with accelerate(module, TaylorSeer(interval=3, target="output")):
         expected = denoise(module, inputs, 3)
     compiled = torch.compile(module, backend="eager")
     with pytest.raises(ValueError, match="compiled as a whole.*target='output'"):
         accelerate(compiled, TaylorSeer())
-    with accelerate(compiled, TaylorSeer(interval=3, first_enhance=1, target="output")):
+    with accelerate(compiled, TaylorSeer(interval=3, target="output")):
         latent = inputs["hidden_states"]
         with torch.no_grad():
             for i in range(3):
@@ -816,7 +814,7 @@ def test_half_precision_keeps_its_type() -> None:
     module = module.bfloat16()
     inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     for target in TARGETS:
-        with accelerate(module, TaylorSeer(interval=3, derivative_dtype="float32", target=target)) as session:
+        with accelerate(module, TaylorSeer(interval=3, basis=Taylor(dtype="float32"), target=target)) as session:
             assert denoise(module, inputs, 6).dtype == torch.bfloat16
             wide = session.report().bytes
         with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
@@ -829,39 +827,40 @@ def test_half_precision_keeps_its_type() -> None:
 
 def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]) -> None:
     before = attributes(dit.transformer), attributes(flux.transformer)
-    for pipe, settings, message in (
+    for pipe, target, message in (
         (
             dit,
-            {"modules": "blocks.*attn"},
+            "blocks.*attn",
             r"modules: pattern 'blocks.\*attn' matches no module.*transformer_blocks.0.attn1",
         ),
-        (dit, {"modules": "proj_out"}, "matches no module of DiTTransformer2DModel"),
-        (dit, {"modules": "proj_out_2", "skip": "layers.*"}, "skip: pattern 'layers"),
+        (dit, "proj_out", "matches no module of DiTTransformer2DModel"),
+        (dit, Modules("proj_out_2", "layers.*"), "skip: pattern 'layers"),
         # diffusers' lite mode on DiT: blocks are left out, and nothing after them is forecast
-        (dit, {"modules": r"transformer_blocks\.0\.attn1", "skip": r"transformer_blocks\.1"}, "no forecast.*blocks.1"),
-        (dit, {"modules": [r".*\.0\.attn1", r"transformer_blocks\.0"]}, "which holds it"),
-        (flux, {"modules": "proj_out", "skip": "proj_out"}, "modules and skip both match 'proj_out'"),
-        (flux, {"target": "output", "refresh": "verification"}, "refresh=Verification.*target='output'"),
+        (dit, Modules(r"transformer_blocks\.0\.attn1", r"transformer_blocks\.1"), "no forecast.*blocks.1"),
+        (dit, [r".*\.0\.attn1", r"transformer_blocks\.0"], "which holds it"),
+        (flux, Modules("proj_out", "proj_out"), "modules and skip both match 'proj_out'"),
     ):
         with pytest.raises(ValueError, match=message):
-            accelerate(pipe, TaylorSeer(**settings))
+            accelerate(pipe, TaylorSeer(target=[target] if isinstance(target, str) else target))
+    with pytest.raises(ValueError, match="refresh=Verification.*target='output'"):
+        accelerate(flux, TaylorSeer("verification", target="output"))
     assert (attributes(dit.transformer), attributes(flux.transformer)) == before
     # a forecast stands after the skipped module, but does not replace what it feeds
-    leak = {"modules": r"transformer_blocks\.1\.ff", "skip": r"transformer_blocks\.0\.attn1"}
-    with accelerate(dit, TaylorSeer(**leak)):
+    leak = Modules(r"transformer_blocks\.1\.ff", skip=r"transformer_blocks\.0\.attn1")
+    with accelerate(dit, TaylorSeer(target=leak)):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"skip: .*transformer_blocks\.0\.attn1.*reached the output"):
                 run_dit(dit)
     flux.transformer.spare = nn.Linear(1, 1)
-    with accelerate(flux, TaylorSeer(modules="spare")):
+    with accelerate(flux, TaylorSeer(target=["spare"])):
         with pytest.raises(RuntimeError, match="called none of the hooked modules: spare"):
             run_flux(flux, 4)
     del flux.transformer.spare
     with pytest.raises(ValueError, match="matches no module"):
-        accelerate(flux, TaylorSeer(modules="transformer_blocks"))
+        accelerate(flux, TaylorSeer(target=["transformer_blocks"]))
     # diffusers' lite mode by patterns is target="output"
-    lite = {"modules": "proj_out", "skip": r"[^.]*blocks\.\d+", "interval": 5}
-    with accelerate(flux, TaylorSeer(**lite)):
+    lite = {"modules": "proj_out", "skip": r"[^.]*blocks\.\d+"}
+    with accelerate(flux, TaylorSeer(target=lite, interval=5)):
         by_patterns = run_flux(flux)
     with accelerate(flux, TaylorSeer(interval=5, target="output")):
         assert torch.equal(run_flux(flux), by_patterns)
@@ -889,7 +888,7 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
     with pytest.raises(ValueError, match="diffusers' own enabled .TaylorSeerCacheConfig."):
         accelerate(flux, TaylorSeer())
     flux.transformer.disable_cache()
-    with accelerate(nn.Sequential(nn.Linear(2, 2)), TaylorSeer(modules="0")) as session:
+    with accelerate(nn.Sequential(nn.Linear(2, 2)), TaylorSeer(target=["0"])) as session:
         with pytest.raises(ValueError, match="argument timestep"):
             session.transformers[0].module(torch.ones(1, 2))
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paradec import TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks import magcache
 from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.samplers.forecast.bases import Newton
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.probes import ProbeState
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, refresh_from
@@ -133,8 +134,8 @@ def test_transformers(name: str) -> None:
     assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
     # what was said about the memory beforehand is what it took: with a probe's residual, and at order 1
     time = torch.full((len(inputs["hidden_states"]),), 500)
-    for refresh in (None, FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
-        sampler = TaylorSeer(interval=1, refresh=refresh, basis="taylor", target="stack")
+    for refresh in ([0, 1], FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
+        sampler = TaylorSeer(refresh=refresh, basis="taylor", target="stack")
         with accelerate(module, sampler) as session:
             denoise(module, inputs, 2)
         assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes
@@ -591,9 +592,9 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)
-    for setting, value in {"target": "module", "modules": "a", "target ": "output"}.items():
-        with pytest.raises(ValueError, match=f"refresh='first_block' .* leave {setting.strip()}="):
-            TaylorSeer(refresh=FirstBlock(), **{setting.strip(): value})
+    for target in ("module", ["a"], "output"):
+        with pytest.raises(ValueError, match="refresh='first_block' .* leave target="):
+            TaylorSeer(refresh=FirstBlock(), target=target)
     module, inputs = model("DiT")
     with pytest.raises(ValueError, match="target='stack' leaves it out"):
         accelerate(module, TaylorSeer(target="stack", refresh="verification"))
@@ -606,6 +607,13 @@ def test_settings_are_checked() -> None:
         magcache.calibrate(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
 
 
+def test_first_steps_of_a_rule() -> None:
+    module, inputs = model("DiT")
+    with accelerate(module, FirstBlock(9.0, first_enhance=3)) as session:
+        denoise(module, inputs, 6)
+        assert kinds(session) == "FFF..."
+
+
 def test_rules_survive_plain_data() -> None:
     rules = (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), DiCache(0.2))
     for rule in (*rules, "first_block", "dicache"):
@@ -613,7 +621,7 @@ def test_rules_survive_plain_data() -> None:
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
         assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler
         assert sampler.forecaster.name == ("taylor" if sampler.refresh.name == "dicache" else "reuse")
-        assert TaylorSeer(refresh=rule, order=2, basis="newton").order == 2
+        assert TaylorSeer(refresh=rule, order=2, basis="newton").forecaster == Newton(2)
     assert refresh_from({"refresh": "dbcache", "Fn_compute_blocks": 1}) == DBCache(1)
     with pytest.raises(ValueError, match="threshold"):
         refresh_from({"refresh": "first_block", "treshold": 1})

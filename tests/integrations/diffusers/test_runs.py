@@ -31,9 +31,9 @@ from tiny_pipelines import (
 from torch import Tensor
 
 import paradec
-from paradec import TaylorSeer, accelerate
+from paradec import Every, TaylorSeer, accelerate
 
-SAMPLER = TaylorSeer(interval=3, first_enhance=2)
+SAMPLER = TaylorSeer(refresh=Every(3, 2))
 """Of 5 steps, 0, 1 and 4 are evaluated."""
 STEPS = 5
 TWO_CALLS = ("Wan", "FLUX")
@@ -248,7 +248,7 @@ def test_budgets_in_two_threads() -> None:
     with accelerate(module, SAMPLER) as session:
         denoise(module, inputs, STEPS)
         budget = session.report().bytes // 2
-    with accelerate(module, TaylorSeer(interval=3, first_enhance=2, max_memory=budget)) as session:
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2), max_memory=budget)) as session:
         expected, chosen = [], []
         for given in (inputs, small):
             expected.append(denoise(module, given, STEPS))
@@ -601,7 +601,7 @@ def test_a_pipeline_without_callbacks() -> None:
         return torch.as_tensor(pipe([1, 2], num_inference_steps=8, generator=draw, output_type="np").images)
 
     plain = run(pipe)
-    with accelerate(pipe, TaylorSeer(interval=3, first_enhance=1)) as session:
+    with accelerate(pipe, TaylorSeer(interval=3)) as session:
         fast = run(pipe)
         assert not torch.equal(fast, plain)
         for _ in range(4):
@@ -625,4 +625,4 @@ def test_calibration_measures_the_runs_calls_alone() -> None:
     shifted = {key: -value for key, value in inputs.items()}
     disturbed = bac.calibrate(pipe, lambda: pipe(inputs, callback_on_step_end=at(2, lambda: beside(shifted), [])), 3)
     assert alone == disturbed
-    assert paradec.TaylorSeer(schedule=alone, basis="reuse").schedule == alone
+    assert paradec.TaylorSeer(refresh=alone).rule == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
+from diffusers import (
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
+)
 from places import golden
-from tiny_pipelines import MODELS, denoise, loop_pipeline, model, wan_pipeline
+from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model, wan_pipeline
 from torch import Tensor
 
 import paradec
@@ -67,9 +74,9 @@ def test_seacache_replays_diffusers(number: int, wan: Any) -> None:
 
 
 def test_seacache_bounds_and_attaching(wan: Any) -> None:
-    """Two runs are alike; `first_enhance` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
-    rule = SeaCache(1e9, max_consecutive_cached=4, cache_end_steps=2)
-    with accelerate(wan, TaylorSeer(refresh=rule, first_enhance=3, basis="reuse")) as session:
+    """Two runs are alike; `retention_steps` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
+    rule = SeaCache(1e9, max_consecutive_cached=4, retention_steps=3, cache_end_steps=2)
+    with accelerate(wan, TaylorSeer(refresh=rule, basis="reuse")) as session:
         first = recorded(wan, 0)
         steps = CASES[0]["steps"]
         expected = sorted({0, 1, *range(2, steps - 2, 5), steps - 2, steps - 1})
@@ -94,6 +101,63 @@ def loop(pipe: Any, inputs: dict[str, Any], steps: int) -> Tensor:
     return other(inputs, steps)
 
 
+def placed(cells: Tensor, rows: int, columns: int) -> np.ndarray:
+    """Cells [1, rows columns, 4 C] of 2 x 2 as a picture [C, 2 rows, 2 columns], number by number."""
+    found = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
+    for cell, row, column in itertools.product(range(cells.shape[1]), range(2), range(2)):
+        at = 2 * (cell // columns) + row, 2 * (cell % columns) + column
+        found[:, at[0], at[1]] = cells[0, cell, 2 * row + column :: 4]
+    return found
+
+
+def denoised(picture: np.ndarray, level: float) -> np.ndarray:
+    """The indicator of a picture [C, rows, columns] that has this share of noise."""
+    gain = np.ones(())
+    for length in picture.shape[1:]:
+        power = 1 / (np.abs(np.fft.fftfreq(length)) ** 3 + 1e-16)
+        along = (1 - level) * power / ((1 - level) ** 2 * power + level**2 + 1e-16)
+        gain = gain[..., None] * along
+    return np.fft.ifft2(np.fft.fft2(picture) * (gain / gain.mean())).real
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen"])
+def test_seacache_puts_cells_in_their_places(name: str) -> None:
+    """FLUX and Qwen-Image: a loop over pictures, by numbers, decides alike; skipped steps are those of a list."""
+    prompt = {"prompt_embeds": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(7))}
+    if name == "flux":
+        pipe, rows, columns, side = flux_pipeline(), 3, 5, 2
+        prompt |= {"pooled_prompt_embeds": torch.randn(1, 32), "guidance_scale": 3.5}
+    else:
+        module, _ = model("QwenImage")
+        pipe = QwenImagePipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, module)
+        rows, columns, side = 3, 5, 16
+        prompt = {"prompt_embeds": torch.randn(1, 8, 16), "prompt_embeds_mask": torch.ones(1, 8), "true_cfg_scale": 1.0}
+    pipe.set_progress_bar_config(disable=True)
+    cells = torch.randn(1, rows * columns, pipe.transformer.config.in_channels)
+    call = prompt | {"height": rows * side, "width": columns * side, "latents": cells, "num_inference_steps": 12}
+    seen = [cells]
+
+    def keep(pipe: Any, step: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        seen.append(kept["latents"])
+        return {}
+
+    with accelerate(pipe, SeaCache(0.3)) as session:
+        latents = pipe(**call, callback_on_step_end=keep, output_type="latent").images
+    [found] = full_steps(session)
+    pictures = [
+        denoised(placed(latent.double(), rows, columns), min(max(float(sigma), 1e-6), 1 - 1e-6))
+        for latent, sigma in zip(seen[:12], pipe.scheduler.sigmas, strict=False)
+    ]
+    expected, total = [0], 0.0
+    for step in range(1, 12):
+        total += np.abs(pictures[step] - pictures[step - 1]).mean() / np.abs(pictures[step - 1]).mean()
+        if step == 11 or total >= 0.3 or step - expected[-1] > 2:
+            expected, total = [*expected, step], 0.0
+    assert found == expected and 2 < len(found) < 11
+    with accelerate(pipe, TaylorSeer(found, target="stack")):
+        assert torch.equal(pipe(**call, output_type="latent").images, latents)
+
+
 def test_seacache_is_refused(wan: Any) -> None:
     module, _ = model("Wan")
     flux, inputs = loop_pipeline("FLUX")
@@ -105,7 +169,7 @@ def test_seacache_is_refused(wan: Any) -> None:
     with pytest.raises(ValueError, match="flow matching.*UniPC"):
         accelerate(wan, "seacache")
     with accelerate(flux, SeaCache()):
-        with pytest.raises(ValueError, match=r"a latent of shape \(1, 16, 4\)"):
+        with pytest.raises(ValueError, match=r"LoopPipeline gives its transformer cells in one row, .*\(1, 16, 4\)"):
             flux(inputs)
     conditioned, _ = loop_pipeline("Wan")
     conditioned.transformer.register_to_config(in_channels=36)
@@ -308,5 +372,5 @@ def test_watch_is_checked() -> None:
     for watch in ("modulated", "hidden"):
         with pytest.raises(ValueError, match=f"watch='{watch}'.*use 'latent'"):
             TaylorSeer(refresh=AccumulatedChange(watch=watch), target="output")
-    with pytest.raises(ValueError, match="watch='latent' goes with target"):
-        TaylorSeer(refresh=AccumulatedChange(watch="latent"), modules="a")
+    with pytest.raises(ValueError, match="watch='latent' does not go with modules"):
+        TaylorSeer(refresh=AccumulatedChange(watch="latent"), target=["a"])

@@ -36,9 +36,9 @@ def both(module: nn.Module, inputs: dict[str, Any], settings: dict[str, Any], **
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_changes_and_norms_rest(name: str) -> None:
     module, inputs = model(name)
-    first, second = both(module, inputs, {"full_steps": FULL, "order": 1})
+    first, second = both(module, inputs, {"refresh": FULL, "order": 1})
     assert torch.equal(first, second)
-    with accelerate(module, TaylorSeer(full_steps=FULL, order=1)) as session:
+    with accelerate(module, TaylorSeer(refresh=FULL, order=1)) as session:
         idle = spared(session, Idle)
         norms = [one.block for one in idle if one.block is not None]
         assert max(map(norms.count, norms), default=0) == SPARED[name]
@@ -61,10 +61,10 @@ def test_nothing_changes_and_norms_rest(name: str) -> None:
     "settings",
     [
         {"refresh": "verification"},
-        {"refresh": {"refresh": "accumulated_change", "threshold": 0.3}, "first_enhance": 1},
-        {"full_steps": FULL, "basis": "foca"},
-        {"full_steps": FULL, "order": 3, "derivative_dtype": "bfloat16"},
-        {"full_steps": FULL, "target": "block"},
+        {"refresh": {"refresh": "accumulated_change", "threshold": 0.3}},
+        {"refresh": FULL, "basis": "foca"},
+        {"refresh": FULL, "basis": "taylor(order=3, dtype=bfloat16)"},
+        {"refresh": FULL, "target": "block"},
     ],
 )
 def test_rules_and_bases(name: str, settings: dict[str, Any]) -> None:
@@ -75,14 +75,14 @@ def test_rules_and_bases(name: str, settings: dict[str, Any]) -> None:
 
 def test_two_calls_a_step() -> None:
     module, inputs = model("FLUX")
-    first, second = both(module, inputs, {"full_steps": FULL}, calls=2)
+    first, second = both(module, inputs, {"refresh": FULL}, calls=2)
     assert torch.equal(first, second)
 
 
 def test_only_what_is_hooked_lets_its_norm_rest() -> None:
     """With the feed-forwards alone, attention is evaluated: it needs its norm, and the rotary embedding."""
     module, inputs = model("FLUX")
-    settings = {"full_steps": FULL, "modules": r"transformer_blocks\.\d+\.ff"}
+    settings = {"refresh": FULL, "target": [r"transformer_blocks\.\d+\.ff"]}
     with accelerate(module, TaylorSeer(**settings)) as session:
         assert {one.name.split(".", 2)[-1] for one in spared(session, Idle)} == {"norm2"}
     first, second = both(module, inputs, settings)
@@ -95,7 +95,7 @@ def test_schedules_of_modules() -> None:
     steps = {"attn1": (0, 2, 3), "ff": (0, 1, 4)}
     names = [f"transformer_blocks.{i}.{branch}" for i in range(len(module.transformer_blocks)) for branch in steps]
     schedule = BlockSchedule(6, tuple((name, steps[name.rsplit(".", 1)[-1]]) for name in names))
-    first, second = both(module, inputs, {"schedule": schedule, "basis": "reuse"})
+    first, second = both(module, inputs, {"refresh": schedule})
     assert torch.equal(first, second) and first.isfinite().all()
 
 
@@ -104,7 +104,7 @@ def test_chunks_of_a_feed_forward() -> None:
     module, inputs = model("DiT")
     for block in module.transformer_blocks:
         block.set_chunk_feed_forward(4, 1)
-    first, second = both(module, inputs, {"full_steps": FULL})
+    first, second = both(module, inputs, {"refresh": FULL})
     assert torch.equal(first, second)
 
 
@@ -165,7 +165,7 @@ def test_a_run_in_inference_mode_and_then_one_with_gradients() -> None:
     """Stand-ins outlive a run: those made in inference mode must serve autograd."""
     module, inputs = model("DiT")
     time = torch.tensor([900, 900])[: len(inputs["hidden_states"])]
-    with accelerate(module, TaylorSeer(full_steps=[0])) as session:
+    with accelerate(module, TaylorSeer(refresh=[0])) as session:
         with torch.inference_mode():
             denoise(module, inputs, 3)
         session.reset()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from module_attributes import attributes
-from tiny_pipelines import dit_pipeline, run_wan, wan_pipeline
+from tiny_pipelines import dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
 
 import paradec
 from paradec import TaylorSeer, accelerate, tune_steps
@@ -79,7 +79,7 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
 def by_hand(pipe: Any, seed: int, steps: Any) -> float:
     """The error of one run, from latents that a callback of the scheduler's keeps."""
     latents = []
-    for settings in (None, TaylorSeer(full_steps=steps, target="output")):
+    for settings in (None, TaylorSeer(refresh=steps, target="output")):
         own = pipe.scheduler.step
         kept: list[Any] = []
 
@@ -112,8 +112,8 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     pipe = wan_pipeline()
     found = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
     found.save(tmp_path / "steps.json")
-    sampler = TaylorSeer(full_steps=str(tmp_path / "steps.json"))
-    assert sampler.full_steps == found and sampler.target == "stack"
+    sampler = TaylorSeer(refresh=str(tmp_path / "steps.json"))
+    assert sampler.refresh == found and sampler.rule.target == "stack"
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     with accelerate(pipe, sampler) as session:
         run_wan(pipe, 6)
@@ -125,14 +125,24 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     dit = dit_pipeline()
     with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
         dit([1], num_inference_steps=6, output_type="np")
+    # DiTPipeline keeps its guidance to itself: it is read off its call; a loop of one's own has none to read
+    with accelerate(dit, StepSchedule((0, 2), 4, "DDIMScheduler", 4.0)) as session:
+        run_dit(dit, 4)
+        assert session.report().full_steps == [0, 2] and not session.report().notes
+        with pytest.raises(ValueError, match="runs of guidance_scale 4.0, and this one has 2.0"):
+            run_dit(dit, 4, guidance_scale=2.0)
+    loop, inputs = loop_pipeline("SD3")
+    with accelerate(loop, StepSchedule((0, 2), 4, None, 4.0)) as session:
+        loop(inputs, 4)
+        assert "the run does not tell its guidance_scale, so" in str(session.report())
     with pytest.raises(ValueError, match="leave target='module' out"):
-        TaylorSeer(full_steps=found, target="module")
+        TaylorSeer(refresh=found, target="module")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
         with pytest.raises(ValueError, match=message):
-            TaylorSeer(full_steps=tmp_path / wrong)
+            TaylorSeer(refresh=tmp_path / wrong)
     for fields in ({"steps": (1, 2)}, {"steps": (0, 6)}, {"total": 0}):
-        with pytest.raises(ValueError, match=r"full_steps|total"):
+        with pytest.raises(ValueError, match=r"refresh|total"):
             StepSchedule(**({"steps": (0,), "total": 6} | fields))
 
 
@@ -159,7 +169,7 @@ def test_arguments_are_checked(digits: Any) -> None:
         ({"report": 1}, "two that report"),
         ({"seeds": 0}, "seeds=0"),
         ({"sampler": TaylorSeer(refresh="first_block")}, "sampler has refresh"),
-        ({"sampler": TaylorSeer(modules="nothing")}, "nothing"),
+        ({"sampler": TaylorSeer(target=["nothing"])}, "nothing"),
     ):
         with pytest.raises(ValueError, match=message):
             tune_steps(digits, never, **wrong)
@@ -173,6 +183,13 @@ def test_arguments_are_checked(digits: Any) -> None:
         tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=9, seeds=1, report=2)
     with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
         tune_steps(digits, lambda seed: run_digits(digits, seed, 3 + seed), budget=2, seeds=1, report=2)
+    with pytest.raises(ValueError, match="one run has 2.0 guidance, another 3.0"):
+        guided = lambda seed: digits(1, num_inference_steps=2, guidance_scale=2.0 + seed)  # noqa: E731
+        tune_steps(digits, guided, budget=1, seeds=1, report=2)
+    loop, inputs = loop_pipeline("SD3")
+    with pytest.warns(UserWarning, match="no pipeline's call tells its guidance scale"):
+        found = tune_steps(loop, lambda seed: loop(inputs, 2), budget=2, seeds=1, report=2)
+    assert found.schedule.guidance is None
     with pytest.raises(ValueError, match="no step of the pipeline's scheduler"):
         tune_steps(digits, lambda seed: None, budget=2, seeds=1, report=2)
 

@@ -34,7 +34,7 @@ def test_a_mask_is_a_schedule() -> None:
         made = {name: step_mask(name, steps) for name in MASKS}
         for found in made.values():
             assert found[0] == 0 and found[-1] == steps - 1 and list(found) == sorted(set(found))
-            assert TaylorSeer(full_steps=found).full_steps == found
+            assert TaylorSeer(refresh=found).refresh.steps == found
         counts = [len(made[name]) for name in ("slow", "medium", "fast", "ultra")]
         assert counts == sorted(counts, reverse=True)
 
@@ -42,14 +42,14 @@ def test_a_mask_is_a_schedule() -> None:
 def test_in_a_pipeline() -> None:
     """A run's own number of steps is taken, and the steps are those of the list."""
     pipe = flux_pipeline()
-    with accelerate(pipe, TaylorSeer(full_steps="fast")) as session:
+    with accelerate(pipe, TaylorSeer(refresh="fast")) as session:
         for steps in (9, 16):
             named = run_flux(pipe, steps)
             assert tuple(session.report().full_steps) == step_mask("fast", steps)
-        with pytest.raises(ValueError, match="full_steps='fast': there is no mask for 5 steps"):
+        with pytest.raises(ValueError, match="refresh='fast': there is no mask for 5 steps"):
             run_flux(pipe, 5)
         assert torch.equal(run_flux(pipe, 16), named)
-    with accelerate(pipe, TaylorSeer(full_steps=step_mask("fast", 16))):
+    with accelerate(pipe, TaylorSeer(refresh=step_mask("fast", 16))):
         assert torch.equal(run_flux(pipe, 16), named)
 
 
@@ -57,9 +57,8 @@ def test_in_our_own_loop() -> None:
     model = DiffusionModel(dit_pipeline().transformer)
     latent = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(3))
     given = {"scheduler": DDIMScheduler(), "class_labels": [1, 2]}
-    sampler = TaylorSeer(full_steps="ultra")
+    sampler = TaylorSeer(refresh="ultra")
     state = sampler.start(model, latent, num_inference_steps=12, **given)
-    assert [i for i in range(12) if sampler.is_full(i, state.total)] == list(step_mask("ultra", 12))
     decode(sampler, model, state)
     assert state.nfe.tolist() == [len(step_mask("ultra", 12))] * 2
     with pytest.raises(ValueError, match="no mask for 7 steps; 4, 6, or 8 and more"):
@@ -68,25 +67,25 @@ def test_in_our_own_loop() -> None:
 
 def test_what_is_refused() -> None:
     for wrong in ("fastest", "", "Slow"):
-        with pytest.raises(ValueError, match=f"full_steps.*{wrong}"):
-            TaylorSeer(full_steps=wrong)
+        with pytest.raises(ValueError, match=f"refresh.*{wrong}"):
+            TaylorSeer(refresh=wrong)
     for steps in (0, -1, 2.5, True, None):
         with pytest.raises(ValueError, match="steps="):
             step_mask("slow", steps)
     for steps in (1, 2, 3, 5, 7):
         with pytest.raises(ValueError, match=f"no mask for {steps} steps"):
             step_mask("slow", steps)
-    with pytest.raises(ValueError, match="full_steps and refresh"):
-        TaylorSeer(full_steps="slow", refresh="first_block")
+    with pytest.raises(ValueError, match="interval=3 and refresh='step_mask' both say"):
+        TaylorSeer(refresh="slow", interval=3)
     module = dit_pipeline().transformer
     calls = []
     module.transformer_blocks[0].register_forward_hook(lambda *call: calls.append(1))
-    with accelerate(module, TaylorSeer(full_steps="slow")), pytest.raises(ValueError, match=r"step_mask\('slow', "):
+    with accelerate(module, TaylorSeer(refresh="slow")), pytest.raises(ValueError, match=r"step_mask\('slow', "):
         module(torch.zeros(1, 4, 8, 8), torch.tensor([5]), class_labels=torch.tensor([1]))
     assert not calls
 
 
 def test_names_survive_plain_data() -> None:
-    sampler = TaylorSeer(full_steps="medium")
+    sampler = TaylorSeer(refresh="medium")
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+from dataclasses import replace
 from itertools import combinations
 from math import factorial
 from pathlib import Path
@@ -30,7 +32,12 @@ from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
-from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
+from paradec.samplers.forecast.rules import RULES
+from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.step_masks import StepMask
+from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 LABELS = [1, 2, 7]
@@ -43,6 +50,11 @@ def recorded(holds: str) -> list[Path]:
         said = json.loads(path.read_text())
         found += [path] if holds in (said[0] if isinstance(said, list) else said) else []
     return found
+
+
+def full_steps(rule: Rule, total: int) -> list[int]:
+    """The steps that a schedule evaluates."""
+    return [i for i in range(total) if rule.is_full(RunProgress(total, i))]
 
 
 def decoded(sampler: TaylorSeer, model: DiffusionModel, latent: Tensor, **request: object) -> ForecastState:
@@ -81,9 +93,8 @@ def test_schedules(path: Path) -> None:
     assert_shown("diffusion", len(cases) >= 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"})
     for case in cases:
         first = case["first_enhance"] if case["scheme"] == "reference" else case["before"]
-        settings = {"interval": case["N"], "first_enhance": first, "style": case["scheme"]}
-        sampler = TaylorSeer(**settings, full_after=case.get("after"))
-        assert [i for i in range(case["T"]) if sampler.is_full(i)] == case["full"]
+        rule = Every(case["N"], first, case["scheme"], case.get("after"))
+        assert full_steps(rule, case["T"]) == case["full"]
 
 
 def replay(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[History, dict, Tensor | None]]:
@@ -241,32 +252,32 @@ def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | No
 
 def test_refresh_by_accumulated_change() -> None:
     rule = AccumulatedChange(threshold=0.3)
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 10, change=0.125) == [0, 3, 6, 9]
-    assert walk(TaylorSeer(refresh=rule, first_enhance=3), 10, change=0.125) == [0, 1, 2, 5, 8]
+    assert walk(TaylorSeer(refresh=rule), 10, change=0.125) == [0, 3, 6, 9]
+    assert walk(TaylorSeer(refresh=replace(rule, first_enhance=3)), 10, change=0.125) == [0, 1, 2, 5, 8]
     doubled = AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0))
-    assert walk(TaylorSeer(refresh=doubled, first_enhance=1), 8, change=0.125) == [0, 2, 4, 6]
+    assert walk(TaylorSeer(refresh=doubled), 8, change=0.125) == [0, 2, 4, 6]
     bounded = AccumulatedChange(threshold=9, max_forecasts=2)
-    assert walk(TaylorSeer(refresh=bounded, first_enhance=1), 8, change=0.1) == [0, 3, 6]
+    assert walk(TaylorSeer(refresh=bounded), 8, change=0.1) == [0, 3, 6]
 
 
 def test_refresh_by_verification() -> None:
     rule = Verification(base_threshold=0.5, decay_rate=0.1, min_forecasts=2, max_forecasts=4)
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.01) == [0, 5, 10]
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.6) == [0, 3, 6, 9]
+    assert walk(TaylorSeer(refresh=rule), 12, error=0.01) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule), 12, error=0.6) == [0, 3, 6, 9]
     # what is allowed falls along the run, but not below 0.1; after an evaluation comes a forecast
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
-    assert walk(TaylorSeer(refresh=rule, first_enhance=4), 12, error=0.09) == [0, 2, 7]
+    assert walk(TaylorSeer(refresh=rule), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
+    assert walk(TaylorSeer(refresh=replace(rule, first_enhance=4)), 12, error=0.09) == [0, 2, 7]
 
 
 def test_rules_at_their_thresholds() -> None:
     """An error must exceed what is allowed; a change that reaches its threshold is enough."""
     rule = Verification(base_threshold=0.5, decay_rate=1.0, max_forecasts=4)
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.5) == [0, 5, 10]
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 6, error=0.5000001) == [0, 2, 4]
+    assert walk(TaylorSeer(refresh=rule), 12, error=0.5) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule), 6, error=0.5000001) == [0, 2, 4]
     rule = Verification(base_threshold=0.01, max_forecasts=4)
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.1) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule), 12, error=0.1) == [0, 5, 10]
     rule = AccumulatedChange(threshold=0.25)
-    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 7, change=0.125) == [0, 2, 4, 6]
+    assert walk(TaylorSeer(refresh=rule), 7, change=0.125) == [0, 2, 4, 6]
 
 
 def test_rules_survive_plain_data() -> None:
@@ -274,7 +285,7 @@ def test_rules_survive_plain_data() -> None:
         sampler = TaylorSeer(refresh=rule)
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     schedule = BlockSchedule(4, (("a.attn", (0, 2)), ("a.ff", (0,))))
-    sampler = TaylorSeer(schedule=schedule, basis="reuse", full_after=3, max_memory="1.5GB")
+    sampler = TaylorSeer(refresh=schedule, basis="reuse", max_memory="1.5GB")
     assert sampler.max_memory == 1_500_000_000
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
 
@@ -333,9 +344,10 @@ def test_block_schedule_files(tmp_path: Path) -> None:
     schedule = BlockSchedule(8, (("a.attn", (0, 2)), ("a.ff", (0, 5))))
     schedule.save(tmp_path / "bac.json")
     assert BlockSchedule.load(tmp_path / "bac.json") == schedule
-    assert TaylorSeer(schedule=str(tmp_path / "bac.json")).schedule == schedule
+    sampler = TaylorSeer(refresh=str(tmp_path / "bac.json"))
+    assert sampler.refresh == schedule and sampler.forecaster == Reuse()
     for data in ({"steps": 8}, {"steps": 8, "modules": {"a": [1, 2]}}, {"steps": 2, "modules": {"a": [0, 2]}}, [1]):
-        with pytest.raises(ValueError, match="schedule|step"):
+        with pytest.raises(ValueError, match="refresh|step"):
             BlockSchedule.from_dict(data)
     with pytest.raises(ValueError, match="nowhere"):
         BlockSchedule.load(tmp_path / "nowhere.json")
@@ -390,7 +402,7 @@ def test_interval_one_is_the_diffusers_pipeline() -> None:
 )
 def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> None:
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
-    sampler = TaylorSeer(interval=interval, order=order, first_enhance=first_enhance)
+    sampler = TaylorSeer(refresh=Every(interval, first_enhance), order=order)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=LABELS, trace=True)
 
     scheduler, sample, counter, known, last, kinds = DDIMScheduler(), latent, 0, [], 0, []
@@ -414,7 +426,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> N
     torch.testing.assert_close(state.latent, sample, rtol=1e-10, atol=1e-10)
     assert [step.kind for step in state.trace.steps] == kinds
     full = kinds.count("full")
-    assert full == sum(map(sampler.is_full, range(20))) == first_enhance + (20 - first_enhance) // interval
+    assert full == len(full_steps(sampler.rule, 20)) == first_enhance + (20 - first_enhance) // interval
     assert state.nfe.tolist() == [full] * 3 and state.progress == (60, 60)
     assert [step.forwarded for step in state.trace.steps] == [[16] * 3 if kind == "full" else [0] * 3 for kind in kinds]
 
@@ -423,7 +435,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> N
 def test_timesteps_that_rise(interval: int) -> None:
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
     scheduler = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
-    sampler = TaylorSeer(interval=interval, order=1, first_enhance=2)
+    sampler = TaylorSeer(refresh=Every(interval, 2), order=1)
     request = {"scheduler": scheduler, "num_inference_steps": 10, "class_labels": LABELS}
     state = decoded(sampler, DiffusionModel(module), latent, **request)
     scheduler.set_timesteps(10)
@@ -444,13 +456,13 @@ def test_timesteps_that_rise(interval: int) -> None:
 def test_every_basis_in_the_loop(basis: str) -> None:
     """The loop's stacked memory holds what a history by itself would."""
     module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
-    sampler = TaylorSeer(interval=3, first_enhance=2, order=2, basis=basis)
+    sampler = TaylorSeer(refresh=Every(3, 2), order=2, basis=basis)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
     scheduler, history, forecaster = DDIMScheduler(), None, sampler.forecaster
     scheduler.set_timesteps(20)
     with torch.inference_mode():
         for step, t in enumerate(scheduler.timesteps):
-            if sampler.is_full(step):
+            if step in full_steps(sampler.rule, 20):
                 output = module(latent, timestep=t.expand(2), class_labels=torch.tensor([1, 2])).sample[:, :4]
                 history = forecaster.update(history, output, step)
             else:
@@ -463,7 +475,7 @@ def test_every_basis_in_the_loop(basis: str) -> None:
 def test_order_zero_is_reuse_and_explicit_steps_are_taken() -> None:
     model, latent = DiffusionModel(tiny_dit()), noise(2)
     ends = [
-        decoded(TaylorSeer(full_steps=[0, 1, 5, 9], **how), model, latent, class_labels=[1, 2], trace=True)
+        decoded(TaylorSeer(refresh=[0, 1, 5, 9], **how), model, latent, class_labels=[1, 2], trace=True)
         for how in ({"order": 0}, {"basis": "reuse", "order": 3}, {"order": 0, "basis": "newton"})
     ]
     assert all(torch.equal(ends[0].latent, end.latent) for end in ends[1:])
@@ -474,7 +486,7 @@ def test_order_zero_is_reuse_and_explicit_steps_are_taken() -> None:
 def test_the_loop_refreshes_by_accumulated_change() -> None:
     model, latent = DiffusionModel(tiny_dit()), noise(2)
     ends = [
-        decoded(TaylorSeer(refresh=AccumulatedChange(threshold), first_enhance=3), model, latent, class_labels=[1, 2])
+        decoded(TaylorSeer(refresh=AccumulatedChange(threshold, first_enhance=3)), model, latent, class_labels=[1, 2])
         for threshold in (1e-6, 0.05, 1e6)
     ]
     assert ends[0].nfe.tolist() == [20, 20] and ends[2].nfe.tolist() == [3, 3]
@@ -498,7 +510,7 @@ def test_a_linear_output_is_forecast_exactly() -> None:
         def __call__(self, query: object) -> Tensor:
             return torch.full_like(query.latent, 2.0 + 0.25 * float(query.timestep))
 
-    sampler = {n: TaylorSeer(interval=n, order=1, first_enhance=3) for n in (1, 4)}
+    sampler = {n: TaylorSeer(refresh=Every(n, 3), order=1) for n in (1, 4)}
     ends = [
         decoded(sampler[n], Linear(), noise(2, torch.float64), scheduler=FlowMatchEulerDiscreteScheduler()).latent
         for n in (1, 4)
@@ -532,7 +544,7 @@ def test_a_step_repeated_equals_the_step(scheduler: object) -> None:
 @pytest.mark.parametrize("basis", list(BASES))
 @pytest.mark.parametrize("order", [0, 1])
 def test_what_is_written_into_a_proposal_stays_there(basis: str, order: int) -> None:
-    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=4, first_enhance=1, order=order, basis=basis)
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=4, order=order, basis=basis)
     state = sampler.start(model, noise(2), scheduler=DDIMScheduler(), num_inference_steps=8, class_labels=[1, 2])
     with torch.inference_mode():
         while not state.done:
@@ -605,41 +617,106 @@ def test_nan_outputs_are_refused() -> None:
         decode(sampler, DiffusionModel(module), state)
 
 
+OLD_CALLS = [
+    ({"first_enhance": 3, "interval": 6}, TaylorSeer(Every(6, 3))),
+    ({"style": "diffusers", "full_after": 9, "order": 2}, TaylorSeer(Every(5, 1, "diffusers", 9), order=2)),
+    ({"full_steps": [0, 3], "order": 0}, TaylorSeer([0, 3], order=0)),
+    ({"full_steps": "fast", "target": "stack"}, TaylorSeer("fast", target="stack")),
+    ({"basis": "hermite", "sigma": 0.7, "order": 2}, TaylorSeer(basis=Hermite(sigma=0.7), order=2)),
+    ({"derivative_dtype": "bfloat16", "interval": 3}, TaylorSeer(interval=3, basis=Taylor(dtype="bfloat16"))),
+    ({"basis": "dmd", "window": 4, "max_memory": 99}, TaylorSeer(basis=DMD(window=4), max_memory=99)),
+    ({"modules": "a.*"}, TaylorSeer(target=["a.*"])),
+    ({"modules": ["a", "b"], "skip": "c"}, TaylorSeer(target=Modules(("a", "b"), "c"))),
+    ({"schedule": {"steps": 2, "modules": {"a": [0]}}}, TaylorSeer(BlockSchedule(2, (("a", (0,)),)))),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_CALLS)
+def test_old_calls_are_told_the_new_spelling(old: dict, new: TaylorSeer) -> None:
+    """The call that the message writes is the one that is meant, wherever the old one comes from."""
+    saved = {"sampler": "taylorseer", "interval": 5, "order": 1, "first_enhance": 1, "sigma": 0.5, "window": 6}
+    saved |= {"style": "reference", "full_steps": None, "schedule": None, "modules": None, "refresh": None} | old
+    own = {key: value for key, value in saved.items() if key != "sampler"}
+    for call in (
+        lambda: TaylorSeer(**old),
+        lambda: paradec.samplers.create("taylorseer", **old),
+        lambda: TaylorSeer.from_dict(json.loads(json.dumps(saved))),
+        lambda: TaylorSeer.__new__(TaylorSeer).__setstate__(own),  # pickled by a former version
+    ):
+        with pytest.raises(ValueError, match=f"no .*{list(old)[0 if 'basis' not in old else 1]}.* any more") as told:
+            call()
+        written = eval(str(told.value).partition("write ")[2], {"TaylorSeer": TaylorSeer})
+        assert (written.rule, written.forecaster) == (new.rule, new.forecaster)
+        assert (written.target, written.max_memory) == (new.target, new.max_memory)
+
+
+def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
+    """Objects, texts, short forms and plain data make the same sampler; copies and pickles are equal."""
+    (tmp_path / "rule.json").write_text(json.dumps(Every(3, 2).to_dict()))
+    for same in (
+        [Every(3, 2), "every(interval=3, first_enhance=2)", {"refresh": "every", "interval": 3, "first_enhance": 2}],
+        [Every(3, 2), tmp_path / "rule.json", str(tmp_path / "rule.json")],
+        [StepSchedule((0, 4)), [0, 4], (0, 4), {"schema": "paradec-steps/1", "steps": [0, 4], "total": None}],
+        [StepMask("slow"), "slow", "step_mask(mask=slow)"],
+        [SeaCache(), "seacache", {"refresh": "seacache"}],
+    ):
+        assert {TaylorSeer(entry) for entry in same} == {TaylorSeer(same[0])}
+    assert TaylorSeer(interval=3).rule == TaylorSeer("every(interval=3)").rule == Every(3)
+    assert TaylorSeer(Every(6, 3), interval=4).rule == Every(4, 3)  # a preset's, with another interval
+    assert TaylorSeer(basis="newton", order=2).forecaster == TaylorSeer(basis=Newton(2)).forecaster
+    assert TaylorSeer("seacache").forecaster == Taylor() and TaylorSeer("dbcache").forecaster == Reuse()
+    for sampler in (
+        *(
+            TaylorSeer(),
+            TaylorSeer(interval=3, order=2),
+            TaylorSeer(Every(5, 3, "diffusers"), "dmd(window=4)", "block"),
+        ),
+        *(TaylorSeer([0, 2], Taylor(2, "bfloat16"), Modules("a", "b")), TaylorSeer(target=["a"], max_memory="1KB")),
+        *(TaylorSeer(rule) for rule in RULES if rule not in ("magcache", "step_mask")),
+    ):
+        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+        for copied in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler)), replace(sampler)):
+            assert copied == sampler and copied.forecaster == sampler.forecaster and copied.rule == sampler.rule
+
+
 def test_settings_are_checked() -> None:
     sampler = paradec.samplers.create("taylorseer", preset="dit", order=2)
-    assert (sampler.interval, sampler.order, sampler.first_enhance) == (4, 2, 2)
+    assert (sampler.rule, sampler.forecaster) == (Every(4, 2), Taylor(2, guard=0))
     assert type(sampler).from_dict(sampler.to_dict()) == sampler
     for preset in TaylorSeer.presets:
         paradec.samplers.create("taylorseer", preset=preset)
     wrong = {
         "interval": [0, 2.5, True],
         "order": [-1, "1"],
-        "first_enhance": [0],
-        "style": ["paper", None],
-        "full_after": [0],
-        "full_steps": [[1, 2], [0, 2, 1], [0, 0], [0, 1.5], "0", []],
-        "refresh": ["sometimes", 3, {"refresh": "verification", "base": 1}, {"threshold": 1}],
-        "schedule": [3, {"a": [0]}, "nowhere.json"],
-        "basis": ["tailor", 2],
-        "sigma": [0],
-        "window": [3],
-        "target": ["layers", 1],
-        "modules": ["(", [], 5],
-        "derivative_dtype": ["int8", 16],
+        "refresh": [
+            *([1, 2], [0, 2, 1], [0, 0], [0, 1.5], "0", [], 3, {"a": [0]}, {"steps": 2, "modules": [1]}),
+            *("sometimes", "nowhere.json", {"refresh": "verification", "base": 1}, {"threshold": 1}, {"refresh": []}),
+        ],
+        "basis": ["tailor", 2, "taylor(window=6)", {"basis": "foca", "guard": 3}, {"order": 1}],
+        "target": ["layers", 1, {"skip": ["a"]}],
         "max_memory": [0, "many", "2XB", 1.5],
     }
     for setting, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match=setting):
                 TaylorSeer(**{setting: value})
-    for settings in (
-        {"skip": "a"},
-        {"full_steps": [0], "refresh": "verification"},
-        {"modules": "a", "target": "output"},
-    ):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            TaylorSeer(**settings)
+    with pytest.raises(ValueError, match="refresh=5: one step in so many is interval=5"):
+        TaylorSeer(5, 1)  # as it was written once
+    with pytest.raises(ValueError, match="interval=3 and refresh='verification' both say when"):
+        TaylorSeer(refresh="verification", interval=3)
     for rule, settings in (
+        (Every, {"interval": 0}),
+        (Every, {"first_enhance": 0}),
+        (Every, {"style": "paper"}),
+        (Every, {"full_after": 0}),
+        (Hermite, {"sigma": 0}),
+        (DMD, {"window": 3}),
+        (Taylor, {"dtype": "int8"}),
+        (Newton, {"dtype": 16}),
+        (Modules, {"modules": "("}),
+        (Modules, {"modules": []}),
+        (Modules, {"modules": "a", "skip": 5}),
+        (Verification, {"first_enhance": 0}),
         (Verification, {"base_threshold": 0}),
         (Verification, {"decay_rate": 2}),
         (Verification, {"min_forecasts": 5, "max_forecasts": 4}),
@@ -649,8 +726,10 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)
-    for settings in ({"target": "block"}, {"refresh": "verification"}, {"modules": "a"}, {"max_memory": 1000}):
+    stack = {"target": "stack", "refresh": StepSchedule((0, 2), 20, target="stack")}
+    for settings in ({"target": "block"}, {"refresh": "verification"}, {"target": ["a"]}, {"max_memory": 1000}, stack):
         with pytest.raises(ValueError, match=f"{next(iter(settings))}.*paradec.accelerate"):
+            settings = settings if settings is not stack else {"refresh": stack["refresh"]}
             decoded(TaylorSeer(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
     model = DiffusionModel(tiny_dit())
     good = {"latent": noise(2), "scheduler": DDIMScheduler(), "class_labels": [1, 2]}

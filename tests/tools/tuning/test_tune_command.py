@@ -141,7 +141,7 @@ def test_steps_of_a_pipeline(tmp_path: Path) -> None:
     call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *named]
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and "chosen: " in done.stdout, done.stderr
-    schedule = paradec.TaylorSeer(full_steps=str(files["out"])).full_steps
+    schedule = paradec.TaylorSeer(refresh=str(files["out"])).refresh
     assert schedule.total == 6 and len(schedule.steps) == 2
     again = CliRunner().invoke(app, [*call, "--json"])
     assert json.loads(again.stdout) == json.loads(files["report"].read_text())

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from paradec.samplers.forecast.refresh import StepRule
+from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 Kind = Literal["forecast", "residual", "stack", "skip", "output"]
@@ -110,9 +110,9 @@ def hooked(transformer: nn.Module, settings: TaylorSeer) -> list[Place]:
     Raises:
         ValueError: as `matched` and `places`.
     """
-    if settings.modules is not None:
-        return matched(transformer, settings.modules, settings.skip or ())
-    if isinstance(settings.refresh, StepRule) and settings.refresh.from_input:
+    if isinstance(settings.target, Modules):
+        return matched(transformer, settings.target.modules, settings.target.skip)
+    if settings.rule.from_input:
         return [Place("", "residual", "")]
     return places(transformer, settings.target or "module")
 
@@ -130,7 +130,8 @@ def places(transformer: nn.Module, target: str) -> list[Place]:
     if not blocks:
         raise ValueError(
             f"target={target!r}: {kind} has no list of blocks with attention or feed-forward modules; it has "
-            f"{', '.join(name for name, _ in transformer.named_children())}. Use target='output', or name modules=[...]"
+            f"{', '.join(name for name, _ in transformer.named_children())}. Use target='output', or target=[...] for "
+            "modules by name"
         )
     if target in ("block", "stack"):
         return [Place(name, "residual" if target == "block" else "stack", name) for name in blocks]
@@ -140,7 +141,7 @@ def places(transformer: nn.Module, target: str) -> list[Place]:
         if not kinds:
             raise ValueError(
                 f"target='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
-                "module that could be told by its name; use target='block', or name modules=[...]"
+                "module that could be told by its name; use target='block', or target=[...] for modules by name"
             )
         sink = next((branch for branch, role in kinds.items() if role == "fused"), None)
         for branch, role in kinds.items():

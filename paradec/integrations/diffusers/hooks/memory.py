@@ -18,7 +18,8 @@ from paradec.integrations.diffusers.hooks.stack import Kept, Stack
 from paradec.integrations.diffusers.hooks.watched import latent_of
 from paradec.samplers.forecast.bases import Basis
 from paradec.samplers.forecast.refresh import RunProgress, Verification
-from paradec.samplers.forecast.taylorseer import TARGETS, TaylorSeer
+from paradec.samplers.forecast.targets import TARGETS, Modules
+from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 
 def estimate(transformer: nn.Module, settings: TaylorSeer, *args: Any, **kwargs: Any) -> int:
@@ -39,7 +40,7 @@ def fitting(
     branches: int,
     args: tuple,
     kwargs: dict[str, Any],
-    known: dict[str | None, Size],
+    known: dict[str | Modules | None, Size],
 ) -> tuple[TaylorSeer, int, list[str]]:
     """The settings that fit into `asked.max_memory`: those asked for, or a lower order, or a thriftier target.
 
@@ -56,21 +57,22 @@ def fitting(
     """
     assert asked.max_memory is not None
     tried: list[str] = []
-    targets = TARGETS[TARGETS.index(asked.target or "module") :]
-    if asked.refresh is not None and asked.refresh.target != "module":
-        targets = (asked.refresh.target,)
-    for target in targets if asked.modules is None and asked.schedule is None else (None,):
-        if target in ("stack", "output") and isinstance(asked.refresh, Verification):
+    targets, most = [asked.target], asked.forecaster.order
+    if asked.rule.target is None and not isinstance(asked.target, Modules):
+        targets = [*TARGETS[TARGETS.index(asked.target or "module") :]]
+    for target in targets:
+        if target in ("stack", "output") and isinstance(asked.rule, Verification):
             continue
-        chosen = asked if target is None else replace(asked, target=target)
+        chosen = replace(asked, target=target)
         if target not in known:
             known[target] = sizes(transformer, hooked(transformer, chosen), chosen, args, kwargs)
-        for order in range(asked.order, min(asked.order, 1) - 1, -1):
+        for order in range(most, min(most, 1) - 1, -1):
             candidate = replace(chosen, order=order)
             needed = known[target].needed(candidate) * branches
             if needed <= asked.max_memory:
                 return candidate, needed, tried
-            tried.append(f"{target or 'modules'} at order {order} needs {megabytes(needed)}")
+            what = "modules" if isinstance(target, Modules) else target
+            tried.append(f"{what} at order {order} needs {megabytes(needed)}")
     raise ValueError(f"max_memory={asked.max_memory}: nothing fits; {'; '.join(tried)}")
 
 
@@ -146,7 +148,8 @@ def sizes(
         stack = Stack(owner, places, modules) if places[0].kind == "stack" else None
         handles = [module.register_forward_hook(count) for name, module in modules.items() if name in kept]
         given, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        owner.given = latent_of(given, named)
+        latent = latent_of(given, named)
+        owner.given = latent[..., None] if latent.ndim == 3 else latent  # cells in a row: their number alone counts
         with torch.no_grad():
             skeleton(*given, **named)
         if stack is not None:

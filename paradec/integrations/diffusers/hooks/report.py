@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paradec.core.thumbnails import of_images
 from paradec.core.trace import Notes, Trace, drawing
+from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 
@@ -75,9 +76,9 @@ class Report:
         """The lines above the table of calls."""
         lines = []
         for name, settings in self.settings.items():
-            target = "named modules" if settings.modules else settings.target
+            target = "named modules" if isinstance(settings.target, Modules) else settings.target
             lines.append(
-                f"{name}: target {target}, basis {settings.forecaster.name}, order {settings.order}; "
+                f"{name}: target {target}, basis {settings.forecaster.name}, order {settings.forecaster.order}; "
                 f"{len(self.modules[name])} modules hooked, "
                 f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
             )

@@ -18,7 +18,8 @@ from paradec.integrations.diffusers.hooks.guard import Guard
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.rules import RULES, Rule, refresh_from
+from paradec.samplers.forecast.refresh import Rule
+from paradec.samplers.forecast.rules import RULES, refresh_from
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
@@ -32,11 +33,11 @@ class Session:
         if not isinstance(sampler, TaylorSeer):
             raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
         if sampler.target is None:
-            sampler = replace(sampler, target="module" if sampler.refresh is None else sampler.refresh.target)
+            sampler = replace(sampler, target=sampler.rule.target or "module")
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
-        if isinstance(sampler.refresh, Probe):
-            sampler.refresh.noise_levels(getattr(watched, "scheduler", None))
+        if isinstance(sampler.rule, Probe):
+            sampler.rule.noise_levels(getattr(watched, "scheduler", None))
         self.clock = Clock(None, self._finished)
         self.guard: Guard | None = None
         self.transformers: list[Transformer] = []
@@ -111,7 +112,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
         pipe: a diffusers pipeline with a `transformer` (and `transformer_2` or `unet`, if it has them), or a
             transformer alone. Of a transformer alone the argument `timestep` gives the step, and a run begins when
             timesteps change direction.
-        sampler: `TaylorSeer`, by default with its own defaults; or a rule (`FirstBlock()`), which means
+        sampler: `TaylorSeer`, by default with its own defaults; or a schedule or rule (`FirstBlock()`), which means
             `TaylorSeer(refresh=rule)`; or `paradec.samplers.create("recap", ...)`, for
             AmusedPipeline (`paradec.integrations.diffusers.hooks.recap.RecapSession`); or the name of any of them, with
             settings in parentheses: "taylorseer(interval=3)", "first_block", "dbcache", "recap".

@@ -119,7 +119,7 @@ class Stack:
 
     def __init__(self, owner: Owner, places: list[Place], modules: dict[str, nn.Module]):
         self.owner = owner
-        rule = owner.settings.refresh
+        rule = owner.settings.rule
         self.rule = rule if isinstance(rule, Probe) else None
         self.places, self.blocks = places, [modules[place.name] for place in places]
         head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
@@ -201,8 +201,7 @@ class Stack:
         else:
             state, course = kept.probed, owner.course
             state.index, state.total, state.latent, state.level = course.index, course.total, owner.given, owner.level
-            forced = fresh or course.index < owner.settings.first_enhance
-            full = self.rule.is_full(state, walk.entry[_main(walk.entry)], walk.probe, forced)
+            full = self.rule.is_full(state, walk.entry[_main(walk.entry)], walk.probe, fresh)
             state.finished(full)
             state.latent = None
             owner.decided(full)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.integrations.diffusers.hooks.blocks import Place, hooked
+from paradec.integrations.diffusers.hooks.cells import unpacked
 from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
 from paradec.integrations.diffusers.hooks.memory import Size, fitting, megabytes
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
@@ -32,8 +33,12 @@ from paradec.integrations.diffusers.hooks.stack import Stack, StackTap
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Kept, Patch, Tap, parameters_of
 from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, is_feature, latent_of
+from paradec.integrations.diffusers.runs import guidance_above
+from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.step_schedule import StepSchedule
+from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 logger = logging.getLogger("paradec")
@@ -90,7 +95,7 @@ class Transformer:
     def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock):
         self.name, self.module, self.asked, self.clock = name, module, settings, clock
         self.notes: dict[str, str] = {}
-        self.sizes: dict[str, dict[str | None, Size]] = {}
+        self.sizes: dict[str, dict[str | Modules | None, Size]] = {}
         """What `fitting` measured, by signature and target."""
         self.said: set[str] = set()
         self.lock = threading.RLock()
@@ -145,21 +150,22 @@ class Transformer:
                     f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
                     "target='output', or compile its blocks: transformer.compile_repeated_blocks()"
                 )
-        if isinstance(self.asked.refresh, Probe):
-            self.asked.refresh.check_model(self.base)
+        if isinstance(self.asked.rule, Probe):
+            self.asked.rule.check_model(self.base)
 
     def _tap(self, settings: TaylorSeer) -> None:
         """Hook what these settings name."""
         self._untap()
         found = hooked(self.base, settings)
-        schedule = settings.schedule.as_dict() if settings.schedule is not None else None
+        rule = settings.rule
+        schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
             named = {place.name for place in found if place.kind == "forecast"}
             if set(schedule) != named:
                 odd = sorted(set(schedule) ^ named)
                 side = "does not have" if odd[0] in schedule else "has, but the schedule does not"
-                raise ValueError(f"schedule: {type(self.base).__name__} {side} {', '.join(odd[:6])}")
-        verifies = isinstance(settings.refresh, Verification)
+                raise ValueError(f"refresh: {type(self.base).__name__} {side} {', '.join(odd[:6])}")
+        verifies = isinstance(rule, Verification)
         if verifies and found[0].kind in ("output", "stack"):
             raise ValueError(
                 f"refresh=Verification(...) evaluates the last block to measure the error, and "
@@ -179,8 +185,8 @@ class Transformer:
         else:
             for place in found:
                 self.taps.append(Tap(self, place, modules[place.name], verifies and place.block == last))
-        self.measures = settings.refresh is not None and settings.refresh.measures
-        watch = settings.refresh.watch if isinstance(settings.refresh, AccumulatedChange) else None
+        self.measures = rule.measures
+        watch = rule.watch if isinstance(rule, AccumulatedChange) else None
         if watch == "hidden" and settings.target == "module":
             self.watcher = Hidden(self.base, modules)
         elif watch == "modulated" and settings.target in ("block", "stack"):
@@ -212,7 +218,7 @@ class Transformer:
         """Leave out what only feeds these places, and what was computed before."""
         if not any(place.kind == "forecast" for place in found):
             return
-        whole = self.settings.modules is None
+        whole = not isinstance(self.settings.target, Modules)
         for feeder in feeders(self.base, found, verified, whole):
             self.spared.append(
                 Idle(self, feeder, modules[feeder.name], modules[feeder.block] if feeder.block else None)
@@ -276,7 +282,8 @@ class Transformer:
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
-        self.given = latent_of(args, kwargs)
+        filters = isinstance(self.asked.rule, Probe) and self.asked.rule.filters
+        self.given = unpacked(self.clock.owner, args, kwargs) if filters else latent_of(args, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.deciding = False
         self.evaluated, self.forecast, self.called = [], [], {}
@@ -288,7 +295,7 @@ class Transformer:
                 whole = self.taps[0]
                 assert isinstance(whole, Tap)
                 output = whole.answer(self.patch.inner, args, kwargs)
-                rule = self.settings.refresh
+                rule = self.settings.rule
                 if state.deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
                     rule.evaluated(state.course, state.watched, latent_of((output,), {}))
             else:
@@ -312,10 +319,13 @@ class Transformer:
 
     def _begin(self, run: Run) -> RunState:
         """A run starts: nothing of the one before is left."""
-        schedule, total = self.asked.schedule, self.clock.total
-        if schedule is not None and total not in (None, schedule.steps):
-            raise ValueError(f"schedule was made for runs of {schedule.steps} steps; this one has {total}")
-        self.asked.check_run(total, self.clock.scheduler, getattr(self.clock.owner, "_guidance_scale", None))
+        rule, total = self.asked.rule, self.clock.total
+        run_facts = {"scheduler": self.clock.scheduler, "guidance": guidance_above(sys._getframe())}
+        rule.check_run(total, **run_facts)
+        if isinstance(rule, StepSchedule) and (untold := rule.untold(total, **run_facts)):
+            self._note(
+                "schedule", f"the run does not tell its {', '.join(untold)}, so that the steps may be those of another"
+            )
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
@@ -324,8 +334,8 @@ class Transformer:
         ):  # blocks were compiled after we attached
             self._tap(self.settings)
         state = run.states[self.name] = RunState(self.settings, RunProgress(total=total, index=run.index))
-        if isinstance(self.asked.refresh, Probe):
-            state.levels = self.asked.refresh.noise_levels(self.clock.scheduler)
+        if isinstance(rule, Probe):
+            state.levels = rule.noise_levels(self.clock.scheduler)
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
@@ -381,7 +391,7 @@ class Transformer:
         """What the rule watches: unless it says, what the module that decides is given."""
         if self.watcher is not None:
             return self.watcher(args, kwargs)
-        rule = self.settings.refresh
+        rule = self.settings.rule
         if isinstance(rule, AccumulatedChange) and rule.watch == "latent" and place.name:
             assert self.given is not None
             return self.given.detach().clone()
@@ -423,7 +433,8 @@ class Transformer:
         """Before a branch is called for the first time: choose what fits into `max_memory`."""
         branches, known = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
         chosen, needed, tried = fitting(self.base, self.asked, branches, args, kwargs, known)
-        if (chosen.target, chosen.order) == (self.settings.target, self.settings.order):
+        order = chosen.forecaster.order
+        if (chosen.target, order) == (self.settings.target, self.settings.forecaster.order):
             return
         if chosen.target != self.settings.target:  # at the first step, when guidance makes its second call
             self.state.branches = {branch: {} for branch in self.state.branches}
@@ -431,7 +442,7 @@ class Transformer:
         self.state.settings = chosen
         self._note(
             "memory",
-            f"max_memory={self.asked.max_memory} chose target {chosen.target}, order {chosen.order} "
+            f"max_memory={self.asked.max_memory} chose target {chosen.target}, order {order} "
             f"({megabytes(needed)} for {branches} calls a step): {'; '.join(tried)}",
         )
 
