@@ -210,10 +210,17 @@ def planned(
 
 def _checked(model: Any, place: Place) -> Place:
     """Raises ValueError for a row that the model cannot take."""
-    new = place.holes or max(map(len, place.texts))
-    row = [*place.row, *(() if place.holes else place.texts[0])]
-    check_rows(model, [row])
-    model.facts.check_length(len(place.row) + (0 if place.holes else new), new)
+    facts, beyond = model.facts, len(place.row) - place.prompt
+    if place.holes == 0:  # the row grows by what is given of a label
+        beyond = max(map(len, place.texts))
+    elif facts.topology == "canvas":
+        if beyond > facts.block_length:
+            raise ValueError(
+                f"the answers take {beyond} positions after the prompt, and a canvas has {facts.block_length}"
+            )
+        beyond = facts.block_length
+    check_rows(model, [[*place.row]])
+    facts.check_length(place.prompt + beyond, beyond)
     return place
 
 
@@ -266,7 +273,7 @@ def _steps(model: Any, place: Place, text: tuple[int, ...]) -> list[tuple[Row, i
 def _want(reading: Reading, model: Any, place: Place) -> None:
     for text in place.texts:
         for row, at, ids in _steps(model, place, text):
-            reading.want(row, at, ids, place.at)
+            reading.want(row, at, ids, place.prompt)
 
 
 def _log_probability(reading: Reading, model: Any, place: Place, text: tuple[int, ...]) -> float:

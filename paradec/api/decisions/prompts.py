@@ -34,6 +34,8 @@ class Place:
     """Ids; on masked models and canvases with holes from `at` on, as many as the longest label has tokens."""
     at: int
     """The position of the answer's first token; on causal models the row ends before it."""
+    prompt: int
+    """How many tokens are before the row's first answer."""
     texts: tuple[tuple[int, ...], ...]
     """The labels' ids, in the order of the options."""
     holes: int
@@ -133,11 +135,11 @@ def _alone(model: Any, chat: list[dict[str, str]], texts: tuple[tuple[int, ...],
         ids, tail = _plain_ids(model, chat[0]["content"] + "\n")
         end = [*facts.eos_token_ids][:1]
     if facts.topology == "causal":
-        return Place(tuple(ids), len(ids), texts, 0, _closed(facts, _begins_another(texts)))
+        return Place(tuple(ids), len(ids), len(ids), texts, 0, _closed(facts, _begins_another(texts)))
     holes = max(map(len, texts))
     row = [*ids, *[facts.hole_id] * holes, *(tail or end)]
     closed = _closed(facts, min(map(len, texts)) < holes)
-    return Place(tuple(_whole_blocks(facts, row, len(ids))), len(ids), texts, holes, closed)
+    return Place(tuple(_whole_blocks(facts, row, len(ids))), len(ids), len(ids), texts, holes, closed)
 
 
 def _in_one_row(
@@ -170,11 +172,11 @@ def _in_one_row(
         chat.append({"role": "assistant", "content": one.labels[0]})
         before = [*opened, *own[0]]
     row += _end(model, opened, chat_ids(model, chat, open_turn=False))
-    width, first = model.facts.block_length, found[0][0]
-    if model.facts.topology == "canvas" and len(row) - first > width:
-        raise ValueError(f"together=True: the questions take {len(row) - first} positions, and a canvas has {width}")
     whole = tuple(row)
-    return [Place(whole, at, own, holes, _closed(model.facts, min(map(len, own)) < holes)) for at, own, holes in found]
+    return [
+        Place(whole, at, found[0][0], own, holes, _closed(model.facts, min(map(len, own)) < holes))
+        for at, own, holes in found
+    ]
 
 
 def _begins_another(texts: Sequence[tuple[int, ...]]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.prompts import Prompts
+from paradec.api.decisions.canvases import first_step
 from paradec.core.protocol import NotFinite
 from paradec.core.query import StoreCall
 from paradec.models.whole_rows import whole_rows
@@ -54,7 +54,12 @@ class Reading:
                 size = max(1, batch_size // seeds)
                 for first in range(0, len(rows), size):
                     asks()
-                    self._read_canvases(model, rows[first : first + size], seeds)
+                    part = rows[first : first + size]
+                    logits = first_step(model, part, [self.prompts[row] for row in part], seeds)
+                    self.forwards += 2  # prompts, and canvases
+                    for row, own in zip(part, logits, strict=True):
+                        places = sorted(self.wanted[row])
+                        self._note(model, row, places, own[:, [at - self.prompts[row] for at in places]])
                 return
             begin = self._begin(model, rows)
             store = None if not begin else self._shared(model, rows[0][:begin])
@@ -92,26 +97,6 @@ class Reading:
         model(query, store)
         self.forwards += 1
         return store
-
-    def _read_canvases(self, model: Any, rows: Sequence[Row], seeds: int) -> None:
-        """The first step of canvases, in which given tokens stay and all other slots hold noise; not conditioned on an
-        earlier step."""
-        from paradec import samplers
-
-        sampler: Any = samplers.create(model.default_sampler)
-        every = [[*row] for row in rows for _ in range(seeds)]
-        prompts = Prompts(every, False, [0] * len(every))
-        noises = [seed for _ in rows for seed in range(seeds)]
-        state = sampler.start(model, prompts, max_new_tokens=0, seed=noises)
-        with state.freed_store():
-            queries = sampler.query(state)
-            logits = [model(query, state.store) for query in queries][-1]
-            self.forwards += len(queries)
-            for number, row in enumerate(rows):
-                places = sorted(self.wanted[row])
-                own = logits[number * seeds : (number + 1) * seeds]
-                first = int(state.block_start[number * seeds])
-                self._note(model, row, places, own[:, [at - first for at in places]])
 
     def _note(self, model: Any, row: Row, places: Sequence[int], logits: Tensor) -> None:
         """Keep what logits [S, W, V] say of a row, the mean probability over S noises. places: those of the first of
