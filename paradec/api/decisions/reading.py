@@ -54,10 +54,10 @@ class Reading:
                 size = max(1, batch_size // seeds)
                 for first in range(0, len(rows), size):
                     asks()
-                    part = rows[first : first + size]
-                    logits = first_step(model, part, [self.prompts[row] for row in part], seeds)
+                    some = rows[first : first + size]
+                    logits = first_step(model, some, [self.prompts[row] for row in some], seeds)
                     self.forwards += 2  # prompts, and canvases
-                    for row, own in zip(part, logits, strict=True):
+                    for row, own in zip(some, logits, strict=True):
                         places = sorted(self.wanted[row])
                         self._note(model, row, places, own[:, [at - self.prompts[row] for at in places]])
                 return
