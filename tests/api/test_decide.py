@@ -118,19 +118,29 @@ FEW = {
 """Labels of several lengths, one of them the beginning of another."""
 
 
-def visible(model: Any, length: int) -> Tensor:
+def visible(model: Any, length: int, prompt: int) -> Tensor:
     """[1, 1, length, length] bool, by the definition of the topology."""
     at = torch.arange(length)
+    if model.facts.block_align == "prompt":  # one block, and others from its end on
+        at = (at - prompt).clamp(min=-1)
     block = {"bidirectional": length, "causal": 1}.get(model.facts.topology, model.facts.block_length)
-    return (at // block <= (at // block).unsqueeze(1))[None, None]
+    number = at.div(block, rounding_mode="floor")
+    return (number <= number.unsqueeze(1))[None, None]
 
 
-def plain_log_p(model: Any, row: list[int], at: int, ids: list[int]) -> float:
-    """log of the probability that one of `ids` is at a position of a row."""
+def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int = 0) -> float:
+    """log of the probability that one of `ids` is at a position of a row with such a prompt."""
     shift = 1 if model.facts.topology == "causal" else model.facts.shift
     with torch.no_grad():
-        logits = model.module(torch.tensor([row]), attention_mask=visible(model, len(row))).logits[0, at - shift]
+        logits = model.module(torch.tensor([row]), attention_mask=visible(model, len(row), prompt)).logits[
+            0, at - shift
+        ]
     return float(logits.log_softmax(-1)[ids].logsumexp(0))
+
+
+def padding(model: Any, length: int, prompt: int) -> list[int]:
+    """What fills up a row's last block."""
+    return [END] * (-(length - (prompt if model.facts.block_align == "prompt" else 0)) % model.facts.block_unit)
 
 
 def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
@@ -149,8 +159,8 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
             row = prompt + own[:count]
             if not is_causal:
                 row += [MASK] * (longest - count) + [END]
-                row += [END] * (-len(row) % model.facts.block_unit)
-            total += plain_log_p(model, row, len(prompt) + count, ids)
+                row += padding(model, len(row), len(prompt))
+            total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
         found.append(total)
     return found
 
@@ -159,6 +169,7 @@ MODELS = {
     "bidirectional": lambda: model_of("bidirectional"),
     "shifted": lambda: model_of("bidirectional", "shifted"),
     "block_causal": lambda: model_of("block_causal", block_length=4),
+    "prompt_blocks": lambda: model_of("block_causal", block_length=4, block_align="prompt"),
     "causal": lambda: model_of("causal"),
 }
 
@@ -185,9 +196,25 @@ def test_all_answers_of_a_length_have_the_whole_mass(kind: str) -> None:
     (prompt,), at = [ids_of("<|turn|>user\nx<|end|>\n<|turn|>assistant\n")], None
     at = len(prompt)
     row = prompt if kind == "causal" else [*prompt, MASK, END]
-    row += [END] * (-len(row) % model.facts.block_unit)
+    row += padding(model, len(row), at)
     every = [token for letter in letters for token in ids_of(letter)]
-    assert found.mass == pytest.approx(math.exp(plain_log_p(model, row, at, every)), rel=1e-9)
+    assert found.mass == pytest.approx(math.exp(plain_log_p(model, row, at, every, at)), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "causal"])
+def test_of_several_end_tokens_the_template_s_is_given_and_all_count(kind: str) -> None:
+    other = ids_of("x")[0]
+    model = model_of(kind, module=network(), eos_token_id=(other, END))
+    found = paradec.decide(model, "level", {"q": Span("?", ["Yes", "Yes only"])})["q"]
+    prompt, two = ids_of("<|turn|>user\nlevel\n\n?<|end|>\n<|turn|>assistant\n"), ids_of("Yes only")
+    (rest, last), at = (([], []) if kind == "causal" else ([MASK], [END])), len(prompt)
+    assert len(two) == 2
+    begin = plain_log_p(model, [*prompt, *rest, *rest, *last], at, two[:1])
+    ended = plain_log_p(model, [*prompt, two[0], *rest, *last], at + 1, [other, END])
+    going = plain_log_p(model, [*prompt, two[0], *rest, *last], at + 1, two[1:])
+    if kind == "causal":
+        going += plain_log_p(model, [*prompt, *two], at + 2, [other, END])
+    assert found.log_scores == pytest.approx([begin + ended, begin + going], rel=1e-9)
 
 
 def test_together_each_reads_the_others() -> None:
@@ -375,7 +402,7 @@ def test_recorded_answers(name: str) -> None:
     """Labels that have the recorded logits, in a vocabulary that has no other tokens."""
     case = CASES[name]
     for key, said in case["questions"].items():
-        labels, told = case["expected"]["labels"][key], said.get("instructions")
+        labels, told = case["expected"]["labels"][key], said.get("instructions") or "?"
         criteria = said.get("criteria")
         if said["type"] == "noul":
             question: Any = YesNo(told, **(criteria or {}), labels=labels)

@@ -359,7 +359,7 @@ def images_autumn(folder: Path) -> None:
 
 
 def structured(folder: Path, step: int = 2) -> None:
-    """Every second case of each kind; the words of those that draw nothing stand in another order, and so do questions."""
+    """Every second case of each kind; words, of those that draw nothing, and questions stand in another order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((GOLDEN / "structured").glob("*.json")):
         found.setdefault(read(path)["kind"], []).append(read(path))

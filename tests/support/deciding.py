@@ -55,7 +55,7 @@ def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> LlamaForCausal
 def model_of(topology: str, prediction: str = "same", module: nn.Module | None = None, **more: Any) -> Model:
     """topology "causal" has no mask."""
     if topology == "causal":
-        more, prediction = more | {"eos_token_id": END}, "shifted"
+        more, prediction = {"eos_token_id": END} | more, "shifted"
     else:
         more = {"mask_token_id": MASK, "eos_token_id": END} | more
     return paradec.wrap(module or network(), topology=topology, prediction=prediction, tokenizer=TOKENIZER, **more)
