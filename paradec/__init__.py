@@ -20,7 +20,7 @@ from paradec.core.version import __version__  # noqa: F401
 from paradec.tools import traces  # noqa: F401 - which register what they have
 
 if TYPE_CHECKING:
-    from paradec.api.decisions.answers import fit_temperature
+    from paradec.api.decisions.answers import Decision, Decisions, fit_temperature
     from paradec.api.decisions.decide import decide
     from paradec.api.decisions.questions import Pick, Score, Span, YesNo
     from paradec.api.generate import generate
@@ -68,6 +68,8 @@ __all__ = [
     "CheckpointError",
     "Choice",
     "DBCache",
+    "Decision",
+    "Decisions",
     "DiCache",
     "EasyCache",
     "FirstBlock",
@@ -120,6 +122,8 @@ LATER = {
     "CheckpointError": "paradec.models.checkpoint",
     "Choice": "paradec.constraints.values",
     "DBCache": "paradec.samplers.forecast.first_block",
+    "Decision": "paradec.api.decisions.answers",
+    "Decisions": "paradec.api.decisions.answers",
     "DiCache": "paradec.samplers.forecast.dicache",
     "EasyCache": "paradec.samplers.forecast.easycache",
     "FirstBlock": "paradec.samplers.forecast.first_block",

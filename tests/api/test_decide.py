@@ -49,7 +49,7 @@ def wire(questions: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_answers(found: paradec.api.decisions.answers.Decisions, expected: dict[str, Any], tolerance: float) -> None:
+def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance: float) -> None:
     """Against answers in transformers' format."""
     assert [*found] == [*expected]
     for name, answer in expected.items():
