@@ -67,7 +67,7 @@ def serve(
     timeout: Timeout = 60.0,
     **shared: Any,
 ) -> None:
-    """Serve a model at /v1/chat/completions and /v1/completions, with batches that stay full."""
+    """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""
     check_int("--port", port, low=0, high=65535)
     check_int("--batch", batch, low=1)
     check_int("--max-memory", max_memory, low=1, high=LARGEST_INT64, none=True)

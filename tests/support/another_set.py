@@ -359,14 +359,34 @@ def images_autumn(folder: Path) -> None:
 
 
 def structured(folder: Path, step: int = 2) -> None:
-    """Every second case of each kind; the words of those that draw nothing stand in another order."""
+    """Every second case of each kind; words, of those that draw nothing, and questions stand in another order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((GOLDEN / "structured").glob("*.json")):
         found.setdefault(read(path)["kind"], []).append(read(path))
     for kind, cases in found.items():
         for number, case in enumerate(cases[::-step]):
-            moved = kind in ("run", "law", "holes", "refused")
-            write(folder / f"other {kind} {number}.json", _with_words_moved(case) if moved else case)
+            if kind in ("run", "law", "holes", "refused"):
+                case = _with_words_moved(case)
+            if kind == "decide":
+                case = _with_options_turned(case)
+            write(folder / f"other {kind} {number}.json", case)
+
+
+def _with_options_turned(case: dict[str, Any]) -> dict[str, Any]:
+    """Questions of another order and other names, of which those with options have them in another order."""
+    expected, names = case["expected"], {name: f"other {name}" for name in reversed(case["questions"])}
+    for name, said in case["questions"].items():
+        if said["type"] != "choice":
+            continue
+        answer, logits = expected["answers"][name], case["logits"]
+        said["criteria"] = dict(reversed(said["criteria"].items()))
+        expected["options"][name].reverse()
+        logits[name].reverse()
+        answer["probabilities"] = dict(reversed(answer["probabilities"].items()))
+    for table in (case["questions"], case["logits"], *expected.values()):
+        for old, new in names.items():
+            table[new] = table.pop(old)
+    return case
 
 
 def _with_words_moved(case: dict[str, Any]) -> dict[str, Any]:
@@ -416,7 +436,16 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
             "recorded_cases[6]",
         ),
     ),
-    "structured": (structured, ("[other run 0]", "[other law 0]", "[other marginals 1]", "[other holes 0]")),
+    "structured": (
+        structured,
+        (
+            "[other run 0]",
+            "[other law 0]",
+            "[other marginals 1]",
+            "[other holes 0]",
+            "test_decide.py::test_recorded_answers[other decide 0]",
+        ),
+    ),
     "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))

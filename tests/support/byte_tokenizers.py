@@ -16,8 +16,8 @@ from paradec.models.adapter import Model
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
 
 
-def byte_level_tokenizer(end: str = "<|end|>") -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 300 entries: words, parts of words, and single bytes. end: the end token's name."""
+def byte_level_tokenizer(end: str = "<|end|>", text: str = TEXT) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 entries: words of a text, parts of words, and single bytes. end: the end token's name."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,7 +27,7 @@ def byte_level_tokenizer(end: str = "<|end|>") -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.train_from_iterator([text], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, mask_token="<|mask|>", eos_token=end, extra_special_tokens=["<|turn|>"]
     )

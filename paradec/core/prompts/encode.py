@@ -101,25 +101,29 @@ def from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: s
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
     if placeholder is None:
-        return ids_of(tokenizer, _render(tokenizer, messages)), 0
+        return ids_of(tokenizer, render(tokenizer, messages)), 0
     messages = [{**m, "content": with_masks(model, m["content"], placeholder)} for m in messages]
     if messages[-1]["role"] != "assistant":
-        return ids_of(tokenizer, _render(tokenizer, messages)), 0
-    ids = ids_of(tokenizer, _render(tokenizer, messages, open_turn=False))
-    before = ids_of(tokenizer, _render(tokenizer, messages[:-1])) if len(messages) > 1 else []
+        return ids_of(tokenizer, render(tokenizer, messages)), 0
+    ids = ids_of(tokenizer, render(tokenizer, messages, open_turn=False))
+    before = ids_of(tokenizer, render(tokenizer, messages[:-1])) if len(messages) > 1 else []
     # a tokenizer may join the two ends; then the reader gets the turns before as well
     return ids, len(before) if ids[: len(before)] == before else 0
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True) -> str:
-    """The chat as text: rendered before it is tokenized, so that no special token is added twice."""
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
+    """The chat as text: rendered before it is tokenized, so that no special token is added twice. variables: of the
+    template."""
     from jinja2 import TemplateError  # what transformers renders chat templates with
 
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_turn)
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=open_turn, **variables
+        )
     except (TemplateError, TypeError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(f"the tokenizer's chat template does not take these messages: {reason}") from error
+    return text
 
 
 def ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:

@@ -12,6 +12,7 @@
 | `streams.py` | ids that are final become text in a queue; what OpenAI's stop sequences cut off |
 | `hosts.py` | subclasses of transformers' model manager and generation managers |
 | `handlers.py` | subclasses of transformers' handlers of the two endpoints |
+| `decisions.py` | transformers' endpoint for typed questions, over `paradec.decide` |
 | `gate.py` | keys, sizes, how many at once, clients that go away |
 | `metrics.py` | counts for Prometheus |
 | `app.py` | all of it put together; `serve` runs it |

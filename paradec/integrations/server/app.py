@@ -18,6 +18,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.asked import Refused
+from paradec.integrations.server.decisions import SystemOne
 from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.gate import PATHS, Gate, error_body
 from paradec.integrations.server.handlers import Chat, Completions
@@ -70,7 +71,7 @@ def build_app(
     metrics = Metrics(engine)
     models, state = Models(engine, name), State(engine, metrics, max_answer, Work(max_work))
     chat, completions = Chat(models, state, presets or {}), Completions(models, state, presets or {})
-    app = build_server(models, chat, completions, None, None, None, state)
+    app = build_server(models, chat, completions, None, None, SystemOne(models, state), state)
     # the others load models of a client's choice, unload ours, or are not ours to answer
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in PATHS]
 

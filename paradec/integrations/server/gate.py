@@ -144,7 +144,7 @@ class Gate:
         await _answer(send, status, message, headers)
 
 
-PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/models", "/health", "/metrics")
 """What is served."""
 
 

@@ -24,6 +24,7 @@ td {{ padding: 0 1rem .25rem 0; vertical-align: top }}
 <table>
 <tr><td><code>POST /v1/chat/completions</code><td>a chat, through the model's chat template
 <tr><td><code>POST /v1/completions</code><td>text as it is
+<tr><td><code>POST /v1/systemone</code><td>questions about a text, answered with probabilities
 <tr><td><a href="v1/models"><code>GET /v1/models</code></a><td>the model that is served
 <tr><td><a href="health"><code>GET /health</code></a><td>200, or 503 once nothing is decoded any more
 <tr><td><a href="metrics"><code>GET /metrics</code></a><td>counts and times, for Prometheus

@@ -36,7 +36,8 @@ from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
-from paradec.core.query import WindowLogits, WindowQuery
+from paradec.core.query import WindowLogits
+from paradec.models.whole_rows import whole_rows
 from paradec.request_fields import LARGEST_GUIDANCE
 from paradec.samplers.guidance import guided
 from paradec.tools.evaluation import maskings
@@ -218,41 +219,27 @@ def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
 
 def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
     """The same of rows that go into one call, padded on the right."""
-    facts, device = model.facts, model.device
-    width, most = max(len(row.tokens) for row in rows), max(len(row.at) for row in rows)
-    tokens = torch.full((len(rows), width), facts.fill_token_id, dtype=torch.int64)
-    valid = torch.zeros(len(rows), width, dtype=torch.bool)
-    at = torch.zeros(len(rows), most, dtype=torch.int64)
-    ids, judged = torch.zeros_like(at), torch.zeros(len(rows), most, dtype=torch.bool)
+    facts, most = model.facts, max(len(row.at) for row in rows)
+    ids, judged = torch.zeros(len(rows), most, dtype=torch.int64), torch.zeros(len(rows), most, dtype=torch.bool)
     for index, row in enumerate(rows):
-        tokens[index, : len(row.tokens)] = torch.tensor(row.tokens)
-        valid[index, : len(row.tokens)] = True
-        at[index, : len(row.at)] = torch.tensor(row.at)
         ids[index, : len(row.at)] = torch.tensor(row.ids)
         judged[index, : len(row.at)] = True
-    origin = torch.tensor([[row.context] for row in rows], device=device) if facts.prompt_aligned else None
     branches = 1 if scale == 1 else 2
-    shift = 1 if facts.topology == "causal" else facts.shift
-    if branches == 2:
-        without = tokens.clone()
-        for index, row in enumerate(rows):
-            without[index, : row.context] = facts.mask_id
-        tokens, valid = torch.cat((tokens, without)), valid.repeat(2, 1)
-    query = WindowQuery(
+    without = [] if branches == 1 else [[facts.mask_id] * row.context + row.tokens[row.context :] for row in rows]
+    every = rows * branches
+    query = whole_rows(
+        model, [row.tokens for row in rows] + without, [row.at for row in every], [row.context for row in every]
+    )
+    query = query.but(
         rows=np.arange(len(rows)),
-        tokens=tokens.to(device),
-        positions=torch.arange(width, device=device).expand(len(tokens), -1),
-        wanted=(at - shift).clamp(min=0).repeat(branches, 1).to(device),
-        valid=None if valid.all() else valid.to(device),
         window=WindowLogits(np.arange(len(rows))),
-        origin=None if origin is None else origin.repeat(branches, 1),
         branches=branches,
         forwarded=np.array([len(row.tokens) for row in rows]),
     )
     with torch.inference_mode():
         logits = model(query)
         logits = logits if branches == 1 else guided(logits, scale)
-        read = StepLogProbs.of_logits(logits, ids.to(device), 1)
+        read = StepLogProbs.of_logits(logits, ids.to(model.device), 1)
         chosen, best = read.chosen.cpu(), (read.best_tokens.squeeze(-1).cpu() == ids)
     wrong = (read.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()
     if len(wrong):

@@ -19,6 +19,8 @@ def parameters(function: object) -> list[str]:
 def test_the_classes_that_are_subclassed_are_as_they_were() -> None:
     from transformers.cli.serving import chat_completion, completion, server, utils
     from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.systemone import SystemOneHandler
+    from transformers.decision import template_utils
 
     chat, text = chat_completion.ChatCompletionHandler, completion.CompletionHandler
     base, manager, state = utils.BaseHandler, utils.BaseGenerateManager, utils.GenerationState
@@ -30,6 +32,11 @@ def test_the_classes_that_are_subclassed_are_as_they_were() -> None:
         assert parameters(handler.handle_request) == ["body", "request_id"]
         assert parameters(handler._build_generation_config) == ["body", "model_generation_config", "use_cb"]
         assert parameters(handler._validate_request) == parameters(handler._resolve_model) == ["body"]
+    assert parameters(SystemOneHandler._validate_request) == ["body"]
+    assert parameters(template_utils.parse_questions) == ["questions", "config"]
+    assert parameters(template_utils.Question.answer) == ["probabilities"]
+    fields = [*inspect.signature(template_utils.Question).parameters]
+    assert fields == ["name", "type", "instructions", "options", "labels", "descriptions"]
     asked = ["request_id", "model", "processor", "model_id", "inputs", "gen_config", "gen_manager"]
     assert parameters(chat._streaming) == [*asked, "tools"] and parameters(text._streaming) == [*asked, "suffix"]
     assert parameters(chat._build_chunk_sse)[:3] == ["request_id", "content", "model"]

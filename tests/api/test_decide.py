@@ -1,0 +1,655 @@
+"""Questions answered from the probabilities of their labels, beside transformers' decision pipeline and plain loops."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import pickle
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from canvases import CANVAS, tiny_module
+from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, model_of, network
+from plain_canvas import causal
+from structured import CASES, named
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import paradec
+from paradec import Pick, Score, Span, YesNo
+from paradec.api.decisions import prompts
+from paradec.core import rng
+from paradec.integrations.server import tried
+
+QUESTIONS: dict[str, Any] = {
+    "spam": YesNo("Is it spam?", true="an advertisement"),
+    "tone": Pick({"about": "tone"}, {"calm": None, "pushy": "it presses", "loud": ["!", 1]}),
+    "level": Score("How urgent?", ["can wait", "this week", "today", "now"]),
+}
+STATE = {"text": "WIN a phone <|mask|> now<|end|>", "n": [1, 2.5, None]}
+
+
+def wire(questions: dict[str, Any]) -> dict[str, Any]:
+    """The questions as a request of transformers has them."""
+    found: dict[str, Any] = {}
+    for name, one in questions.items():
+        asked = one.asked()
+        if asked.type == "score":
+            criteria: Any = asked.descriptions
+        else:
+            criteria = dict(zip(asked.options, asked.descriptions, strict=True))
+        found[name] = {"type": asked.type, "instructions": asked.instructions, "criteria": criteria}
+    return found
+
+
+def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance: float) -> None:
+    """Against answers in transformers' format."""
+    assert [*found] == [*expected]
+    for name, answer in expected.items():
+        one = found[name]
+        assert one.type == answer["type"]
+        assert sum(one.probabilities.values()) == pytest.approx(1)
+        if one.type == "noul":
+            assert one.probabilities[True] == pytest.approx(answer["noul"], abs=tolerance)
+            assert one.value == (one.probabilities[True] >= 0.5)
+            continue
+        assert [*one.probabilities.values()] == pytest.approx([*answer["probabilities"].values()], abs=tolerance)
+        assert one.confidence == pytest.approx(answer["confidence"], abs=tolerance)
+        wanted = answer["score"] if one.type == "score" else answer["choice"]
+        assert one.value == (pytest.approx(wanted, abs=tolerance) if one.type == "score" else wanted)
+        entropy = -sum(p * math.log(p) for p in one.probabilities.values() if p)
+        assert one.entropy == pytest.approx(entropy, abs=1e-12)
+
+
+# ---- transformers' pipeline -----------------------------------------------------------------------------------------
+
+pipelines = pytest.mark.skipif(not tried(transformers.__version__), reason="it has no decision pipeline")
+
+
+def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float], questions: Any = None) -> Any:
+    from transformers.decision import DecisionConfig
+    from transformers.pipelines import DecisionPipeline
+
+    config = DecisionConfig(chat_template=template, temperature=temperature)
+    pipeline = DecisionPipeline(model=module, tokenizer=chat_tokenizer(), decision_config=config)
+    return pipeline({"state": STATE, "questions": wire(questions or QUESTIONS)})
+
+
+@pipelines
+@pytest.mark.parametrize("seed", range(3))
+def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
+    """Special tokens in the state are text in both."""
+    module, temperature = network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
+    found = paradec.decide(model_of("causal", module=module), STATE, QUESTIONS, temperature=temperature)
+    check_answers(found, pipeline_answers(module, None, temperature), 2e-6)
+    assert found.forwards == 2  # what the three prompts begin with is evaluated once
+
+
+@pipelines
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(prediction: str) -> None:
+    from transformers.decision import DECISION_PROMPT
+
+    read = "<|mask|><|mark|>" if prediction == "same" else "<|mark|><|mask|>"
+    template = (
+        f"{{% set asked %}}{DECISION_PROMPT}{{% endset %}}<|turn|>user\n{{{{ asked }}}}<|end|>\n<|turn|>assistant\n"
+    )
+    module = network(1, torch.float32)
+    module.config.is_causal = False
+    for layer in module.model.layers:
+        layer.self_attn.is_causal = False
+    expected = pipeline_answers(module, f"{template}{read}<|end|>", {})
+    check_answers(paradec.decide(model_of("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
+
+
+# ---- plain loops ----------------------------------------------------------------------------------------------------
+
+FEW = {
+    "a": Span("What?", ["level", "Yes or No", "Yes", "only level"]),
+    "b": Span("And then?", ["No", "Answer", "x"]),
+}
+"""Labels of several lengths, one of them the beginning of another."""
+
+
+def visible(model: Any, length: int, prompt: int) -> Tensor:
+    """[1, 1, length, length] bool, by the definition of the topology."""
+    at = torch.arange(length)
+    if model.facts.block_align == "prompt":  # one block, and others from its end on
+        at = (at - prompt).clamp(min=-1)
+    block = {"bidirectional": length, "causal": 1}.get(model.facts.topology, model.facts.block_length)
+    number = at.div(block, rounding_mode="floor")
+    return (number <= number.unsqueeze(1))[None, None]
+
+
+def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int = 0) -> float:
+    """log of the probability that one of `ids` is at a position of a row with such a prompt."""
+    shift = 1 if model.facts.topology == "causal" else model.facts.shift
+    with torch.no_grad():
+        logits = model.module(torch.tensor([row]), attention_mask=visible(model, len(row), prompt)).logits[
+            0, at - shift
+        ]
+    return float(logits.log_softmax(-1)[ids].logsumexp(0))
+
+
+def padding(model: Any, length: int, prompt: int) -> list[int]:
+    """What fills up a row's last block."""
+    return [END] * (-(length - (prompt if model.facts.block_align == "prompt" else 0)) % model.facts.block_unit)
+
+
+def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
+    """A label's log-probability, token by token. text: of the user's turn."""
+    chat = f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"
+    prompt, texts = ids_of(chat), [ids_of(label) for label in labels]
+    longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
+    begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
+    found = []
+    for own in texts:
+        follows = [[token] for token in own]
+        if begins if is_causal else len(own) < longest:
+            follows.append([END])
+        total = 0.0
+        for count, ids in enumerate(follows):
+            row = prompt + own[:count]
+            if not is_causal:
+                row += [MASK] * (longest - count) + [END]
+                row += padding(model, len(row), len(prompt))
+            total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
+        found.append(total)
+    return found
+
+
+MODELS = {
+    "bidirectional": lambda: model_of("bidirectional"),
+    "shifted": lambda: model_of("bidirectional", "shifted"),
+    "block_causal": lambda: model_of("block_causal", block_length=4),
+    "prompt_blocks": lambda: model_of("block_causal", block_length=4, block_align="prompt"),
+    "causal": lambda: model_of("causal"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
+    model = MODELS[kind]()
+    found = paradec.decide(model, "Answer: level", FEW)
+    for name, one in FEW.items():
+        scores = plain_scores(model, f"Answer: level\n\n{one.instructions}", [*one.texts])
+        assert found[name].log_scores == pytest.approx(scores, rel=1e-9)
+        weights = np.exp(scores)
+        assert found[name].mass == pytest.approx(weights.sum(), rel=1e-9) and found[name].mass < 1
+        assert [*found[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
+        assert found[name].value == one.texts[int(np.argmax(scores))]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_all_answers_of_a_length_have_the_whole_mass(kind: str) -> None:
+    """Labels are every single token but the end, and no label: the mass is what is left."""
+    model = MODELS[kind]()
+    letters = [chr(code) for code in range(97, 123)]
+    found = paradec.decide(model, "x", {"q": Span(texts=letters)})["q"]
+    (prompt,), at = [ids_of("<|turn|>user\nx<|end|>\n<|turn|>assistant\n")], None
+    at = len(prompt)
+    row = prompt if kind == "causal" else [*prompt, MASK, END]
+    row += padding(model, len(row), at)
+    every = [token for letter in letters for token in ids_of(letter)]
+    assert found.mass == pytest.approx(math.exp(plain_log_p(model, row, at, every, at)), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "causal"])
+def test_of_several_end_tokens_the_template_s_is_given_and_all_count(kind: str) -> None:
+    other = ids_of("x")[0]
+    model = model_of(kind, module=network(), eos_token_id=(other, END))
+    found = paradec.decide(model, "level", {"q": Span("?", ["Yes", "Yes only"])})["q"]
+    prompt, two = ids_of("<|turn|>user\nlevel\n\n?<|end|>\n<|turn|>assistant\n"), ids_of("Yes only")
+    (rest, last), at = (([], []) if kind == "causal" else ([MASK], [END])), len(prompt)
+    assert len(two) == 2
+    begin = plain_log_p(model, [*prompt, *rest, *rest, *last], at, two[:1])
+    ended = plain_log_p(model, [*prompt, two[0], *rest, *last], at + 1, [other, END])
+    going = plain_log_p(model, [*prompt, two[0], *rest, *last], at + 1, two[1:])
+    if kind == "causal":
+        going += plain_log_p(model, [*prompt, *two], at + 2, [other, END])
+    assert found.log_scores == pytest.approx([begin + ended, begin + going], rel=1e-9)
+
+
+def test_together_each_reads_the_others() -> None:
+    """One row of turns; the last question's labels have two tokens at most."""
+    model = model_of("bidirectional")
+    questions = {"first": YesNo("Is it spam?"), "then": Span("And then?", ["No", "Yes level"])}
+    found = paradec.decide(model, "Answer: level", questions, together=True)
+    first = prompts.text_of("Answer: level", questions["first"].asked(), None)
+    begin = ids_of(f"<|turn|>user\n{first}<|end|>\n<|turn|>assistant\n")
+    between = ids_of("<|end|>\n<|turn|>user\nAnd then?<|end|>\n<|turn|>assistant\n")
+    two = ids_of("Yes level")
+    assert len(two) == 2
+    row = [*begin, MASK, *between, MASK, MASK, END]
+    at, then = len(begin), len(begin) + 1 + len(between)
+    expected = [plain_log_p(model, row, at, ids_of(label)) for label in ("Yes", "No")]
+    assert found["first"].log_scores == pytest.approx(expected, rel=1e-9)
+    short = [*row[:then], *ids_of("No"), *row[then + 1 :]]
+    long = [*row[:then], two[0], *row[then + 1 :]]
+    expected = [
+        plain_log_p(model, row, then, ids_of("No")) + plain_log_p(model, short, then + 1, [END]),
+        plain_log_p(model, row, then, two[:1]) + plain_log_p(model, long, then + 1, two[1:]),
+    ]
+    assert found["then"].log_scores == pytest.approx(expected, rel=1e-9)
+    alone = paradec.decide(model, "Answer: level", questions)
+    assert abs(alone["first"].probabilities[True] - found["first"].probabilities[True]) > 1e-3
+    assert found.input_tokens == len(row)
+    other = paradec.decide(
+        model, "Answer: level", {**questions, "then": Span("But then?", ["No", "Yes level"])}, together=True
+    )
+    assert abs(other["first"].log_scores[0] - found["first"].log_scores[0]) > 1e-6
+
+
+def canvas_model(dtype: torch.dtype = torch.float64) -> Any:
+    return paradec.wrap(tiny_module(dtype=dtype, vocab=VOCAB), eos_token_id=END, tokenizer=TOKENIZER)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
+    """transformers' own module, with noise in the slots that are not given; the mean of probabilities over seeds."""
+    model, texts = canvas_model(), ["Yes", "No only"]
+    found = paradec.decide(model, "Answer: level", {"q": Span("What?", texts)}, seeds=seeds)["q"]
+    prompt = ids_of("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")
+    at = torch.arange(len(prompt), len(prompt) + CANVAS)
+
+    def log_p(given: list[int], place: int, ids: list[int]) -> float:
+        total = 0.0
+        keys = torch.as_tensor(rng.row_keys([*range(seeds)], [prompt] * seeds))
+        for key in keys:
+            noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), at[None], 1, 4)[0, :, 0]
+            canvas = (noise * VOCAB).long()
+            for slot, token in enumerate(given):
+                canvas[slot] = canvas[slot] if token == -1 else token
+            past = DynamicCache(config=model.module.config.text_config)
+            context = torch.tensor([prompt])
+            with torch.no_grad():
+                model.module.model.encoder(
+                    input_ids=context, attention_mask=causal(model.module, len(prompt)), past_key_values=past
+                )
+                logits = model.module(
+                    decoder_input_ids=canvas[None],
+                    past_key_values=past,
+                    decoder_position_ids=at[None],
+                    self_conditioning_logits=None,
+                    self_conditioning_mask=None,
+                ).logits[0, place]
+            total += float(logits.double().softmax(-1)[ids].sum()) / seeds
+        return math.log(total)
+
+    one, two = ids_of(texts[0]), ids_of(texts[1])
+    assert (len(one), len(two)) == (1, 2)
+    expected = [
+        log_p([-1, -1, END], 0, one) + log_p([one[0], -1, END], 1, [END]),
+        log_p([-1, -1, END], 0, two[:1]) + log_p([two[0], -1, END], 1, two[1:]),
+    ]
+    assert found.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
+
+
+# ---- rows, calibration ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "canvas"])
+def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> None:
+    model = canvas_model() if kind == "canvas" else MODELS[kind]()
+    tolerance = 1e-5 if kind == "canvas" else 1e-9
+    questions = FEW | {"long": Span("level " * 40, ["Yes", "No"])} | QUESTIONS
+    every = paradec.decide(model, "only level", questions)
+    for batch_size, names in itertools.product((1, 3), (["a", "long"], ["b"], ["tone", "spam", "level", "a"])):
+        found = paradec.decide(model, "only level", {name: questions[name] for name in names}, batch_size=batch_size)
+        for name in names:
+            assert found[name].log_scores == pytest.approx(every[name].log_scores, rel=tolerance)
+    assert found.forwards > every.forwards
+
+
+def test_models_that_take_no_padding() -> None:
+    model = model_of("bidirectional", module=Says({token: token / 50 for token in range(VOCAB)}))
+    assert not model.pads
+    found = paradec.decide(model, "only level", FEW | QUESTIONS)
+    assert found["spam"].log_scores[0] - found["spam"].log_scores[1] == pytest.approx(
+        (ids_of("Yes")[0] - ids_of("No")[0]) / 50
+    )
+
+
+def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
+    model = model_of("bidirectional")
+    plain, empty = (paradec.decide(model, state, QUESTIONS) for state in ("only level", ""))
+    found = paradec.decide(model, "only level", QUESTIONS, prior="empty", temperature=2.0)
+    for name in QUESTIONS:
+        scores = np.subtract(plain[name].log_scores, empty[name].log_scores)
+        assert found[name].log_scores == pytest.approx(scores, rel=1e-9)
+        weights = np.exp(scores / 2)
+        assert [*found[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
+        assert found[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # of the state's own row
+
+
+def test_rotated_options_have_every_label_once() -> None:
+    model, options = model_of("causal"), ["calm", "pushy", "loud"]
+    found = paradec.decide(
+        model, "only level", {"tone": Pick("Tone?", options), "spam": QUESTIONS["spam"]}, rotate=True
+    )
+    scores = dict.fromkeys(options, 0.0)
+    for by in range(3):
+        turned = options[by:] + options[:by]
+        one = paradec.decide(model, "only level", {"tone": Pick("Tone?", turned)})["tone"]
+        for option, score in zip(turned, one.log_scores, strict=True):
+            scores[option] += score / 3
+    assert found["tone"].log_scores == pytest.approx([*scores.values()], rel=1e-9)
+    assert [*found["tone"].probabilities] == options
+    plain = paradec.decide(model, "only level", {"spam": QUESTIONS["spam"]})
+    assert found["spam"].log_scores == pytest.approx(plain["spam"].log_scores, rel=1e-9)
+
+
+def test_rotated_options_take_away_what_a_letter_gets_for_itself() -> None:
+    model = model_of("causal", module=Says({ids_of("A")[0]: 3.0, ids_of("B")[0]: 0.0, ids_of("C")[0]: 1.0}))
+    asked = {"q": Pick("Tone?", ["x", "y", "z"])}
+    assert paradec.decide(model, "s", asked)["q"].value == "x"
+    found = paradec.decide(model, "s", asked, rotate=True)["q"]
+    assert [*found.probabilities.values()] == pytest.approx([1 / 3] * 3)
+    assert found.confidence == pytest.approx(0, abs=1e-12) and found.entropy == pytest.approx(math.log(3))
+
+
+def test_fitted_temperatures_make_right_answers_likeliest() -> None:
+    draw = random.Random(0)
+    decided, right = [], []
+    for _ in range(60):
+        logits = {ids_of(letter)[0]: draw.gauss(0, 3) for letter in "ABC"}
+        model = model_of("causal", module=Says(logits | {ids_of("Yes")[0]: draw.gauss(0, 2), ids_of("No")[0]: 0.0}))
+        asked = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
+        found = paradec.decide(model, "s", asked)
+        weights = [math.exp(score / 2.5) for score in found["q"].log_scores]  # answers of a model that is less sure
+        decided.append(found)
+        right.append({"q": draw.choices("xyz", weights)[0], "s": draw.random() < 0.5, "u": int(found["u"].value < 0.5)})
+    fitted = paradec.fit_temperature(decided, right)
+
+    def loss(name: str, temperature: float) -> float:
+        total = 0.0
+        for answers, known in zip(decided, right, strict=True):
+            scores = dict(zip(answers[name].probabilities, answers[name].log_scores, strict=True))
+            total += math.log(sum(math.exp((score - scores[known[name]]) / temperature) for score in scores.values()))
+        return total
+
+    for name, kind in (("q", "choice"), ("s", "noul")):
+        grid = min(loss(name, 1.001**step) for step in range(-4000, 7000, 7))
+        assert loss(name, fitted[kind]) <= grid + 1e-9
+    assert 1.5 < fitted["choice"] < 4
+    assert fitted["score"] > 900  # always the other one than was likelier
+    again = paradec.decide(model, "s", asked, temperature=fitted)
+    assert again["q"].log_scores == found["q"].log_scores and again["q"].confidence < found["q"].confidence
+    assert paradec.fit_temperature(decided, [{"u": round(found["u"].value)} for found in decided])["score"] < 0.002
+    for wrong, said in (
+        ([{"q": "w"}] * 60, "'w'"),
+        ([{"s": 1}] * 60, "1 to 's'"),
+        ([{"none": 1}] * 60, "none"),
+        ([{}] * 60, "no right"),
+        ([{}], "60 results"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            paradec.fit_temperature(decided, wrong)
+
+
+# ---- recorded cases -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", named("decide"))
+def test_recorded_answers(name: str) -> None:
+    """Labels that have the recorded logits, in a vocabulary that has no other tokens."""
+    case = CASES[name]
+    for key, said in case["questions"].items():
+        labels, told = case["expected"]["labels"][key], said.get("instructions") or "?"
+        criteria = said.get("criteria")
+        if said["type"] == "noul":
+            question: Any = YesNo(told, **(criteria or {}), labels=labels)
+        else:
+            question = {"choice": Pick, "score": Score}[said["type"]](told, criteria, labels=labels)
+        assert question.asked().options == case["expected"]["options"][key]
+        if len(labels) <= 26 and said["type"] != "noul":
+            assert type(question)(told, criteria).asked().labels == labels  # without being told
+        ids = [ids_of(label)[0] for label in labels]
+        for topology in ("causal", "bidirectional"):
+            model = model_of(topology, module=Says(dict(zip(ids, case["logits"][key], strict=True))))
+            found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
+            check_answers(found, {key: case["expected"]["answers"][key]}, 1e-9)
+            assert found[key].mass == pytest.approx(1)
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_in_a_state_are_text() -> None:
+    model, seen = model_of("bidirectional"), []
+    whole = prompts.places(model, "a<|mask|>b<|end|>c", [QUESTIONS["spam"].asked()], None, False)[0]
+    assert whole.row.count(MASK) == 1 and whole.row[whole.at] == MASK and whole.row.count(END) == 2
+    assert TOKENIZER.decode([token for token in whole.row if token != MASK]).count("<|mask|>") == 1
+    assert not TOKENIZER._tokenizer.encode_special_tokens
+    # transformers' way sets a flag of the tokenizer while it writes: other threads must not see it
+    text = "<|turn|>user\nx<|end|>"
+    wanted = ids_of(text)
+
+    def hostile(_: int) -> None:
+        prompts.places(model, "a<|mask|>b" * 50, [QUESTIONS["spam"].asked()], None, False)
+
+    def other(_: int) -> None:
+        seen.append(ids_of(text) == wanted)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: (hostile if number % 2 else other)(number), range(200)))
+    assert len(seen) == 100 and all(seen)
+
+
+def test_two_threads_get_what_each_gets_alone() -> None:
+    model, states = model_of("bidirectional"), [f"only level {number}<|end|>" for number in range(8)]
+    alone = [paradec.decide(model, state, QUESTIONS | FEW).to_dict() for state in states]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda state: paradec.decide(model, state, QUESTIONS | FEW).to_dict(), states)) == alone
+
+
+def test_a_template_of_ones_own_and_the_packaged_model() -> None:
+    model = paradec.load()
+    words = ["apple", "fig", "pear"]
+    first = paradec.decide(model, "Sort: pear fig apple", {"first": Span(texts=words)})["first"]
+    assert first.value == "apple" and first.confidence > 0.99 and first.mass > 0.99
+    whole = Span(texts=[" ".join(order) for order in itertools.permutations(words)])
+    assert paradec.decide(model, "Sort: pear fig apple", {"all": whole})["all"].value == "apple fig pear"
+    asked = {"kind": Pick("Sort: fig", ["x", "y"], labels=["pear", "fig"])}
+    seen: list[Any] = []
+
+    def template(state: str, question: Any) -> str:
+        seen.append((state, question.options, question.labels))
+        return str(question.instructions)
+
+    assert paradec.decide(model, {"a": 1}, asked, template=template)["kind"].value == "y"
+    assert seen == [('{"a": 1}', ["x", "y"], ["pear", "fig"])]
+
+
+def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = None
+    model = model_of("bidirectional")
+    model.tokenizer = tokenizer
+    found = paradec.decide(model, "only level", {"q": Span("What?", ["Yes", "No"])})["q"]
+    row = [*ids_of("only level\n\nWhat?\n"), MASK, END]
+    expected = [plain_log_p(model, row, len(row) - 2, ids_of(label)) for label in ("Yes", "No")]
+    assert found.log_scores == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="'<|mask|>', a special token"):
+        paradec.decide(model, "a<|mask|>b", FEW)
+    with pytest.raises(ValueError, match="no chat template"):
+        paradec.decide(model, "a", FEW, together=True)
+
+
+def test_mask_id_0() -> None:
+    """The byte-level tokenizer's mask is 0 already."""
+    assert MASK == 0
+
+
+def test_values_are_copied_saved_and_compared() -> None:
+    model = model_of("bidirectional")
+    found = paradec.decide(model, "x", QUESTIONS)
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert other == found and other["tone"].probabilities == found["tone"].probabilities
+    for one in (*QUESTIONS.values(), *FEW.values()):
+        assert pickle.loads(pickle.dumps(one)) == one == copy.deepcopy(one)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["answers"]["spam"]["probabilities"][0] == [True, found["spam"].probabilities[True]]
+    assert Pick("?", {"a": None, "b": "x"}).asked().descriptions == [None, "x"]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Untouched(nn.Module):
+    """Fails when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Says({}).config
+
+    def forward(self, ids: Tensor) -> Tensor:
+        raise AssertionError("work was done")
+
+
+DEEP: Any = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ONE = {"q": YesNo("?")}
+WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "no questions": ("x", {}, {}, "questions="),
+    "a list": ("x", [YesNo("?")], {}, "questions="),
+    "another value": ("x", {"q": "Is it?"}, {}, "'q'"),
+    "a name": ("x", {1: YesNo("?")}, {}, "questions="),
+    "a number": (3, ONE, {}, "state=3"),
+    "nothing": (None, ONE, {}, "state=None"),
+    "bytes": (b"x", ONE, {}, "state="),
+    "nan": ({"a": math.nan}, ONE, {}, "state="),
+    "deep": (DEEP, ONE, {}, "state="),
+    "surrogate": ("a\ud800", ONE, {}, "UTF-8"),
+    "together": ("x", ONE, {"together": 1}, "together=1"),
+    "rotated together": ("x", ONE, {"together": True, "rotate": True}, "rotate=True|together=True"),
+    "rotate": ("x", ONE, {"rotate": "yes"}, "rotate='yes'"),
+    "cold": ("x", ONE, {"temperature": 0}, "temperature=0"),
+    "hot": ("x", ONE, {"temperature": {"noul": math.inf}}, "temperature=inf"),
+    "type": ("x", ONE, {"temperature": {"pick": 1}}, "pick"),
+    "prior": ("x", ONE, {"prior": "full"}, "prior"),
+    "prior of nothing": ("x", {"q": Span(texts=["a"])}, {"prior": "empty"}, "nothing is asked"),
+    "seeds": ("x", ONE, {"seeds": 0}, "seeds=0"),
+    "batch": ("x", ONE, {"batch_size": 0}, "batch_size=0"),
+    "template": ("x", ONE, {"template": "Is it?"}, "template="),
+    "template's text": ("x", ONE, {"template": lambda state, question: 3}, "template returned 3"),
+    "long": ("x" * 9000, ONE, {}, "longer than"),
+    "mask": ("x", {"q": Span(texts=["a", "<|mask|>"])}, {}, "mask or an end"),
+    "empty text": (" ", {"q": Span(texts=["a"])}, {}, "nothing is asked"),
+}
+
+
+@pytest.mark.parametrize("topology", ["bidirectional", "causal"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_before_any_work(name: str, topology: str) -> None:
+    state, questions, more, said = WRONG[name]
+    if topology == "causal" and name == "mask":
+        said, questions = "mask or an end", {"q": Span(texts=["a", "<|end|>"])}
+    with pytest.raises((ValueError, TypeError), match=said) as error:
+        paradec.decide(model_of(topology, module=Untouched()), state, questions, **more)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: YesNo(), "instructions"),
+        (lambda: YesNo("?", labels=["Yes"]), "labels="),
+        (lambda: YesNo("?", labels=["Yes", "Yes"]), "labels="),
+        (lambda: YesNo(3 + 4j), "instructions="),
+        (lambda: YesNo(DEEP), "instructions="),
+        (lambda: Pick("?", []), "options="),
+        (lambda: Pick("?", "ab"), "options="),
+        (lambda: Pick("?", ["a", "a"]), "options="),
+        (lambda: Pick("?", ["a", ""]), "options="),
+        (lambda: Pick("?", ["a", 3]), "options="),
+        (lambda: Pick("?", [f"{number}" for number in range(27)]), "27 options"),
+        (lambda: Pick("?", {"a": {1, 2}}), "options="),
+        (lambda: Score("?", []), "levels="),
+        (lambda: Score("?", "low"), "levels="),
+        (lambda: Score("?", ["low", None]), "levels="),
+        (lambda: Score("?", ["low", "high"], labels=["1"]), "labels="),
+        (lambda: Span("?", ["a\udfff"]), "texts="),
+        (lambda: Span("?", None), "texts="),
+    ],
+)
+def test_questions_that_are_none(make: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        make()
+
+
+def test_models_that_cannot_be_asked() -> None:
+    for model, more, said in (
+        (model_of("causal"), {"together": True}, "together=True needs"),
+        (model_of("block_causal", block_length=4), {"together": True}, "together=True needs"),
+        (model_of("causal_context", block_length=4, block_align="prompt"), {}, "topology='causal'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            paradec.decide(model, "x", ONE, **more)
+    with pytest.raises(TypeError, match="decide takes"):
+        paradec.decide("model", "x", ONE)
+    model = model_of("bidirectional")
+    model.tokenizer = None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        paradec.decide(model, "x", ONE)
+    with pytest.raises(ValueError, match="cannot write the label 'Yes'"):
+        paradec.decide(paradec.load(), "fig", ONE, template=lambda state, question: state)
+    with pytest.raises(ValueError, match="outside the model's vocabulary"):
+        paradec.decide(paradec.load(), "fig <|mdm_mask|>", {"q": Span(texts=["fig"])})
+
+
+def test_answers_that_no_canvas_holds() -> None:
+    model = canvas_model()
+    with pytest.raises(ValueError, match="17 positions after the prompt, and a canvas has 16"):
+        paradec.decide(model, "x", {"q": Span(texts=["x" * 16, "y"])})
+    with pytest.raises(ValueError, match="and a canvas has 16"):
+        paradec.decide(model, "x", ONE | {"p": YesNo("And then?")}, together=True)
+    small = {"q": Span("?", ["Yes", "No"]), "p": Span("!", ["Yes", "No"])}
+    model = paradec.wrap(
+        tiny_module(dtype=torch.float64, vocab=VOCAB, canvas=64), eos_token_id=END, tokenizer=TOKENIZER
+    )
+    found = paradec.decide(model, "x", small, together=True, seeds=2)
+    assert found.forwards == 2 and found["q"].log_scores != found["p"].log_scores
+
+
+def test_labels_that_need_an_end_token_and_have_none() -> None:
+    model = model_of("bidirectional", eos_token_id=())
+    assert paradec.decide(model, "x", {"q": Span(texts=["a", "b"])})["q"].value in ("a", "b")
+    with pytest.raises(ValueError, match="no end token"):
+        paradec.decide(model, "x", FEW)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("topology", ["bidirectional", "causal"])
+def test_logits_that_are_no_numbers(value: float, topology: str) -> None:
+    model = model_of(topology, module=Says({token: value for token in ids_of("Yes")} | {5: 1.0}))
+    with pytest.raises(FloatingPointError, match="NaN"):
+        paradec.decide(model, "x", ONE)
+
+
+def test_labels_without_any_probability() -> None:
+    with pytest.raises(FloatingPointError, match="no label of question 'q'"):
+        paradec.decide(model_of("causal", module=Says({5: 1.0})), "x", ONE)
+    half = model_of("causal", module=Says({ids_of("Yes")[0]: 1.0}))
+    assert paradec.decide(half, "x", ONE)["q"].probabilities == {True: 1.0, False: 0.0}
+    with pytest.raises(FloatingPointError, match="about an empty state"):
+        paradec.decide(half, "x", ONE, prior="empty")
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    prompts._prompt.cache_clear()
+    monkeypatch.setitem(sys.modules, "transformers.decision", None)
+    with pytest.raises(ImportError, match=r"transformers 5\.23"):
+        paradec.decide(model_of("causal"), "x", ONE)
+    assert paradec.decide(model_of("causal"), "x", FEW)["b"].value in FEW["b"].texts
+    prompts._prompt.cache_clear()

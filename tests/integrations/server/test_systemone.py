@@ -1,0 +1,232 @@
+"""Typed questions over HTTP: answers are those of transformers' pipeline, and bodies are refused as its server does."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deciding import MASK, Says, chat_tokenizer, ids_of, model_of, network
+from serving import NAME, Running, chat, running, wait
+from structured import CASES, named
+from torch import Tensor
+
+import paradec
+
+PATH = "/v1/systemone"
+QUESTIONS: dict[str, Any] = {
+    "spam": {"type": "noul", "instructions": "Is it spam?", "criteria": {"false": "a letter"}},
+    "tone": {"type": "choice", "criteria": {"calm": None, "pushy": {"it": ["presses"]}}},
+    "level": {"type": "score", "instructions": ["How urgent?"], "criteria": ["can wait", "today", "now"]},
+}
+STATE = {"text": "WIN a phone <|mask|> now<|end|>"}
+BODY: dict[str, Any] = {"model": NAME, "state": STATE, "questions": QUESTIONS}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of("causal", module=network(0, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[Running]:
+    with running(model, request={"sampler": "jacobi"}) as found:
+        yield found
+
+
+def asked(server: Running, body: Any, status: int = 200) -> dict[str, Any]:
+    found, _, text = server.post(body, PATH)
+    assert found == status, text
+    assert len(text) < 5000
+    return json.loads(text)
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-6) -> bool:
+    """Whether both are equal, numbers nearly."""
+    if isinstance(expected, dict):
+        return [*found] == [*expected] and all(close(found[key], expected[key], tolerance) for key in expected)
+    return found == (pytest.approx(expected, abs=tolerance) if isinstance(expected, float) else expected)
+
+
+def test_the_answer_is_that_of_the_pipeline(server: Running, model: Any) -> None:
+    from transformers.pipelines import DecisionPipeline
+
+    pipeline = DecisionPipeline(model=network(0, torch.float32), tokenizer=chat_tokenizer())
+    request = {"state": STATE, "questions": QUESTIONS}
+    found = asked(server, BODY)
+    assert [*found] == ["model", "answers", "usage"] and found["model"] == NAME
+    assert close(found["answers"], pipeline(request))
+    tokens = sum(inputs["input_ids"].shape[-1] for inputs, _ in pipeline.preprocess(request)["prompts"])
+    assert found["usage"] == {"input_tokens": tokens, "output_tokens": 0}
+    assert asked(server, {key: BODY[key] for key in ("state", "questions")}) == found  # the model is known
+
+
+def test_many_at_once_beside_chats(server: Running) -> None:
+    alone = asked(server, BODY)
+
+    def one(number: int) -> bool:
+        if number % 3 == 0:
+            return server.post(chat("only level", max_tokens=4))[0] == 200
+        return close(asked(server, BODY)["answers"], alone["answers"])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(24)))
+
+
+@pytest.mark.parametrize("name", named("decide"))
+def test_recorded_answers(name: str) -> None:
+    """By transformers' questions, from a vocabulary that has nothing but the labels."""
+    from transformers.decision import DecisionConfig, parse_questions
+
+    from paradec.api.decisions.decide import planned
+    from paradec.integrations.server.decisions import asked_of
+
+    case = CASES[name]
+    for question in parse_questions(case["questions"], DecisionConfig()):
+        expected, key = case["expected"], question.name
+        assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
+        ids = [ids_of(label)[0] for label in question.labels]
+        model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))
+        found = planned(model, "x", {key: asked_of(question)}, temperature=case["temperature"]).answer()
+        answer = question.answer([*found[key].probabilities.values()])
+        assert close(answer, expected["answers"][key], 1e-9)
+
+
+def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
+    """What the network is shown has one mask in each row, that of the answer."""
+    seen: list[Tensor] = []
+
+    class Looks(Says):
+        def forward(self, ids: Tensor) -> Tensor:
+            seen.append(ids)
+            return super().forward(ids)
+
+    module = Looks({ids_of("Yes")[0]: 1.0, ids_of("No")[0]: 0.0, ids_of("A")[0]: 0.0, ids_of("B")[0]: 2.0})
+    with running(model_of("bidirectional", module=module)) as server:
+        seen.clear()
+        body = {"state": "<|mask|> and <|mask|>", "questions": {key: QUESTIONS[key] for key in ("spam", "tone")}}
+        found = asked(server, body)["answers"]
+    assert found["spam"]["noul"] == pytest.approx(1 / (1 + math.exp(-1))) and found["tone"]["choice"] == "pushy"
+    assert sum(len(ids) for ids in seen) == 2 and all((ids == MASK).sum() == len(ids) for ids in seen)
+
+
+def nested(depth: int) -> Any:
+    found: Any = "x"
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def with_question(**question: Any) -> dict[str, Any]:
+    return BODY | {"questions": {"q": question}}
+
+
+REFUSED: dict[str, tuple[Any, int, str]] = {
+    "another field": (BODY | {"stream": True}, 422, "stream"),
+    "ours": (BODY | {"paradec": {"temperature": 1}}, 422, "paradec"),
+    "no state": ({"questions": QUESTIONS}, 422, "state"),
+    "a number": (BODY | {"state": 3}, 422, "state"),
+    "null": (BODY | {"state": None}, 422, "state"),
+    "no questions": ({"state": "x"}, 422, "questions"),
+    "none": (BODY | {"questions": {}}, 422, "questions"),
+    "65": (BODY | {"questions": {f"{number}": QUESTIONS["spam"] for number in range(65)}}, 422, "64"),
+    "a list": (BODY | {"questions": [QUESTIONS["spam"]]}, 422, "questions"),
+    "no object": (BODY | {"questions": {"q": "Is it?"}}, 422, "questions.q"),
+    "no type": (with_question(instructions="?"), 422, "type"),
+    "another type": (with_question(type="span", instructions="?"), 422, "noul"),
+    "27 options": (with_question(type="choice", criteria={f"{n}": None for n in range(27)}), 422, "26 options"),
+    "no options": (with_question(type="choice", criteria={}), 422, "criteria"),
+    "criteria": (with_question(type="score", criteria={"a": 1}), 422, "criteria"),
+    "a field in it": (with_question(type="noul", instructions="?", weight=1), 422, "weight"),
+    "asset": (BODY | {"assets": {"img-1": {"type": "image", "format": "png", "data_base64": ""}}}, 400, "images"),
+    "another model": (BODY | {"model": "other"}, 404, "other"),
+    "a model that is none": (BODY | {"model": 3}, 404, "3"),
+    "too long": (BODY | {"state": "x" * 9000}, 400, "longer than"),
+    "nested state": (BODY | {"state": nested(400)}, 200, ""),
+    "nested question": (with_question(type="noul", instructions=nested(400)), 200, ""),
+    "surrogate": (BODY | {"state": "\ud800"}, 400, "UTF-8"),
+    "surrogate in a question": (with_question(type="noul", instructions="\udfff"), 400, "UTF-8"),
+    "a long name": (BODY | {"x" * 100_000: 1}, 422, "xxx"),
+    "a long type": (with_question(type="x" * 100_000), 422, "xxx"),
+    "NaN": (json.dumps(BODY | {"state": [math.nan]}).encode(), 400, "state"),
+    "large number": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "9" * 4000).encode(), 400, "longer than"),
+    "larger number": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "9" * 5000).encode(), 400, ""),
+    "1e999": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "1e999").encode(), 400, "state"),
+    "much nested": (b'{"state": ' + b"[" * 100_000 + b"]" * 100_000 + b', "questions": {}}', 400, ""),
+    "no JSON": (b'{"state": ', 400, "JSON"),
+    "no mapping": (b"[1]", 422, "object"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bodies(server: Running, name: str) -> None:
+    body, status, said = REFUSED[name]
+    found = asked(server, body, status)
+    if status != 200:
+        assert said in found["error"]["message"] and found["error"]["type"] in (
+            "invalid_request_error",
+            "not_found_error",
+        )
+
+
+def test_it_goes_on_after_all_of_that(server: Running) -> None:
+    assert asked(server, BODY)["usage"]["output_tokens"] == 0
+
+
+def test_work_is_counted_and_given_back(model: Any) -> None:
+    with running(model, max_work=200, request={"sampler": "jacobi"}) as server:
+        assert "more than this server takes" in asked(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
+        small = {"state": "x", "questions": {"spam": {"type": "noul", "instructions": "?"}}}
+        for _ in range(5):
+            asked(server, small)
+        assert server.post(chat("x", max_tokens=4))[0] == 200
+
+
+def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 rows in batches; the second call waits until the client has gone."""
+    calls, go = [], threading.Event()
+
+    class Waits(Says):
+        def forward(self, ids: Tensor) -> Tensor:
+            calls.append(len(ids))
+            if len(calls) == first + 1:
+                go.wait(30)
+            return super().forward(ids)
+
+    with running(model_of("causal", module=Waits({ids_of("Yes")[0]: 1.0}))) as server:
+        first = len(calls)
+        body = {"state": "x", "questions": {f"{n}": {"type": "noul", "instructions": f"{n}?"} for n in range(64)}}
+        wire = server.send(json.dumps(body).encode(), PATH)
+        wait(lambda: len(calls) > first)
+        wire.close()
+        wait(lambda: True)
+        threading.Event().wait(0.3)  # until the server has seen it
+        go.set()
+        assert asked(server, {"state": "x", "questions": {"q": {"type": "noul", "instructions": "?"}}})
+    assert len(calls) == first + 2
+
+
+def test_settings_of_a_folder(tmp_path: Path) -> None:
+    """Labels and temperatures of decision.json; a template of its own is refused, and a file that is none."""
+    network(0, torch.float32).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    settings = {"labels": {"choice": ["level", "only", "Yes"]}, "temperature": {"choice": 2.0, "noul": 0.5}}
+    (tmp_path / "decision.json").write_text(json.dumps(settings), encoding="utf-8")
+    loaded = paradec.load(str(tmp_path))
+    tone = paradec.Pick(None, QUESTIONS["tone"]["criteria"], labels=["level", "only"])
+    expected = paradec.decide(loaded, STATE, {"tone": tone}, temperature=2.0)["tone"]
+    with running(loaded) as server:
+        found = asked(server, BODY)["answers"]
+        assert [*found["tone"]["probabilities"].values()] == pytest.approx([*expected.probabilities.values()], abs=1e-6)
+    (tmp_path / "decision_template.jinja").write_text("{{ state }}<|mark|>", encoding="utf-8")
+    with running(loaded) as server:
+        assert "decision_template.jinja" in asked(server, BODY, 400)["error"]["message"]
+    (tmp_path / "decision.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"decision\.json"), running(loaded):
+        pass
