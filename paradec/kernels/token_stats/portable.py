@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, draw_among
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
-CPU_CHUNK = 2**19
-"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 2 MB, which pays for the calls."""
+CPU_CHUNK = 2**17
+"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 512 KB, so that what one call writes is in a
+core's own cache when the next one reads it."""
 SEARCH_CHUNK = 2**22
 """Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
@@ -29,6 +30,8 @@ nothing beside it in float64. Processors take ten times as long over an exponent
 at low temperatures and of excluded tokens."""
 NOTHING = 2.0**-105.9
 """More than is left of what has been cut off."""
+HIGHEST = 256.0
+"""Powers of two above the second best where nothing is left of it, in float64."""
 MOST_APART = 700.0
 """Where the best token's difference to the second best is cut off in draws: its weight stays a number."""
 LOG2_E = 1 / math.log(2)
@@ -81,11 +84,48 @@ def chunked_stats(
     logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: TokenDraws | None
 ) -> TokenStats:
     """`token_stats` by the path "chunked", unchecked."""
-    sums = _all_sums(logits, wanted, temperature, None if draws is None else draws.temperature)
+    groups = [[rows] for rows in _pieces(logits.detach(), SEARCH_CHUNK, CHUNK)]
+    sums = _all_sums(groups, wanted, temperature, None if draws is None else draws.temperature)
     if draws is None:
         return _from_sums(sums, logits, wanted, temperature, ids)
     sample = _sample(sums, logits.detach(), draws)
     return with_sample(lambda asked: _from_sums(sums, logits, wanted, temperature, asked), sample, ids)
+
+
+def stats_where(
+    logits: Tensor, chosen: Tensor, wanted: frozenset[str] = frozenset(), each: EachRow | None = None
+) -> TokenStats:
+    """What the path "chunked" finds of the `chosen` rows of logits [..., V] alone, which the others cost nothing.
+
+    Args:
+        chosen: [...] bool, on the host. wanted: as of `read_stats`.
+        each: is told of each of these rows while it is in the caches.
+
+    Returns:
+        Fields [N], of the N chosen rows in order.
+    """
+    groups: list[list[Tensor]] = [[]]
+    most = max(1, (SEARCH_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
+    held = 0
+    for view in _runs(logits.detach().reshape(-1, logits.shape[-1]), chosen.flatten().tolist()):
+        for part in view.split(most):
+            if held + len(part) > most:
+                groups.append([])
+                held = 0
+            groups[-1].append(part)
+            held += len(part)
+    sums = _all_sums(groups, wanted, 1.0, None, each)
+    return _from_sums(sums, sums.top.unsqueeze(-1), wanted, 1.0, None)
+
+
+def _runs(rows: Tensor, chosen: list[bool]) -> Iterator[Tensor]:
+    """Views of the chosen of rows [N, V], where they lie one after the other; one at least."""
+    ends = [at for at in range(1, len(chosen)) if chosen[at] != chosen[at - 1]]
+    for first, stop in zip([0, *ends], [*ends, len(chosen)], strict=True):
+        if stop > first and chosen[first]:
+            yield rows[first:stop]
+    if not any(chosen):
+        yield rows[:0]
 
 
 def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Any]:
@@ -116,6 +156,14 @@ def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # else inference mode alone could write to it
             numbers = _kept.numbers = torch.empty(math.prod(shape), dtype=torch.float32)
     return numbers[: math.prod(shape)].view(shape)
+
+
+class EachRow(Protocol):
+    """Is told of rows one after the other, before their memory is used again."""
+
+    def __call__(self, at: int, apart: Tensor, share: Tensor, height: float) -> None:
+        """Of the row `at`: `apart` [V], its logits as powers of two beside some base, `FLOOR * LOG2_E` at least and at
+        the best token; `share` [V], these powers. height: where the best token is, `HIGHEST` at most."""
 
 
 class _Sums(NamedTuple):
@@ -220,56 +268,78 @@ class _Piece:
         torch.sum(self._segments, -1, out=sums)
 
 
-def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None) -> _Sums:
-    """Of all rows of [..., V], each field [N]. sharpness: the temperature that tokens are drawn at; None draws none."""
-    groups = list(_pieces(logits.detach(), SEARCH_CHUNK, CHUNK))
-    rows, vocab = max(map(len, groups)), logits.shape[-1]
+def _all_sums(
+    groups: list[list[Tensor]],
+    wanted: frozenset[str],
+    temperature: float,
+    sharpness: float | None,
+    each: EachRow | None = None,
+) -> _Sums:
+    """Of the rows [n, V] of groups of views, each field [N]. sharpness: the temperature that tokens are drawn at; None
+    draws none."""
+    rows, first = max(len(view) for views in groups for view in views), groups[0][0]
+    vocab, device = first.shape[-1], first.device
     width = -(-vocab // LANES) * LANES
-    most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // width))
-    reads_shares = "entropy" in wanted or "smoothed_entropy" in wanted
-    piece = _Piece(scratch((1 + reads_shares, most, width), logits.device), vocab)
-    return _Sums(*_joined(_sums(group, wanted, temperature, sharpness, piece) for group in groups))
+    most = max(1, min(rows, (CPU_CHUNK if device.type == "cpu" else CHUNK) // width))
+    reads_shares = each is not None or "entropy" in wanted or "smoothed_entropy" in wanted
+    piece = _Piece(scratch((1 + reads_shares, most, width), device), vocab)
+    return _Sums(*_joined(_sums(views, wanted, temperature, sharpness, piece, each) for views in groups))
 
 
-def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None, piece: _Piece) -> _Sums:
-    """Of rows [n, V]. piece: of as many rows as are read at a time, with a second memory where entropy is wanted."""
-    at, top, second = _two_best(logits)
+def _sums(
+    views: list[Tensor],
+    wanted: frozenset[str],
+    temperature: float,
+    sharpness: float | None,
+    piece: _Piece,
+    each: EachRow | None,
+) -> _Sums:
+    """Of rows [n, V], one view below the other. piece: of as many rows as are read at a time, with a second memory
+    where entropy is wanted or a row is told of."""
+    at, top, second = _two_best(views)
     base = second.where(second > -torch.inf, top)
-    if logits.dtype.itemsize < 4:  # differences would be rounded to it
+    if base.dtype.itemsize < 4:  # differences would be rounded to it
         base = base.float()
     top, second = top.double(), second.double()
     smoothed = "smoothed_entropy" in wanted
     weighs = smoothed or "entropy" in wanted
     size = -(-piece.share.shape[-1] // LANES) * LANES // SEGMENT
-    sums = torch.empty((1 + weighs + (sharpness is not None), len(logits), size), device=logits.device)
+    sums = torch.empty((1 + weighs + (sharpness is not None), len(at), size), device=at.device)
     others: list[Tensor] = []
     own = _Base.to(base, temperature)
     drawn_from = own if sharpness is None or sharpness == temperature else _Base.to(base, sharpness)
-    for start in range(0, len(logits), len(piece.share)):
-        here = slice(start, start + len(piece.share))
-        rows, best = logits[here], at[here]
-        if len(rows) < len(piece.share):
-            piece = piece.of(len(rows))
-        piece.subtract(rows, own.of(here)).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
-        piece.raise_to(sums[0, here])
+    heights = [] if each is None else _heights(top, base, own)
+    parts = [part for view in views for part in view.split(len(piece.share))]
+    pieces, start = {len(piece.share): piece}, 0
+    for rows in parts:
+        here = slice(start, start + len(rows))
+        best, start = at[here], here.stop
+        if len(rows) not in pieces:
+            pieces[len(rows)] = piece.of(len(rows))
+        now = pieces[len(rows)]
+        now.subtract(rows, own.of(here)).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
+        now.raise_to(sums[0, here])
+        for index in range(here.start, here.stop if each is not None else 0):
+            assert each is not None
+            each(index, now.apart[index - here.start], now.share[index - here.start], heights[index])
         if smoothed:
             # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
             scale = ((second[here] - top[here]) / temperature).exp()  # of the second best beside the best
             mass = sums[0, here].sum(-1, keepdim=True, dtype=torch.float64)
             half = (EPSILON / 2 * (own.share[here] + scale * mass) / scale).clamp(max=1e30)
-            least = torch.add(piece.share, half.float()).reciprocal_().sum(-1)
+            least = torch.add(now.share, half.float()).reciprocal_().sum(-1)
             others.append(rows.shape[-1] - half.squeeze(-1) * least)
         if sharpness == temperature:
             # what has been cut off is drawn never, not rarely
-            torch.threshold_(piece.share, NOTHING, 0.0)
-            piece.add_up(sums[-1, here])
+            torch.threshold_(now.share, NOTHING, 0.0)
+            now.add_up(sums[-1, here])
         if weighs:
-            piece.share.mul_(piece.apart)
-            piece.add_up(sums[1, here])
+            now.share.mul_(now.apart)
+            now.add_up(sums[1, here])
         if sharpness is not None and sharpness != temperature:
-            apart = piece.subtract(rows, drawn_from.of(here))
+            apart = now.subtract(rows, drawn_from.of(here))
             torch.threshold_(apart, FLOOR * LOG2_E, -torch.inf).scatter_(-1, best, -torch.inf)
-            piece.raise_to(sums[-1, here])
+            now.raise_to(sums[-1, here])
     mass, weight = sums[0].sum(-1, dtype=torch.float64), None
     share = own.share.squeeze(-1)
     if weighs:
@@ -283,6 +353,12 @@ def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness:
         drawn.scatter_add_(-1, torch.div(at, SEGMENT, rounding_mode="floor"), apart)
     counted = _one(others).double() if smoothed else None
     return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, counted, drawn)
+
+
+def _heights(top: Tensor, base: Tensor, own: _Base) -> list[float]:
+    """How far the best of rows are above what differences are to, as numbers of float32. top: [n, 1] float64."""
+    above = (top - base).mul_(own.scale).add_(own.beyond)
+    return above.clamp_(max=HIGHEST).float().squeeze(-1).tolist()
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:
@@ -324,26 +400,31 @@ def _from_sums(
     return TokenStats(token, best, second_prob, margin, entropy, smoothed, logsumexp, gap, nonfinite, ids_prob)
 
 
-def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the largest entry of [..., V] is (the lowest index on ties) [..., 1], itself [..., 1], and the second
-    largest [..., 1].
+def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the largest entry of each row of [n, V] is (the lowest index on ties) [N, 1], itself [N, 1], and the second
+    largest [N, 1], of one view below the other.
 
     Largest of stretches first, which is one vectorized pass; an index is then looked for in one stretch alone.
     """
-    vocab = source.shape[-1]
+    vocab, device = views[0].shape[-1], views[0].device
     size = math.gcd(vocab, STRETCH)
     if size < STRETCH // 4:
         size = STRETCH
     whole = vocab // size * size
-    stretches = source[..., :whole].unflatten(-1, (whole // size, size)).amax(-1)
+    stretches = _one([view[:, :whole].unflatten(-1, (whole // size, size)).amax(-1) for view in views])
     if whole < vocab:
-        stretches = torch.cat((stretches, source[..., whole:].amax(-1, keepdim=True)), -1)
+        rest = _one([view[:, whole:].amax(-1, keepdim=True) for view in views])
+        stretches = torch.cat((stretches, rest), -1)
     top, stretch = stretches.max(-1, keepdim=True)
-    column = stretch * size + torch.arange(size, device=source.device)
+    column = stretch * size + torch.arange(size, device=device)
+    inside = _one(
+        [
+            view.gather(-1, at.clamp(max=vocab - 1) if whole < vocab else at)
+            for view, at in zip(views, column.split([len(view) for view in views]), strict=True)
+        ]
+    )
     if whole < vocab:
-        inside = source.gather(-1, column.clamp(max=vocab - 1)).masked_fill_(column >= vocab, -torch.inf)
-    else:
-        inside = source.gather(-1, column)
+        inside.masked_fill_(column >= vocab, -torch.inf)
     at = inside.argmax(-1, keepdim=True)
     second = inside.scatter_(-1, at, -torch.inf).amax(-1, keepdim=True)
     others = stretches.scatter_(-1, stretch, -torch.inf).amax(-1, keepdim=True)
