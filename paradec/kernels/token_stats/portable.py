@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.kernels import exp_is_faster
 from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, draw_among
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
@@ -31,14 +33,17 @@ at low temperatures and of excluded tokens."""
 NOTHING = 2.0**-105.9
 """More than is left of what has been cut off."""
 HIGHEST = 256.0
-"""Powers of two above the second best where nothing is left of it, in float64."""
+"""How far above the second best nothing is left of it in float64, as an exponent."""
 MOST_APART = 700.0
 """Where the best token's difference to the second best is cut off in draws: its weight stays a number."""
 LOG2_E = 1 / math.log(2)
+POWER, UNIT = (torch.exp, 1.0) if exp_is_faster() else (torch.exp2, LOG2_E)
+"""What differences are raised by, and what one nat is as an exponent."""
+LEAST_POWER = FLOOR * UNIT
 VECTORS = 64
 """Numbers of float32 of which torch computes all by whole vectors."""
 MOST_WHOLE = 2.0**10
-"""Powers of two up to which differences are taken in one pass, in either direction."""
+"""Exponents up to which differences are taken in one pass, in either direction."""
 LANES = 3 * SEGMENT
 """Powers are taken of multiples of so many numbers: 1, 2, 3 or 4 threads have whole vectors each."""
 PART = 170 * LANES
@@ -85,7 +90,7 @@ def chunked_stats(
 ) -> TokenStats:
     """`token_stats` by the path "chunked", unchecked."""
     groups = [[rows] for rows in _pieces(logits.detach(), SEARCH_CHUNK, CHUNK)]
-    sums = _all_sums(groups, wanted, temperature, None if draws is None else draws.temperature)
+    sums = _all_sums(groups, _Asked(wanted, temperature, None if draws is None else draws.temperature))
     if draws is None:
         return _from_sums(sums, logits, wanted, temperature, ids)
     sample = _sample(sums, logits.detach(), draws)
@@ -114,7 +119,7 @@ def stats_where(
                 held = 0
             groups[-1].append(part)
             held += len(part)
-    sums = _all_sums(groups, wanted, 1.0, None, each)
+    sums = _all_sums(groups, _Asked(wanted, 1.0, each=each))
     return _from_sums(sums, sums.top.unsqueeze(-1), wanted, 1.0, None)
 
 
@@ -162,8 +167,8 @@ class EachRow(Protocol):
     """Is told of rows one after the other, before their memory is used again."""
 
     def __call__(self, at: int, apart: Tensor, share: Tensor, height: float) -> None:
-        """Of the row `at`: `apart` [V], its logits as powers of two beside some base, `FLOOR * LOG2_E` at least and at
-        the best token; `share` [V], these powers. height: where the best token is, `HIGHEST` at most."""
+        """Of the row `at`: `apart` [V], its logits beside some base as exponents of `POWER`, `LEAST_POWER` at least and
+        at the best token; `share` [V], what they come to. height: where the best token is, `HIGHEST` at most."""
 
 
 class _Sums(NamedTuple):
@@ -187,24 +192,24 @@ class _Sums(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """What differences of rows are to, as powers of two: the second best logit, or a whole power beside it, which one
+    """What differences of rows are to, as exponents: the second best logit, or a whole exponent beside it, which one
     pass subtracts while it scales. Each [n, 1]."""
 
     logit: Tensor
     scale: float
     """Times a difference of logits."""
     near: list[bool]
-    """Of each row: whether differences are to the whole power. Empty where none are."""
+    """Of each row: whether differences are to the whole exponent. Empty where none are."""
     whole: Tensor
-    """That power, with the other sign."""
+    """That exponent, with the other sign."""
     beyond: Tensor
     """Float64: how far the second best is above it."""
     share: Tensor
-    """Float64: 2 ** beyond."""
+    """Float64: `beyond` raised."""
 
     @classmethod
     def to(cls, logit: Tensor, temperature: float) -> _Base:
-        scale = float(np.float32(LOG2_E / temperature))
+        scale = float(np.float32(UNIT / temperature))
         beyond = torch.zeros_like(logit, dtype=torch.float64)
         if not logit.is_cpu:  # which would be waited for
             return cls(logit, scale, [], logit, beyond, beyond + 1)
@@ -212,12 +217,14 @@ class _Base(NamedTuple):
         near = whole.abs() <= MOST_WHOLE
         # as all others are computed, so that tokens as likely as the second best have its share
         found = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale).masked_fill_(~near, 0)
-        beyond, share = found[:, :1].double(), found.exp2()[:, :1].double()
+        beyond, share = found[:, :1].double(), POWER(found)[:, :1].double()
         return cls(logit, scale, near[:, 0].tolist(), whole, beyond, share)
 
-    def of(self, rows: slice) -> _Base:
-        """That of some of the rows."""
-        return self._replace(logit=self.logit[rows], near=self.near[rows], whole=self.whole[rows])
+    def split(self, sizes: list[int]) -> list[_Base]:
+        """That of some rows after the other."""
+        ends, parts = list(accumulate(sizes)), [each.split(sizes) for each in (self.logit, self.whole, *self[-2:])]
+        near = [self.near[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [_Base(logit, self.scale, own, *rest) for own, logit, *rest in zip(near, *parts, strict=True)]
 
 
 def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
@@ -241,7 +248,7 @@ class _Piece:
         self._parts = list(zip(*(scratch[at].view(-1).split(PART) for at in (0, -1)), strict=True))
         self._segments = scratch[-1].unflatten(-1, (-1, SEGMENT))
         self.apart, self.share = scratch[0, :, :vocab], scratch[-1, :, :vocab]
-        """[n, V] each: differences to a base, as powers of two, and what they come to; one memory, or two."""
+        """[n, V] each: differences to a base, as exponents, and what they come to; one memory, or two."""
 
     def of(self, rows: int) -> _Piece:
         """The memory of the first so many rows."""
@@ -251,100 +258,104 @@ class _Piece:
         """`apart`, of rows [n, V]."""
         near = base.near
         if any(near) and not all(near):  # each by itself, so that a row depends on no other
+            single = base.split([1] * len(rows))
             for at in range(len(rows)):
-                _difference(rows[at : at + 1], base.of(slice(at, at + 1)), self.apart[at : at + 1])
+                _difference(rows[at : at + 1], single[at], self.apart[at : at + 1])
             return self.apart
         return _difference(rows, base, self.apart)
 
     def raise_to(self, sums: Tensor) -> None:
-        """Make `share` 2 ** apart, and `sums` [n, S] its sums. On some processors exp takes three times as long."""
-        self._pads.fill_(FLOOR * LOG2_E)
+        """Make `share` of `apart`, and `sums` [n, S] its sums."""
+        self._pads.fill_(LEAST_POWER)
         for apart, share in self._parts:
-            torch.exp2(apart, out=share)
+            POWER(apart, out=share)
         self.add_up(sums)
 
     def add_up(self, sums: Tensor) -> None:
         """Sum `share` by segments."""
         torch.sum(self._segments, -1, out=sums)
 
+    def smoothed(self, below: Tensor, temperature: float, beyond: Tensor, sums: Tensor) -> Tensor:
+        """[n]: the sum of p / (p + EPSILON / 2) over `share`. below: [n, 1] float64, from the second best to the best.
+        beyond: [n, 1], the share of the second best. sums: of `share`, as `raise_to` leaves them."""
+        # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
+        scale = (below / temperature).exp()  # of the second best beside the best
+        mass = sums.sum(-1, keepdim=True, dtype=torch.float64)
+        half = (EPSILON / 2 * (beyond + scale * mass) / scale).clamp(max=1e30)
+        least = torch.add(self.share, half.float()).reciprocal_().sum(-1)
+        return self.share.shape[-1] - half.squeeze(-1) * least
 
-def _all_sums(
-    groups: list[list[Tensor]],
-    wanted: frozenset[str],
-    temperature: float,
-    sharpness: float | None,
-    each: EachRow | None = None,
-) -> _Sums:
-    """Of the rows [n, V] of groups of views, each field [N]. sharpness: the temperature that tokens are drawn at; None
-    draws none."""
+
+class _Asked(NamedTuple):
+    """What is read of rows."""
+
+    wanted: frozenset[str]
+    temperature: float
+    sharpness: float | None = None
+    """The temperature that tokens are drawn at; None draws none."""
+    each: EachRow | None = None
+
+    @property
+    def weighs(self) -> bool:
+        return not self.wanted.isdisjoint(("entropy", "smoothed_entropy"))
+
+
+def _all_sums(groups: list[list[Tensor]], asked: _Asked) -> _Sums:
+    """Of all rows of groups of views [n, V], each field [N]."""
     rows, first = max(len(view) for views in groups for view in views), groups[0][0]
-    vocab, device = first.shape[-1], first.device
-    width = -(-vocab // LANES) * LANES
-    most = max(1, min(rows, (CPU_CHUNK if device.type == "cpu" else CHUNK) // width))
-    reads_shares = each is not None or "entropy" in wanted or "smoothed_entropy" in wanted
-    piece = _Piece(scratch((1 + reads_shares, most, width), device), vocab)
-    return _Sums(*_joined(_sums(views, wanted, temperature, sharpness, piece, each) for views in groups))
+    width = -(-first.shape[-1] // LANES) * LANES
+    most = max(1, min(rows, (CPU_CHUNK if first.is_cpu else CHUNK) // width))
+    memory = scratch((1 + (asked.weighs or asked.each is not None), most, width), first.device)
+    piece = _Piece(memory, first.shape[-1])
+    return _Sums(*_joined(_sums(views, asked, piece) for views in groups))
 
 
-def _sums(
-    views: list[Tensor],
-    wanted: frozenset[str],
-    temperature: float,
-    sharpness: float | None,
-    piece: _Piece,
-    each: EachRow | None,
-) -> _Sums:
-    """Of rows [n, V], one view below the other. piece: of as many rows as are read at a time, with a second memory
-    where entropy is wanted or a row is told of."""
+def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
+    """Of rows [n, V], one view below the other. piece: of as many rows as are read at a time."""
     at, top, second = _two_best(views)
     base = second.where(second > -torch.inf, top)
     if base.dtype.itemsize < 4:  # differences would be rounded to it
         base = base.float()
     top, second = top.double(), second.double()
-    smoothed = "smoothed_entropy" in wanted
-    weighs = smoothed or "entropy" in wanted
+    smoothed, weighs, sharpness = "smoothed_entropy" in asked.wanted, asked.weighs, asked.sharpness
     size = -(-piece.share.shape[-1] // LANES) * LANES // SEGMENT
     sums = torch.empty((1 + weighs + (sharpness is not None), len(at), size), device=at.device)
     others: list[Tensor] = []
-    own = _Base.to(base, temperature)
-    drawn_from = own if sharpness is None or sharpness == temperature else _Base.to(base, sharpness)
-    heights = [] if each is None else _heights(top, base, own)
+    own = drawn_from = _Base.to(base, asked.temperature)
+    if sharpness is not None and sharpness != asked.temperature:
+        drawn_from = _Base.to(base, sharpness)
     parts = [part for view in views for part in view.split(len(piece.share))]
-    pieces, start = {len(piece.share): piece}, 0
-    for rows in parts:
-        here = slice(start, start + len(rows))
-        best, start = at[here], here.stop
-        if len(rows) not in pieces:
-            pieces[len(rows)] = piece.of(len(rows))
-        now = pieces[len(rows)]
-        now.subtract(rows, own.of(here)).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
+    sizes = [len(part) for part in parts]
+    pieces, start = {size: piece.of(size) for size in set(sizes)}, 0
+    heights = [] if asked.each is None else _heights(top, base, own)
+    for rows, best, base, drawn_base in zip(
+        parts, at.split(sizes), own.split(sizes), drawn_from.split(sizes), strict=True
+    ):
+        here, now = slice(start, start + len(rows)), pieces[len(rows)]
+        start = here.stop
+        now.subtract(rows, base).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
         now.raise_to(sums[0, here])
-        for index in range(here.start, here.stop if each is not None else 0):
-            assert each is not None
-            each(index, now.apart[index - here.start], now.share[index - here.start], heights[index])
+        if asked.each is not None:
+            for index, *row in zip(range(here.start, start), now.apart, now.share, heights[here], strict=True):
+                asked.each(index, *row)
         if smoothed:
-            # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
-            scale = ((second[here] - top[here]) / temperature).exp()  # of the second best beside the best
-            mass = sums[0, here].sum(-1, keepdim=True, dtype=torch.float64)
-            half = (EPSILON / 2 * (own.share[here] + scale * mass) / scale).clamp(max=1e30)
-            least = torch.add(now.share, half.float()).reciprocal_().sum(-1)
-            others.append(rows.shape[-1] - half.squeeze(-1) * least)
-        if sharpness == temperature:
+            others.append(now.smoothed(second[here] - top[here], asked.temperature, base.share, sums[0, here]))
+        if sharpness == asked.temperature:
             # what has been cut off is drawn never, not rarely
             torch.threshold_(now.share, NOTHING, 0.0)
             now.add_up(sums[-1, here])
         if weighs:
             now.share.mul_(now.apart)
             now.add_up(sums[1, here])
-        if sharpness is not None and sharpness != temperature:
-            apart = now.subtract(rows, drawn_from.of(here))
-            torch.threshold_(apart, FLOOR * LOG2_E, -torch.inf).scatter_(-1, best, -torch.inf)
+        if drawn_from is not own:
+            apart = now.subtract(rows, drawn_base)
+            torch.threshold_(apart, LEAST_POWER, -torch.inf).scatter_(-1, best, -torch.inf)
             now.raise_to(sums[-1, here])
     mass, weight = sums[0].sum(-1, dtype=torch.float64), None
     share = own.share.squeeze(-1)
     if weighs:
         weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), mass, value=-1)
-        weight.div_(LOG2_E * share)
+        weight.div_(UNIT * share)
     mass.div_(share)
     drawn = None
     if sharpness is not None:
