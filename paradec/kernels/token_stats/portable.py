@@ -211,7 +211,7 @@ class _Base(NamedTuple):
     def to(cls, logit: Tensor, temperature: float) -> _Base:
         scale = float(np.float32(UNIT / temperature))
         beyond = torch.zeros_like(logit, dtype=torch.float64)
-        if not logit.is_cpu:  # which would be waited for
+        if scale == 1 or not logit.is_cpu:  # nothing to scale; or `near` would be waited for
             return cls(logit, scale, [], logit, beyond, beyond + 1)
         whole = (logit * -scale).round_()
         near = whole.abs() <= MOST_WHOLE
@@ -220,11 +220,13 @@ class _Base(NamedTuple):
         beyond, share = found[:, :1].double(), POWER(found)[:, :1].double()
         return cls(logit, scale, near[:, 0].tolist(), whole, beyond, share)
 
-    def split(self, sizes: list[int]) -> list[_Base]:
-        """That of some rows after the other."""
-        ends, parts = list(accumulate(sizes)), [each.split(sizes) for each in (self.logit, self.whole, *self[-2:])]
-        near = [self.near[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return [_Base(logit, self.scale, own, *rest) for own, logit, *rest in zip(near, *parts, strict=True)]
+    def split(self, sizes: Sequence[int]) -> list[_Base]:
+        """That of some rows after the other, but for `beyond` and `share`."""
+        logits, ends = self.logit.split_with_sizes(sizes), accumulate(sizes)
+        if not self.near:
+            return [self._replace(logit=logit) for logit in logits]
+        parts = zip(logits, self.whole.split_with_sizes(sizes), sizes, ends, strict=True)
+        return [self._replace(logit=z, whole=w, near=self.near[end - size : end]) for z, w, size, end in parts]
 
 
 def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
@@ -233,7 +235,8 @@ def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
         rows = out.copy_(rows)
     if base.near and base.near[0]:  # the product is not rounded: processors multiply and add at once
         return torch.add(base.whole, rows, alpha=base.scale, out=out)
-    return torch.sub(rows, base.logit, out=out).mul_(base.scale)
+    apart = torch.sub(rows, base.logit, out=out)
+    return apart if base.scale == 1 else apart.mul_(base.scale)
 
 
 class _Piece:
@@ -244,7 +247,7 @@ class _Piece:
     """
 
     def __init__(self, scratch: Tensor, vocab: int):
-        self._scratch, self._pads = scratch, scratch[0, :, vocab:]
+        self._scratch, self._pads, self.rows = scratch, scratch[0, :, vocab:], scratch.shape[1]
         self._parts = list(zip(*(scratch[at].view(-1).split(PART) for at in (0, -1)), strict=True))
         self._segments = scratch[-1].unflatten(-1, (-1, SEGMENT))
         self.apart, self.share = scratch[0, :, :vocab], scratch[-1, :, :vocab]
@@ -252,15 +255,15 @@ class _Piece:
 
     def of(self, rows: int) -> _Piece:
         """The memory of the first so many rows."""
-        return _Piece(self._scratch[:, :rows], self.share.shape[-1])
+        return self if rows == self.rows else _Piece(self._scratch[:, :rows], self.share.shape[-1])
 
     def subtract(self, rows: Tensor, base: _Base) -> Tensor:
         """`apart`, of rows [n, V]."""
         near = base.near
         if any(near) and not all(near):  # each by itself, so that a row depends on no other
-            single = base.split([1] * len(rows))
-            for at in range(len(rows)):
-                _difference(rows[at : at + 1], single[at], self.apart[at : at + 1])
+            single = (1,) * len(near)
+            for row, own, out in zip(rows.split(1), base.split(single), self.apart.split(1), strict=True):
+                _difference(row, own, out)
             return self.apart
         return _difference(rows, base, self.apart)
 
@@ -302,7 +305,7 @@ class _Asked(NamedTuple):
 
 def _all_sums(groups: list[list[Tensor]], asked: _Asked) -> _Sums:
     """Of all rows of groups of views [n, V], each field [N]."""
-    rows, first = max(len(view) for views in groups for view in views), groups[0][0]
+    rows, first = max(view.shape[0] for views in groups for view in views), groups[0][0]
     width = -(-first.shape[-1] // LANES) * LANES
     most = max(1, min(rows, (CPU_CHUNK if first.is_cpu else CHUNK) // width))
     memory = scratch((1 + (asked.weighs or asked.each is not None), most, width), first.device)
@@ -324,22 +327,22 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
     own = drawn_from = _Base.to(base, asked.temperature)
     if sharpness is not None and sharpness != asked.temperature:
         drawn_from = _Base.to(base, sharpness)
-    parts = [part for view in views for part in view.split(len(piece.share))]
-    sizes = [len(part) for part in parts]
+    parts = [part for view in views for part in view.split(piece.rows)]
+    sizes = [part.shape[0] for part in parts]
     pieces, start = {size: piece.of(size) for size in set(sizes)}, 0
     heights = [] if asked.each is None else _heights(top, base, own)
-    for rows, best, base, drawn_base in zip(
-        parts, at.split(sizes), own.split(sizes), drawn_from.split(sizes), strict=True
-    ):
-        here, now = slice(start, start + len(rows)), pieces[len(rows)]
-        start = here.stop
+    bases, masses, bests = own.split(sizes), sums[0].split_with_sizes(sizes), at.split_with_sizes(sizes)
+    drawn_bases = bases if drawn_from is own else drawn_from.split(sizes)
+    for rows, best, base, mass, drawn_base in zip(parts, bests, bases, masses, drawn_bases, strict=True):
+        now = pieces[rows.shape[0]]
+        here, start = slice(start, start + now.rows), start + now.rows
         now.subtract(rows, base).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
-        now.raise_to(sums[0, here])
+        now.raise_to(mass)
         if asked.each is not None:
             for index, *row in zip(range(here.start, start), now.apart, now.share, heights[here], strict=True):
                 asked.each(index, *row)
         if smoothed:
-            others.append(now.smoothed(second[here] - top[here], asked.temperature, base.share, sums[0, here]))
+            others.append(now.smoothed(second[here] - top[here], asked.temperature, own.share[here], mass))
         if sharpness == asked.temperature:
             # what has been cut off is drawn never, not rarely
             torch.threshold_(now.share, NOTHING, 0.0)
@@ -351,19 +354,19 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
             apart = now.subtract(rows, drawn_base)
             torch.threshold_(apart, LEAST_POWER, -torch.inf).scatter_(-1, best, -torch.inf)
             now.raise_to(sums[-1, here])
-    mass, weight = sums[0].sum(-1, dtype=torch.float64), None
+    total, weight = sums[0].sum(-1, dtype=torch.float64), None
     share = own.share.squeeze(-1)
     if weighs:
-        weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), mass, value=-1)
+        weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), total, value=-1)
         weight.div_(UNIT * share)
-    mass.div_(share)
+    total.div_(share)
     drawn = None
     if sharpness is not None:
         drawn = sums[-1].double().div_(drawn_from.share)
         apart = ((top - second) / sharpness).clamp_(max=MOST_APART).exp_()
         drawn.scatter_add_(-1, torch.div(at, SEGMENT, rounding_mode="floor"), apart)
     counted = _one(others).double() if smoothed else None
-    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, counted, drawn)
+    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), total, weight, counted, drawn)
 
 
 def _heights(top: Tensor, base: Tensor, own: _Base) -> list[float]:
