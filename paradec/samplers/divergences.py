@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import scratch
+from paradec.kernels.token_stats import UNIT, TokenStats, stats_where
 from paradec.samplers import distributions
 
 TINY = 1e-12
-LEAST = -58.0
-"""Logarithms to base 2 of what is nothing beside `TINY`."""
+LEAST = -40.2
+"""Beside the best token's, the logarithm of what is nothing beside `TINY`."""
 ROUNDED = 1e-5
 """By how much divergences from logarithms in float32 may be rounded."""
 
@@ -26,42 +27,66 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     return p, torch.cat(kl).view(p.shape[:-1])
 
 
-def log_divergence(
-    logits: Tensor, total: Tensor, previous: Tensor, threshold: float, seen: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `divergence`, for what is compared with a threshold alone, without a logarithm per token.
+class Moved(NamedTuple):
+    """What `moved` finds. `N` chosen rows."""
+
+    stats: TokenStats
+    """Fields [N]: `token` and `prob`."""
+    kept: Tensor
+    """[..., V] float32: exponents of `POWER`, as they are to be given at the next step."""
+    total: Tensor
+    """[...] float64: the exponent of what they sum up to; infinite where nothing is kept."""
+    kl: Tensor
+    """[...] in nats, to be compared with the threshold alone; 0 where nothing was chosen."""
+
+
+def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, threshold: float) -> Moved:
+    """Token statistics, and the KL divergence from the last step, as `divergence` has it, for what is compared with a
+    threshold alone: from one read of the logits, without a logarithm per token. For large vocabularies on the CPU.
+
+    Where the divergence is near the threshold it is the formula's own; else it is so far away that `LEAST` in the place
+    of the logarithm of p + 1e-12 makes no difference.
 
     Args:
-        logits: [..., V] of any float dtype, on the CPU. total: [...], their logsumexp.
-        previous: [..., V] float32: what this function gave before; 0 where there is none, as if no token
-            had been likely.
-        seen: [...] bool: the others keep what they have, at a divergence of 0.
-
-    Returns:
-        log2 softmax(logits) in float32, at least `LEAST`, and the divergence [...]: as the formula has it where it is
-        near the threshold, else so far from it that `LEAST` in the place of log2(p + 1e-12) makes no difference.
+        logits: [..., V] of any float dtype. chosen: [...] bool; other rows keep what they have.
+        previous, total: `kept` and `total` of the last step. An infinite total is no step, as if no token had been
+            likely.
     """
-    flat, found = logits.reshape(-1, logits.shape[-1]), torch.empty_like(previous)
-    before, after = previous.view(flat.shape), found.view(flat.shape)
-    scale, kl = 1 / math.log(2), torch.zeros(len(flat))
-    shift = (total.reshape(-1, 1) * -scale).float()
-    rows = max(1, distributions.CPU_CHUNK // flat.shape[-1])
-    memory = scratch((2, min(rows, len(flat)), flat.shape[-1]), flat.device)
-    kept = seen.flatten().tolist()
-    ends = [at for at in range(1, len(kept)) if kept[at] != kept[at - 1]]
-    for first, stop in zip([0, *ends], [*ends, len(kept)], strict=True):
-        for begin in range(first, stop, rows):
-            here = slice(begin, min(begin + rows, stop))
-            own, change = after[here], memory[0, : here.stop - begin]
-            if not kept[begin]:
-                own.copy_(before[here])
-                continue
-            torch.add(shift[here], flat[here].float(), alpha=scale, out=own).clamp_(min=LEAST)
-            p = torch.exp2(own, out=memory[1, : here.stop - begin])
-            kl[here] = torch.sub(own, before[here], out=change).mul_(p).sum(-1) / scale
-    first_step = (before[:, :2] == 0).all(-1)
-    near = (kl > threshold / 4 - ROUNDED) & (kl < 16 * threshold + ROUNDED) | first_step
-    for at in (near & seen.flatten()).nonzero().flatten().tolist():
-        q = torch.zeros_like(before[at]) if first_step[at] else before[at].exp2()
-        kl[at] = divergence(flat[at : at + 1], q.unsqueeze(0))[1]
-    return found, kl.view(seen.shape)
+    flat, before = logits.reshape(-1, logits.shape[-1]), previous.reshape(-1, logits.shape[-1])
+    at, told = chosen.flatten().nonzero().squeeze(-1), total.flatten()
+    kept, first_step = torch.empty_like(before, memory_format=torch.contiguous_format), told[at].isinf()
+    sums, highest = torch.zeros((2, len(at))), torch.zeros(len(at), dtype=torch.float64)
+    rows, begun = at.tolist(), first_step.logical_not().tolist()
+
+    def read(index: int, apart: Tensor, share: Tensor, height: float) -> None:
+        now, last = kept[rows[index]], before[rows[index]]
+        torch.clamp(apart, min=LEAST * UNIT + height, out=now)
+        highest[index] = height
+        if begun[index]:
+            torch.dot(share, now, out=sums[0, index])
+            torch.dot(share, last, out=sums[1, index])
+
+    stats = stats_where(logits, chosen, each=read)
+    kept[at, stats.token] = highest.float()
+    for row in chosen.flatten().logical_not().nonzero().flatten().tolist():
+        kept[row] = before[row]
+    # what is left of the best token's own share, in the units of `share`
+    now = highest - UNIT * stats.prob.log()
+    change = (sums[0] - sums[1]).double() * (-highest / UNIT).exp() + highest - before[at, stats.token]
+    kl = (change * stats.prob + told[at] - now) / UNIT
+    kl[first_step] = torch.inf
+    near = (kl > threshold / 4 - ROUNDED) & (kl < 32 * threshold + ROUNDED)
+    if threshold > -math.log(TINY) - math.log(logits.shape[-1]):  # else nothing is stable at first
+        near |= first_step
+    for index in near.nonzero().flatten().tolist():
+        row = rows[index]
+        q = torch.zeros_like(before[row]) if not begun[index] else share_of(before[row], told[row])
+        kl[index] = divergence(flat[row : row + 1], q.unsqueeze(0))[1]
+    shape = chosen.shape
+    found = told.index_copy(0, at, now).view(shape), torch.zeros(len(told)).index_copy(0, at, kl.float()).view(shape)
+    return Moved(stats, kept.view(previous.shape), *found)
+
+
+def share_of(kept: Tensor, total: Tensor) -> Tensor:
+    """The distribution [V] of a row of `Moved.kept`, in float32."""
+    return ((kept - total) / UNIT).exp_().float()
