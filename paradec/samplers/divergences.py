@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import UNIT, TokenStats, stats_where
+from paradec.kernels.token_stats import UNIT, TokenStats, recycled, stats_where
 from paradec.samplers import distributions
 
 TINY = 1e-12
@@ -54,7 +54,7 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
     """
     flat, before = logits.reshape(-1, logits.shape[-1]), previous.reshape(-1, logits.shape[-1])
     at, told = chosen.flatten().nonzero().squeeze(-1), total.flatten()
-    kept, first_step = torch.empty_like(before, memory_format=torch.contiguous_format), told[at].isinf()
+    kept, first_step = recycled(before.shape), told[at].isinf()
     sums, highest = torch.zeros((2, len(at))), torch.zeros(len(at), dtype=torch.float64)
     rows, begun = at.tolist(), first_step.logical_not().tolist()
 

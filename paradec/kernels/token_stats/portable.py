@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -40,6 +41,8 @@ LOG2_E = 1 / math.log(2)
 POWER, UNIT = (torch.exp, 1.0) if exp_is_faster() else (torch.exp2, LOG2_E)
 """What differences are raised by, and what one nat is as an exponent."""
 LEAST_POWER = FLOOR * UNIT
+MOST_RECYCLED, SPARE = 2**22, 3
+"""Numbers of what `recycled` hands out again at most, and how often: 48 MB."""
 VECTORS = 64
 """Numbers of float32 of which torch computes all by whole vectors."""
 MOST_WHOLE = 2.0**10
@@ -161,6 +164,22 @@ def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # else inference mode alone could write to it
             numbers = _kept.numbers = torch.empty(math.prod(shape), dtype=torch.float32)
     return numbers[: math.prod(shape)].view(shape)
+
+
+def recycled(shape: tuple[int, ...]) -> Tensor:
+    """Memory for float32 numbers on the CPU that may be held as long as one likes. A thread keeps a little of what it
+    has handed out, and hands that out again when no tensor holds it any more: see `scratch`."""
+    size = math.prod(shape)
+    if size > MOST_RECYCLED:
+        return torch.empty(shape, dtype=torch.float32)
+    spare: list[np.ndarray] = _kept.__dict__.setdefault("spare", [])
+    # held by the list, the variable and the call; by torch while there is a tensor of it
+    numbers = next((each for each in spare if each.size == size and sys.getrefcount(each) == 3), None)
+    if numbers is None:
+        numbers = np.empty(size, np.float32)
+        spare.append(numbers)
+        del spare[:-SPARE]
+    return torch.from_numpy(numbers).view(shape)
 
 
 class EachRow(Protocol):
