@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from paradec.samplers.statistics import Unread
@@ -21,16 +20,6 @@ class Read(Unread):
     """[...] int64: the best token."""
     found: Mapping[str, Tensor]
     """Quantities by name, as of `token_statistics`."""
-
-    @classmethod
-    def where(
-        cls, chosen: Tensor, logits: Tensor, best: Tensor, found: Mapping[str, Tensor], current: Tensor | None
-    ) -> Read:
-        """Of what was read at the `chosen` [...] of the positions alone, [N] each: elsewhere the token that is there
-        now (`current` [...], or 0) and 0, as of positions that a query leaves out."""
-        tokens = torch.zeros_like(chosen, dtype=torch.int64) if current is None else current
-        spread = {name: value.new_zeros(chosen.shape).masked_scatter_(chosen, value) for name, value in found.items()}
-        return cls(logits, tokens.masked_scatter(chosen, best), spread)
 
     def written(self) -> Tensor:
         return self.logits

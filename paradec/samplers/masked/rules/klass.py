@@ -19,6 +19,7 @@ from paradec.kernels.token_stats import path_for
 from paradec.samplers.divergences import divergence, moved
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.statistics import spread_over
 from paradec.samplers.unread import Read
 
 
@@ -87,7 +88,7 @@ class KLASS(LowConfidence):
         if logits.is_cpu and path_for(logits) != "float64":
             stats, kept, total, kl = moved(logits, seen, previous, stage.memory["total"], self.kl_threshold)
             found = {"previous": kept, "total": total, "stable": self._stable(kl, stage)}
-            return Read.where(seen, logits, stats.token, {"confidence": stats.prob}, stage.current), found
+            return Read(logits, *spread_over(seen, stats.token, {"confidence": stats.prob}, stage.current)), found
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
         if not (seen.is_cpu and seen.all()):  # else nothing large is copied
             p = torch.where(seen.unsqueeze(-1), p, previous)
