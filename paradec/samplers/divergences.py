@@ -55,21 +55,23 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
     flat, before = logits.reshape(-1, logits.shape[-1]), previous.reshape(-1, logits.shape[-1])
     at, told = chosen.flatten().nonzero().squeeze(-1), total.flatten()
     kept, first_step = recycled(before.shape), told[at].isinf()
-    sums, highest = torch.zeros((2, len(at))), torch.zeros(len(at), dtype=torch.float64)
     rows, begun = at.tolist(), first_step.logical_not().tolist()
+    sums, heights = torch.zeros((2, len(rows))), []
+    own, last, products = kept.unbind(0), before.unbind(0), [each.unbind(0) for each in sums]
 
     def read(index: int, apart: Tensor, share: Tensor, height: float) -> None:
-        now, last = kept[rows[index]], before[rows[index]]
-        torch.clamp(apart, min=LEAST * UNIT + height, out=now)
-        highest[index] = height
+        row = rows[index]
+        torch.clamp(apart, min=LEAST * UNIT + height, out=own[row])
+        heights.append(height)
         if begun[index]:
-            torch.dot(share, now, out=sums[0, index])
-            torch.dot(share, last, out=sums[1, index])
+            torch.dot(share, own[row], out=products[0][index])
+            torch.dot(share, last[row], out=products[1][index])
 
     stats = stats_where(logits, chosen, each=read)
+    highest = torch.tensor(heights, dtype=torch.float64)
     kept[at, stats.token] = highest.float()
-    for row in chosen.flatten().logical_not().nonzero().flatten().tolist():
-        kept[row] = before[row]
+    for row in set(range(len(own))).difference(rows):
+        own[row].copy_(last[row])
     # what is left of the best token's own share, in the units of `share`
     now = highest - UNIT * stats.prob.log()
     change = (sums[0] - sums[1]).double() * (-highest / UNIT).exp() + highest - before[at, stats.token]
