@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import UNIT, TokenStats, recycled, stats_where
+from paradec.kernels.token_stats import UNIT, TokenStats, padded, recycled, stats_where
 from paradec.samplers import distributions
 
 TINY = 1e-12
@@ -52,29 +52,23 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
         previous, total: `kept` and `total` of the last step. An infinite total is no step, as if no token had been
             likely.
     """
-    flat, before = logits.reshape(-1, logits.shape[-1]), previous.reshape(-1, logits.shape[-1])
+    size = logits.shape[-1]
+    flat, before = logits.reshape(-1, size), previous.reshape(-1, size)
     at, told = chosen.flatten().nonzero().squeeze(-1), total.flatten()
-    kept, first_step = recycled(before.shape), told[at].isinf()
+    first_step = told[at].isinf()
     rows, begun = at.tolist(), first_step.logical_not().tolist()
-    sums, heights = torch.zeros((2, len(rows))), []
-    own, last, products = kept.unbind(0), before.unbind(0), [each.unbind(0) for each in sums]
-
-    def read(index: int, apart: Tensor, share: Tensor, height: float) -> None:
-        row = rows[index]
-        torch.clamp(apart, min=LEAST * UNIT + height, out=own[row])
-        heights.append(height)
-        if begun[index]:
-            torch.dot(share, own[row], out=products[0][index])
-            torch.dot(share, last[row], out=products[1][index])
-
-    stats = stats_where(logits, chosen, each=read)
-    highest = torch.tensor(heights, dtype=torch.float64)
+    memory = recycled((len(flat), padded(size)))
+    kept = memory[:, :size]
+    own, last = memory.split(1), [before[row] if old else None for row, old in zip(rows, begun, strict=True)]
+    reader = _Moving([own[row] for row in rows], last, size)
+    stats = stats_where(logits, chosen, reader=reader)
+    highest, sums = torch.tensor((reader.heights, reader.sums), dtype=torch.float64)
     kept[at, stats.token] = highest.float()
-    for row in set(range(len(own))).difference(rows):
-        own[row].copy_(last[row])
+    for row in set(range(len(flat))).difference(rows):
+        kept[row] = before[row]
     # what is left of the best token's own share, in the units of `share`
     now = highest - UNIT * stats.prob.log()
-    change = (sums[0] - sums[1]).double() * (-highest / UNIT).exp() + highest - before[at, stats.token]
+    change = sums * (-highest / UNIT).exp() + highest - before[at, stats.token]
     kl = (change * stats.prob + told[at] - now) / UNIT
     kl[first_step] = torch.inf
     near = (kl > threshold / 4 - ROUNDED) & (kl < 32 * threshold + ROUNDED)
@@ -91,4 +85,28 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
 
 def share_of(kept: Tensor, total: Tensor) -> Tensor:
     """The distribution [V] of a row of `Moved.kept`, in float32."""
-    return ((kept - total) / UNIT).exp_().float()
+    return ((kept.double() - total) / UNIT).exp_().float()
+
+
+class _Moving:
+    """Adds up how far rows have moved, for `moved`.
+
+    Args:
+        memory: [1, padded(V)] of each row. last: [V], what the last step left there, of each row; None where there was
+            none.
+    """
+
+    def __init__(self, memory: list[Tensor], last: list[Tensor | None], size: int):
+        self._memory, self._last, self._size = iter(memory), iter(last), size
+        self.heights: list[float] = []
+        self.sums: list[float] = []
+        """Of the shares, times how far each exponent is above that of the last step."""
+
+    def memory(self) -> Tensor:
+        self._now = next(self._memory)
+        return self._now
+
+    def read(self, share: Tensor, height: float) -> None:
+        now, last = self._now[0, : self._size].clamp_(min=LEAST * UNIT + height), next(self._last)
+        self.heights.append(height)
+        self.sums.append(0.0 if last is None else float(share.dot(now)) - float(share.dot(last)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import threading
@@ -101,13 +102,13 @@ def chunked_stats(
 
 
 def stats_where(
-    logits: Tensor, chosen: Tensor, wanted: frozenset[str] = frozenset(), each: EachRow | None = None
+    logits: Tensor, chosen: Tensor, wanted: frozenset[str] = frozenset(), reader: RowReader | None = None
 ) -> TokenStats:
     """What the path "chunked" finds of the `chosen` rows of logits [..., V] alone, which the others cost nothing.
 
     Args:
         chosen: [...] bool, on the host. wanted: as of `read_stats`.
-        each: is told of each of these rows while it is in the caches.
+        reader: sees these rows in order, each while it is in the caches.
 
     Returns:
         Fields [N], of the N chosen rows in order.
@@ -122,7 +123,9 @@ def stats_where(
                 held = 0
             groups[-1].append(part)
             held += len(part)
-    sums = _all_sums(groups, _Asked(wanted, 1.0, each=each))
+    if not held:
+        reader = None
+    sums = _all_sums(groups, _Asked(wanted, 1.0, reader=reader))
     return _from_sums(sums, sums.top.unsqueeze(-1), wanted, 1.0, None)
 
 
@@ -182,12 +185,21 @@ def recycled(shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(numbers).view(shape)
 
 
-class EachRow(Protocol):
-    """Is told of rows one after the other, before their memory is used again."""
+class RowReader(Protocol):
+    """Sees one row of logits after the other."""
 
-    def __call__(self, at: int, apart: Tensor, share: Tensor, height: float) -> None:
-        """Of the row `at`: `apart` [V], its logits beside some base as exponents of `POWER`, `LEAST_POWER` at least and
-        at the best token; `share` [V], what they come to. height: where the best token is, `HIGHEST` at most."""
+    def memory(self) -> Tensor:
+        """Where the next row is written, [1, `padded(V)`], and stays: beside some base, as exponents of `POWER`,
+        `LEAST_POWER` at least and at the best token."""
+
+    def read(self, share: Tensor, height: float) -> None:
+        """Of that row: `share` [V], what its exponents come to, in memory that is used again. height: where the best
+        token is as an exponent, `HIGHEST` at most."""
+
+
+def padded(vocab: int) -> int:
+    """Numbers of a row of so many tokens: its segments are of one length, and whole vectors of every thread."""
+    return -(-vocab // LANES) * LANES
 
 
 class _Sums(NamedTuple):
@@ -265,16 +277,24 @@ class _Piece:
     computes what is left of a thread's part after whole vectors by another function, which rounds otherwise.
     """
 
-    def __init__(self, scratch: Tensor, vocab: int):
-        self._scratch, self._pads, self.rows = scratch, scratch[0, :, vocab:], scratch.shape[1]
-        self._parts = list(zip(*(scratch[at].view(-1).split(PART) for at in (0, -1)), strict=True))
-        self._segments = scratch[-1].unflatten(-1, (-1, SEGMENT))
-        self.apart, self.share = scratch[0, :, :vocab], scratch[-1, :, :vocab]
+    def __init__(self, memory: Tensor, vocab: int):
+        self._memory, self._pads, self.rows = memory, memory[0, :, vocab:], memory.shape[1]
+        self._parts = list(zip(*(memory[at].view(-1).split(PART) for at in (0, -1)), strict=True))
+        self._segments = memory[-1].unflatten(-1, (-1, SEGMENT))
+        self.apart, self.share = memory[0, :, :vocab], memory[-1, :, :vocab]
         """[n, V] each: differences to a base, as exponents, and what they come to; one memory, or two."""
 
     def of(self, rows: int) -> _Piece:
         """The memory of the first so many rows."""
-        return self if rows == self.rows else _Piece(self._scratch[:, :rows], self.share.shape[-1])
+        return self if rows == self.rows else _Piece(self._memory[:, :rows], self.share.shape[-1])
+
+    def over(self, memory: Tensor) -> _Piece:
+        """The same with other memory [n, padded(V)] for `apart`."""
+        other, vocab = copy.copy(self), self.share.shape[-1]
+        other._pads, other.apart = memory[:, vocab:], memory[:, :vocab]
+        shares = (share for _, share in self._parts)
+        other._parts = list(zip(memory.view(-1).split(PART), shares, strict=True))
+        return other
 
     def subtract(self, rows: Tensor, base: _Base) -> Tensor:
         """`apart`, of rows [n, V]."""
@@ -315,7 +335,7 @@ class _Asked(NamedTuple):
     temperature: float
     sharpness: float | None = None
     """The temperature that tokens are drawn at; None draws none."""
-    each: EachRow | None = None
+    reader: RowReader | None = None
 
     @property
     def weighs(self) -> bool:
@@ -325,9 +345,9 @@ class _Asked(NamedTuple):
 def _all_sums(groups: list[list[Tensor]], asked: _Asked) -> _Sums:
     """Of all rows of groups of views [n, V], each field [N]."""
     rows, first = max(view.shape[0] for views in groups for view in views), groups[0][0]
-    width = -(-first.shape[-1] // LANES) * LANES
-    most = max(1, min(rows, (CPU_CHUNK if first.is_cpu else CHUNK) // width))
-    memory = scratch((1 + (asked.weighs or asked.each is not None), most, width), first.device)
+    width = padded(first.shape[-1])
+    most = max(1, min(rows, (CPU_CHUNK if first.is_cpu else CHUNK) // width)) if asked.reader is None else 1
+    memory = scratch((1 + asked.weighs, most, width), first.device)
     piece = _Piece(memory, first.shape[-1])
     return _Sums(*_joined(_sums(views, asked, piece) for views in groups))
 
@@ -340,7 +360,7 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
         base = base.float()
     top, second = top.double(), second.double()
     smoothed, weighs, sharpness = "smoothed_entropy" in asked.wanted, asked.weighs, asked.sharpness
-    size = -(-piece.share.shape[-1] // LANES) * LANES // SEGMENT
+    size = padded(piece.share.shape[-1]) // SEGMENT
     sums = torch.empty((1 + weighs + (sharpness is not None), len(at), size), device=at.device)
     others: list[Tensor] = []
     own = drawn_from = _Base.to(base, asked.temperature)
@@ -349,17 +369,16 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
     parts = [part for view in views for part in view.split(piece.rows)]
     sizes = [part.shape[0] for part in parts]
     pieces, start = {size: piece.of(size) for size in set(sizes)}, 0
-    heights = [] if asked.each is None else _heights(top, base, own)
+    heights = [] if asked.reader is None else _heights(top, base, own)
     bases, masses, bests = own.split(sizes), sums[0].split_with_sizes(sizes), at.split_with_sizes(sizes)
     drawn_bases = bases if drawn_from is own else drawn_from.split(sizes)
     for rows, best, base, mass, drawn_base in zip(parts, bests, bases, masses, drawn_bases, strict=True):
-        now = pieces[rows.shape[0]]
+        now = pieces[rows.shape[0]] if asked.reader is None else piece.over(asked.reader.memory())
         here, start = slice(start, start + now.rows), start + now.rows
         now.subtract(rows, base).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
         now.raise_to(mass)
-        if asked.each is not None:
-            for index, *row in zip(range(here.start, start), now.apart, now.share, heights[here], strict=True):
-                asked.each(index, *row)
+        if asked.reader is not None:
+            asked.reader.read(now.share[0], heights[here.start])
         if smoothed:
             others.append(now.smoothed(second[here] - top[here], asked.temperature, own.share[here], mass))
         if sharpness == asked.temperature:

@@ -365,8 +365,9 @@ def test_divergence_without_a_logarithm_per_token(
         assert torch.equal(again.total[~seen], first.total[~seen])
 
 
-def test_a_row_moves_alone_as_beside_others() -> None:
-    """And whatever is decided around it, with any number of threads."""
+def test_a_row_moves_alone_as_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever is decided around it, with any number of threads, in groups that are searched apart."""
+    monkeypatch.setattr("paradec.kernels.token_stats.portable.SEARCH_CHUNK", 3 * 9_001)
     draw = torch.Generator().manual_seed(5)
     last, logits = (4 * torch.randn(2, 5, 9_001, generator=draw) for _ in range(2))
     seen = torch.rand(2, 5, generator=draw) < 0.6
