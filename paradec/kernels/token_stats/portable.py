@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import threading
@@ -289,12 +288,12 @@ class _Piece:
         return self if rows == self.rows else _Piece(self._memory[:, :rows], self.share.shape[-1])
 
     def over(self, memory: Tensor) -> _Piece:
-        """The same with other memory [n, padded(V)] for `apart`."""
-        other, vocab = copy.copy(self), self.share.shape[-1]
-        other._pads, other.apart = memory[:, vocab:], memory[:, :vocab]
-        shares = (share for _, share in self._parts)
-        other._parts = list(zip(memory.view(-1).split(PART), shares, strict=True))
-        return other
+        """The same, from now on with other memory [n, padded(V)] for `apart`."""
+        vocab = self.share.shape[-1]
+        self._pads, self.apart = memory[:, vocab:], memory[:, :vocab]
+        own = memory.view(-1).split_with_sizes([share.shape[0] for _, share in self._parts])
+        self._parts = [(part, share) for part, (_, share) in zip(own, self._parts, strict=True)]
+        return self
 
     def subtract(self, rows: Tensor, base: _Base) -> Tensor:
         """`apart`, of rows [n, V]."""
