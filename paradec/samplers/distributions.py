@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.kernels.token_stats import recycled
+
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
@@ -51,3 +53,16 @@ def argmax(values: Tensor) -> Tensor:
     """Where the largest of values [..., N] is, [...] int64, the first on ties. Float32 or float64: on the CPU numpy's
     search is again an order of magnitude faster."""
     return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
+
+
+def one_hot_on_best(logits: Tensor) -> Tensor:
+    """Distributions [..., V] that are 1 at the best of logits [..., V], float32 or float64; NaN where that is no finite
+    number."""
+    best = argmax(logits).unsqueeze(-1)
+    single = logits.is_cpu and logits.dtype == torch.float32
+    found = recycled(logits.shape).zero_() if single else torch.zeros_like(logits)
+    found.scatter_(-1, best, 1)
+    healthy = logits.gather(-1, best).isfinite()
+    if logits.is_cpu and healthy.all():  # a pass that nobody waits for
+        return found
+    return found.masked_fill_(~healthy, torch.nan)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import scratch
+from paradec.kernels.token_stats import UNIT, TokenStats, padded, recycled, stats_where
 from paradec.samplers import distributions
 
 TINY = 1e-12
-LEAST = -58.0
-"""Logarithms to base 2 of what is nothing beside `TINY`."""
+LEAST = -40.2
+"""Beside the best token's, the logarithm of what is nothing beside `TINY`."""
 ROUNDED = 1e-5
 """By how much divergences from logarithms in float32 may be rounded."""
 
@@ -26,42 +27,86 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     return p, torch.cat(kl).view(p.shape[:-1])
 
 
-def log_divergence(
-    logits: Tensor, total: Tensor, previous: Tensor, threshold: float, seen: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `divergence`, for what is compared with a threshold alone, without a logarithm per token.
+class Moved(NamedTuple):
+    """What `moved` finds. `N` chosen rows."""
+
+    stats: TokenStats
+    """Fields [N]: `token` and `prob`."""
+    kept: Tensor
+    """[..., V] float32: exponents of `POWER`, as they are to be given at the next step."""
+    total: Tensor
+    """[...] float64: the exponent of what they sum up to; infinite where nothing is kept."""
+    kl: Tensor
+    """[...] in nats, to be compared with the threshold alone; 0 where nothing was chosen."""
+
+
+def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, threshold: float) -> Moved:
+    """Token statistics, and the KL divergence from the last step, as `divergence` has it, for what is compared with a
+    threshold alone: from one read of the logits, without a logarithm per token. For large vocabularies on the CPU.
+
+    Where the divergence is near the threshold it is the formula's own; else it is so far away that `LEAST` in the place
+    of the logarithm of p + 1e-12 makes no difference.
 
     Args:
-        logits: [..., V] of any float dtype, on the CPU. total: [...], their logsumexp.
-        previous: [..., V] float32: what this function gave before; 0 where there is none, as if no token
-            had been likely.
-        seen: [...] bool: the others keep what they have, at a divergence of 0.
-
-    Returns:
-        log2 softmax(logits) in float32, at least `LEAST`, and the divergence [...]: as the formula has it where it is
-        near the threshold, else so far from it that `LEAST` in the place of log2(p + 1e-12) makes no difference.
+        logits: [..., V] of any float dtype. chosen: [...] bool; other rows keep what they have.
+        previous, total: `kept` and `total` of the last step. An infinite total is no step, as if no token had been
+            likely.
     """
-    flat, found = logits.reshape(-1, logits.shape[-1]), torch.empty_like(previous)
-    before, after = previous.view(flat.shape), found.view(flat.shape)
-    scale, kl = 1 / math.log(2), torch.zeros(len(flat))
-    shift = (total.reshape(-1, 1) * -scale).float()
-    rows = max(1, distributions.CPU_CHUNK // flat.shape[-1])
-    memory = scratch((2, min(rows, len(flat)), flat.shape[-1]), flat.device)
-    kept = seen.flatten().tolist()
-    ends = [at for at in range(1, len(kept)) if kept[at] != kept[at - 1]]
-    for first, stop in zip([0, *ends], [*ends, len(kept)], strict=True):
-        for begin in range(first, stop, rows):
-            here = slice(begin, min(begin + rows, stop))
-            own, change = after[here], memory[0, : here.stop - begin]
-            if not kept[begin]:
-                own.copy_(before[here])
-                continue
-            torch.add(shift[here], flat[here].float(), alpha=scale, out=own).clamp_(min=LEAST)
-            p = torch.exp2(own, out=memory[1, : here.stop - begin])
-            kl[here] = torch.sub(own, before[here], out=change).mul_(p).sum(-1) / scale
-    first_step = (before[:, :2] == 0).all(-1)
-    near = (kl > threshold / 4 - ROUNDED) & (kl < 16 * threshold + ROUNDED) | first_step
-    for at in (near & seen.flatten()).nonzero().flatten().tolist():
-        q = torch.zeros_like(before[at]) if first_step[at] else before[at].exp2()
-        kl[at] = divergence(flat[at : at + 1], q.unsqueeze(0))[1]
-    return found, kl.view(seen.shape)
+    size = logits.shape[-1]
+    flat, before = logits.reshape(-1, size), previous.reshape(-1, size)
+    at, told = chosen.flatten().nonzero().squeeze(-1), total.flatten()
+    first_step = told[at].isinf()
+    rows, begun = at.tolist(), first_step.logical_not().tolist()
+    memory = recycled((len(flat), padded(size)))
+    kept = memory[:, :size]
+    own, last = memory.split(1), [before[row] if old else None for row, old in zip(rows, begun, strict=True)]
+    reader = _Moving([own[row] for row in rows], last, size)
+    stats = stats_where(logits, chosen, reader=reader)
+    highest, sums = torch.tensor((reader.heights, reader.sums), dtype=torch.float64)
+    kept[at, stats.token] = highest.float()
+    for row in set(range(len(flat))).difference(rows):
+        kept[row] = before[row]
+    # what is left of the best token's own share, in the units of `share`
+    now = highest - UNIT * stats.prob.log()
+    change = sums * (-highest / UNIT).exp() + highest - before[at, stats.token]
+    kl = (change * stats.prob + told[at] - now) / UNIT
+    kl[first_step] = torch.inf
+    near = (kl > threshold / 4 - ROUNDED) & (kl < 32 * threshold + ROUNDED)
+    if threshold > -math.log(TINY) - math.log(logits.shape[-1]):  # else nothing is stable at first
+        near |= first_step
+    for index in near.nonzero().flatten().tolist():
+        row = rows[index]
+        q = torch.zeros_like(before[row]) if not begun[index] else share_of(before[row], told[row])
+        kl[index] = divergence(flat[row : row + 1], q.unsqueeze(0))[1]
+    shape = chosen.shape
+    found = told.index_copy(0, at, now).view(shape), torch.zeros(len(told)).index_copy(0, at, kl.float()).view(shape)
+    return Moved(stats, kept.view(previous.shape), *found)
+
+
+def share_of(kept: Tensor, total: Tensor) -> Tensor:
+    """The distribution [V] of a row of `Moved.kept`, in float32."""
+    return ((kept.double() - total) / UNIT).exp_().float()
+
+
+class _Moving:
+    """Adds up how far rows have moved, for `moved`.
+
+    Args:
+        memory: [1, padded(V)] of each row. last: [V], what the last step left there, of each row; None where there was
+            none.
+    """
+
+    def __init__(self, memory: list[Tensor], last: list[Tensor | None], size: int):
+        self._memory, self._last, self._size = iter(memory), iter(last), size
+        self.heights: list[float] = []
+        self.sums: list[float] = []
+        """Of the shares, times how far each exponent is above that of the last step."""
+
+    def memory(self) -> Tensor:
+        self._now = next(self._memory)
+        return self._now
+
+    def read(self, share: Tensor, height: float) -> None:
+        now, last = self._now[0, : self._size].clamp_(min=LEAST * UNIT + height), next(self._last)
+        self.heights.append(height)
+        self.sums.append(0.0 if last is None else float(share.dot(now)) - float(share.dot(last)))

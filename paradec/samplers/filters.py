@@ -8,7 +8,7 @@ from torch import Tensor
 from paradec.kernels.token_stats import SMALL_VOCABULARY
 from paradec.kernels.token_stats.draws import SEGMENT, draw, draw_among
 from paradec.samplers.bounds import Bounds
-from paradec.samplers.distributions import argmax, ascending, chunks, tempered
+from paradec.samplers.distributions import ascending, chunks, one_hot_on_best, tempered
 
 HEAD = 2**12
 """Tokens that a nucleus is looked for in before all others are."""
@@ -46,9 +46,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
-        best = argmax(logits).unsqueeze(-1)
-        one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
-        return one_hot.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
+        return one_hot_on_best(logits)
     kept = filter_logits(tempered(logits, temperature), None, top_k)
     return filter_logits(kept, top_p, None).softmax(-1)
 

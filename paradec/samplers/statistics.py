@@ -7,6 +7,7 @@ are so confident of many positions that float32 probabilities tie at 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import TokenDraws, path_for, read_stats
+from paradec.kernels.token_stats import TokenDraws, TokenStats, path_for, read_stats, stats_where
 
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
 FIELDS = {
@@ -57,10 +58,19 @@ def token_statistics(
     stats = read_stats(logits, _wanted(reads, fields is FIELDS), temperature, ids=tokens, draws=draws)
     if draws is not None:
         stats, tokens = stats._replace(ids_prob=stats.sample_prob), stats.sample
+    if tokens is not None:
+        stats = stats._replace(prob=stats.ids_prob)
+    return stats.token if tokens is None else tokens, _named(stats, reads, fields, temperature)
+
+
+def _named(
+    stats: TokenStats, reads: tuple[str, ...], fields: Mapping[str, str], temperature: float
+) -> dict[str, Tensor]:
+    """Quantities by name; `prob` is that of the tokens."""
     found: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
-            found[name] = getattr(stats, "prob" if tokens is None else "ids_prob")
+            found[name] = stats.prob
         elif name == "best_token":
             found[name] = stats.token
         else:
@@ -68,7 +78,25 @@ def token_statistics(
             if name == "logit_gap" and temperature != 1:
                 value = value / temperature
             found[name] = -value if name.endswith("entropy") else value
-    return stats.token if tokens is None else tokens, found
+    return found
+
+
+def statistics_where(
+    logits: Tensor, reads: tuple[str, ...], chosen: Tensor, current: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `token_statistics` has them of large vocabularies on the CPU, of the `chosen` [...] of the positions alone."""
+    stats = stats_where(logits, chosen, _wanted(reads, False))
+    return spread_over(chosen, stats.token, _named(stats, reads, IN_ONE_READ, 1.0), current)
+
+
+def spread_over(
+    chosen: Tensor, tokens: Tensor, found: Mapping[str, Tensor], current: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tokens and quantities [N] of the `chosen` [...] of the positions, over all of them: elsewhere are the token that
+    is there now (`current` [...], or 0) and 0, as at positions that a query leaves out."""
+    now = torch.zeros_like(chosen, dtype=torch.int64) if current is None else current
+    spread = {name: value.new_zeros(chosen.shape).masked_scatter_(chosen, value) for name, value in found.items()}
+    return now.masked_scatter(chosen, tokens), spread
 
 
 @lru_cache(maxsize=64)

@@ -495,21 +495,55 @@ class Given(TokenDraws):
         return self.numbers
 
 
-def test_paths_draw_the_same_tokens_but_at_boundaries() -> None:
+def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, temperature: float) -> int:
+    """How many of `count` draws from logits [N, V] are others than float64 and sums over all tokens draw; each of them
+    has a number that is within 1e-6 of the boundary between the two."""
+    total = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    generator, others = torch.Generator().manual_seed(int(10 * temperature)), 0
+    for _ in range(0, count, len(logits)):
+        uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
+        exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
+        found = read(logits, draws=Given(uniform, temperature)).sample
+        wrong = (found != exact).nonzero().flatten()
+        ends = total[wrong, torch.minimum(found, exact)[wrong]]
+        assert (ends - uniform[wrong]).abs().le(1e-6).all()
+        others += len(wrong)
+    return others
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
+@pytest.mark.parametrize("path", ["chunked", "float64"])
+@pytest.mark.parametrize(
+    ("vocabulary", "count"),
+    [
+        (VOCABULARY, 400),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((VOCABULARY, 100_000), (126_464, 20_000))),
+    ],
+)
+def test_paths_draw_the_same_tokens_but_at_boundaries(
+    path: str, temperature: float, vocabulary: int, count: int
+) -> None:
     """At most one draw in 10,000 is another token's, where its number is within 1e-6 of the boundary."""
-    logits = logits_of(40, 1)[:, 0] / 3
-    for temperature in (0.7, 1.0, 2.5):
-        total = (logits.double() / temperature).softmax(-1).cumsum(-1)
-        others = count = 0
-        for part in range(10):
-            uniform = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(part))
-            exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
-            found = token_stats(logits, fields=(), draws=Given(uniform, temperature)).sample
-            wrong = (found != exact).nonzero().flatten()
-            ends = total[wrong, torch.minimum(found, exact)[wrong]]
-            assert (ends - uniform[wrong]).abs().le(1e-6).all()
-            others, count = others + len(wrong), count + len(found)
-        assert others <= 1
+    logits = logits_of(40, 1, vocabulary=vocabulary)[:, 0] / 3
+
+    def read(rows: Tensor, draws: TokenDraws) -> TokenStats:
+        return token_stats(rows, fields=(), draws=draws, path=path)
+
+    assert others_drawn(read, logits, count, temperature) <= count // 10_000
+
+
+@runs_kernel
+@pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.full)])
+def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:
+    from paradec.kernels.token_stats.triton import triton_stats
+
+    def read(rows: Tensor, draws: Given) -> TokenStats:
+        moved = Given(draws.numbers.to(DEVICE), draws.temperature)
+        found = triton_stats(rows.to(DEVICE), frozenset(), 1.0, None, moved, block=8192, splits=1)
+        return TokenStats(sample=found.sample.cpu(), token=found.token, prob=found.prob)
+
+    logits = logits_of(20, 1)[:, 0] / 3
+    assert others_drawn(read, logits, count, 0.7) <= count // 10_000
 
 
 def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:

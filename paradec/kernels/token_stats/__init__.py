@@ -25,7 +25,7 @@ itself, `portable.py` is "chunked", `triton.py` the kernels; `api.py` checks wha
 from paradec.kernels import interpreting
 from paradec.kernels.token_stats.api import PATHS, token_stats
 from paradec.kernels.token_stats.draws import BELOW_ONE, TokenDraws, draw
-from paradec.kernels.token_stats.portable import scratch
+from paradec.kernels.token_stats.portable import UNIT, RowReader, padded, recycled, scratch, stats_where
 from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, path_for, read_stats
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats, reference_stats
 
@@ -36,13 +36,18 @@ __all__ = [
     "IN_ONE_READ",
     "PATHS",
     "SMALL_VOCABULARY",
+    "RowReader",
+    "UNIT",
     "TokenDraws",
     "TokenStats",
     "draw",
     "interpreting",
+    "padded",
     "path_for",
     "read_stats",
+    "recycled",
     "reference_stats",
     "scratch",
+    "stats_where",
     "token_stats",
 ]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.kernels import exp_is_faster
 from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, draw_among
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
-CPU_CHUNK = 2**19
-"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 2 MB, which pays for the calls."""
+CPU_CHUNK = 2**17
+"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 512 KB, so that what one call writes is in a
+core's own cache when the next one reads it."""
 SEARCH_CHUNK = 2**22
 """Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
@@ -29,13 +33,20 @@ nothing beside it in float64. Processors take ten times as long over an exponent
 at low temperatures and of excluded tokens."""
 NOTHING = 2.0**-105.9
 """More than is left of what has been cut off."""
+HIGHEST = 256.0
+"""How far above the second best nothing is left of it in float64, as an exponent."""
 MOST_APART = 700.0
 """Where the best token's difference to the second best is cut off in draws: its weight stays a number."""
 LOG2_E = 1 / math.log(2)
+POWER, UNIT = (torch.exp, 1.0) if exp_is_faster() else (torch.exp2, LOG2_E)
+"""What differences are raised by, and what one nat is as an exponent."""
+LEAST_POWER = FLOOR * UNIT
+MOST_RECYCLED, SPARE = 2**22, 3
+"""Numbers of what `recycled` hands out again at most, and how often: 48 MB."""
 VECTORS = 64
 """Numbers of float32 of which torch computes all by whole vectors."""
 MOST_WHOLE = 2.0**10
-"""Powers of two up to which differences are taken in one pass, in either direction."""
+"""Exponents up to which differences are taken in one pass, in either direction."""
 LANES = 3 * SEGMENT
 """Powers are taken of multiples of so many numbers: 1, 2, 3 or 4 threads have whole vectors each."""
 PART = 170 * LANES
@@ -81,11 +92,50 @@ def chunked_stats(
     logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: TokenDraws | None
 ) -> TokenStats:
     """`token_stats` by the path "chunked", unchecked."""
-    sums = _all_sums(logits, wanted, temperature, None if draws is None else draws.temperature)
+    groups = [[rows] for rows in _pieces(logits.detach(), SEARCH_CHUNK, CHUNK)]
+    sums = _all_sums(groups, _Asked(wanted, temperature, None if draws is None else draws.temperature))
     if draws is None:
         return _from_sums(sums, logits, wanted, temperature, ids)
     sample = _sample(sums, logits.detach(), draws)
     return with_sample(lambda asked: _from_sums(sums, logits, wanted, temperature, asked), sample, ids)
+
+
+def stats_where(
+    logits: Tensor, chosen: Tensor, wanted: frozenset[str] = frozenset(), reader: RowReader | None = None
+) -> TokenStats:
+    """What the path "chunked" finds of the `chosen` rows of logits [..., V] alone, which the others cost nothing.
+
+    Args:
+        chosen: [...] bool, on the host. wanted: as of `read_stats`.
+        reader: sees these rows in order, each while it is in the caches.
+
+    Returns:
+        Fields [N], of the N chosen rows in order.
+    """
+    groups: list[list[Tensor]] = [[]]
+    most = max(1, (SEARCH_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
+    held = 0
+    for view in _runs(logits.detach().reshape(-1, logits.shape[-1]), chosen.flatten().tolist()):
+        for part in view.split(most):
+            if held + len(part) > most:
+                groups.append([])
+                held = 0
+            groups[-1].append(part)
+            held += len(part)
+    if not held:
+        reader = None
+    sums = _all_sums(groups, _Asked(wanted, 1.0, reader=reader))
+    return _from_sums(sums, sums.top.unsqueeze(-1), wanted, 1.0, None)
+
+
+def _runs(rows: Tensor, chosen: list[bool]) -> Iterator[Tensor]:
+    """Views of the chosen of rows [N, V], where they lie one after the other; one at least."""
+    ends = [at for at in range(1, len(chosen)) if chosen[at] != chosen[at - 1]]
+    for first, stop in zip([0, *ends], [*ends, len(chosen)], strict=True):
+        if stop > first and chosen[first]:
+            yield rows[first:stop]
+    if not any(chosen):
+        yield rows[:0]
 
 
 def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Any]:
@@ -118,6 +168,39 @@ def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return numbers[: math.prod(shape)].view(shape)
 
 
+def recycled(shape: tuple[int, ...]) -> Tensor:
+    """Memory for float32 numbers on the CPU that may be held as long as one likes. A thread keeps a little of what it
+    has handed out, and hands that out again when no tensor holds it any more: see `scratch`."""
+    size = math.prod(shape)
+    if size > MOST_RECYCLED:
+        return torch.empty(shape, dtype=torch.float32)
+    spare: list[np.ndarray] = _kept.__dict__.setdefault("spare", [])
+    # held by the list, the variable and the call; by torch while there is a tensor of it
+    numbers = next((each for each in spare if each.size == size and sys.getrefcount(each) == 3), None)
+    if numbers is None:
+        numbers = np.empty(size, np.float32)
+        spare.append(numbers)
+        del spare[:-SPARE]
+    return torch.from_numpy(numbers).view(shape)
+
+
+class RowReader(Protocol):
+    """Sees one row of logits after the other."""
+
+    def memory(self) -> Tensor:
+        """Where the next row is written, [1, `padded(V)`], and stays: beside some base, as exponents of `POWER`,
+        `LEAST_POWER` at least and at the best token."""
+
+    def read(self, share: Tensor, height: float) -> None:
+        """Of that row: `share` [V], what its exponents come to, in memory that is used again. height: where the best
+        token is as an exponent, `HIGHEST` at most."""
+
+
+def padded(vocab: int) -> int:
+    """Numbers of a row of so many tokens: its segments are of one length, and whole vectors of every thread."""
+    return -(-vocab // LANES) * LANES
+
+
 class _Sums(NamedTuple):
     """What the portable path reads of rows [N, V]; all else follows from it at once for all rows. Each [N] if nothing
     else is said, float64 but for `token`. Shares are exp((logit - second) / temperature): what is far below the second
@@ -139,37 +222,41 @@ class _Sums(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """What differences of rows are to, as powers of two: the second best logit, or a whole power beside it, which one
+    """What differences of rows are to, as exponents: the second best logit, or a whole exponent beside it, which one
     pass subtracts while it scales. Each [n, 1]."""
 
     logit: Tensor
     scale: float
     """Times a difference of logits."""
     near: list[bool]
-    """Of each row: whether differences are to the whole power. Empty where none are."""
+    """Of each row: whether differences are to the whole exponent. Empty where none are."""
     whole: Tensor
-    """That power, with the other sign."""
+    """That exponent, with the other sign."""
     beyond: Tensor
     """Float64: how far the second best is above it."""
     share: Tensor
-    """Float64: 2 ** beyond."""
+    """Float64: `beyond` raised."""
 
     @classmethod
     def to(cls, logit: Tensor, temperature: float) -> _Base:
-        scale = float(np.float32(LOG2_E / temperature))
+        scale = float(np.float32(UNIT / temperature))
         beyond = torch.zeros_like(logit, dtype=torch.float64)
-        if not logit.is_cpu:  # which would be waited for
+        if scale == 1 or not logit.is_cpu:  # nothing to scale; or `near` would be waited for
             return cls(logit, scale, [], logit, beyond, beyond + 1)
         whole = (logit * -scale).round_()
         near = whole.abs() <= MOST_WHOLE
         # as all others are computed, so that tokens as likely as the second best have its share
         found = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale).masked_fill_(~near, 0)
-        beyond, share = found[:, :1].double(), found.exp2()[:, :1].double()
+        beyond, share = found[:, :1].double(), POWER(found)[:, :1].double()
         return cls(logit, scale, near[:, 0].tolist(), whole, beyond, share)
 
-    def of(self, rows: slice) -> _Base:
-        """That of some of the rows."""
-        return self._replace(logit=self.logit[rows], near=self.near[rows], whole=self.whole[rows])
+    def split(self, sizes: Sequence[int]) -> list[_Base]:
+        """That of some rows after the other, but for `beyond` and `share`."""
+        logits, ends = self.logit.split_with_sizes(sizes), accumulate(sizes)
+        if not self.near:
+            return [self._replace(logit=logit) for logit in logits]
+        parts = zip(logits, self.whole.split_with_sizes(sizes), sizes, ends, strict=True)
+        return [self._replace(logit=z, whole=w, near=self.near[end - size : end]) for z, w, size, end in parts]
 
 
 def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
@@ -178,7 +265,8 @@ def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
         rows = out.copy_(rows)
     if base.near and base.near[0]:  # the product is not rounded: processors multiply and add at once
         return torch.add(base.whole, rows, alpha=base.scale, out=out)
-    return torch.sub(rows, base.logit, out=out).mul_(base.scale)
+    apart = torch.sub(rows, base.logit, out=out)
+    return apart if base.scale == 1 else apart.mul_(base.scale)
 
 
 class _Piece:
@@ -188,101 +276,140 @@ class _Piece:
     computes what is left of a thread's part after whole vectors by another function, which rounds otherwise.
     """
 
-    def __init__(self, scratch: Tensor, vocab: int):
-        self._scratch, self._pads = scratch, scratch[0, :, vocab:]
-        self._parts = list(zip(*(scratch[at].view(-1).split(PART) for at in (0, -1)), strict=True))
-        self._segments = scratch[-1].unflatten(-1, (-1, SEGMENT))
-        self.apart, self.share = scratch[0, :, :vocab], scratch[-1, :, :vocab]
-        """[n, V] each: differences to a base, as powers of two, and what they come to; one memory, or two."""
+    def __init__(self, memory: Tensor, vocab: int):
+        self._memory, self._pads, self.rows = memory, memory[0, :, vocab:], memory.shape[1]
+        self._parts = list(zip(*(memory[at].view(-1).split(PART) for at in (0, -1)), strict=True))
+        self._segments = memory[-1].unflatten(-1, (-1, SEGMENT))
+        self.apart, self.share = memory[0, :, :vocab], memory[-1, :, :vocab]
+        """[n, V] each: differences to a base, as exponents, and what they come to; one memory, or two."""
 
     def of(self, rows: int) -> _Piece:
         """The memory of the first so many rows."""
-        return _Piece(self._scratch[:, :rows], self.share.shape[-1])
+        return self if rows == self.rows else _Piece(self._memory[:, :rows], self.share.shape[-1])
+
+    def over(self, memory: Tensor) -> _Piece:
+        """The same, from now on with other memory [n, padded(V)] for `apart`."""
+        vocab = self.share.shape[-1]
+        self._pads, self.apart = memory[:, vocab:], memory[:, :vocab]
+        own = memory.view(-1).split_with_sizes([share.shape[0] for _, share in self._parts])
+        self._parts = [(part, share) for part, (_, share) in zip(own, self._parts, strict=True)]
+        return self
 
     def subtract(self, rows: Tensor, base: _Base) -> Tensor:
         """`apart`, of rows [n, V]."""
         near = base.near
         if any(near) and not all(near):  # each by itself, so that a row depends on no other
-            for at in range(len(rows)):
-                _difference(rows[at : at + 1], base.of(slice(at, at + 1)), self.apart[at : at + 1])
+            single = (1,) * len(near)
+            for row, own, out in zip(rows.split(1), base.split(single), self.apart.split(1), strict=True):
+                _difference(row, own, out)
             return self.apart
         return _difference(rows, base, self.apart)
 
     def raise_to(self, sums: Tensor) -> None:
-        """Make `share` 2 ** apart, and `sums` [n, S] its sums. On some processors exp takes three times as long."""
-        self._pads.fill_(FLOOR * LOG2_E)
+        """Make `share` of `apart`, and `sums` [n, S] its sums."""
+        self._pads.fill_(LEAST_POWER)
         for apart, share in self._parts:
-            torch.exp2(apart, out=share)
+            POWER(apart, out=share)
         self.add_up(sums)
 
     def add_up(self, sums: Tensor) -> None:
         """Sum `share` by segments."""
         torch.sum(self._segments, -1, out=sums)
 
+    def smoothed(self, below: Tensor, temperature: float, beyond: Tensor, sums: Tensor) -> Tensor:
+        """[n]: the sum of p / (p + EPSILON / 2) over `share`. below: [n, 1] float64, from the second best to the best.
+        beyond: [n, 1], the share of the second best. sums: of `share`, as `raise_to` leaves them."""
+        # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
+        scale = (below / temperature).exp()  # of the second best beside the best
+        mass = sums.sum(-1, keepdim=True, dtype=torch.float64)
+        half = (EPSILON / 2 * (beyond + scale * mass) / scale).clamp(max=1e30)
+        least = torch.add(self.share, half.float()).reciprocal_().sum(-1)
+        return self.share.shape[-1] - half.squeeze(-1) * least
 
-def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None) -> _Sums:
-    """Of all rows of [..., V], each field [N]. sharpness: the temperature that tokens are drawn at; None draws none."""
-    groups = list(_pieces(logits.detach(), SEARCH_CHUNK, CHUNK))
-    rows, vocab = max(map(len, groups)), logits.shape[-1]
-    width = -(-vocab // LANES) * LANES
-    most = max(1, min(rows, (CPU_CHUNK if logits.is_cpu else CHUNK) // width))
-    reads_shares = "entropy" in wanted or "smoothed_entropy" in wanted
-    piece = _Piece(scratch((1 + reads_shares, most, width), logits.device), vocab)
-    return _Sums(*_joined(_sums(group, wanted, temperature, sharpness, piece) for group in groups))
+
+class _Asked(NamedTuple):
+    """What is read of rows."""
+
+    wanted: frozenset[str]
+    temperature: float
+    sharpness: float | None = None
+    """The temperature that tokens are drawn at; None draws none."""
+    reader: RowReader | None = None
+
+    @property
+    def weighs(self) -> bool:
+        return not self.wanted.isdisjoint(("entropy", "smoothed_entropy"))
 
 
-def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, sharpness: float | None, piece: _Piece) -> _Sums:
-    """Of rows [n, V]. piece: of as many rows as are read at a time, with a second memory where entropy is wanted."""
-    at, top, second = _two_best(logits)
+def _all_sums(groups: list[list[Tensor]], asked: _Asked) -> _Sums:
+    """Of all rows of groups of views [n, V], each field [N]."""
+    rows, first = max(view.shape[0] for views in groups for view in views), groups[0][0]
+    width = padded(first.shape[-1])
+    most = max(1, min(rows, (CPU_CHUNK if first.is_cpu else CHUNK) // width)) if asked.reader is None else 1
+    memory = scratch((1 + asked.weighs, most, width), first.device)
+    piece = _Piece(memory, first.shape[-1])
+    return _Sums(*_joined(_sums(views, asked, piece) for views in groups))
+
+
+def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
+    """Of rows [n, V], one view below the other. piece: of as many rows as are read at a time."""
+    at, top, second = _two_best(views)
     base = second.where(second > -torch.inf, top)
-    if logits.dtype.itemsize < 4:  # differences would be rounded to it
+    if base.dtype.itemsize < 4:  # differences would be rounded to it
         base = base.float()
     top, second = top.double(), second.double()
-    smoothed = "smoothed_entropy" in wanted
-    weighs = smoothed or "entropy" in wanted
-    size = -(-piece.share.shape[-1] // LANES) * LANES // SEGMENT
-    sums = torch.empty((1 + weighs + (sharpness is not None), len(logits), size), device=logits.device)
+    smoothed, weighs, sharpness = "smoothed_entropy" in asked.wanted, asked.weighs, asked.sharpness
+    size = padded(piece.share.shape[-1]) // SEGMENT
+    sums = torch.empty((1 + weighs + (sharpness is not None), len(at), size), device=at.device)
     others: list[Tensor] = []
-    own = _Base.to(base, temperature)
-    drawn_from = own if sharpness is None or sharpness == temperature else _Base.to(base, sharpness)
-    for start in range(0, len(logits), len(piece.share)):
-        here = slice(start, start + len(piece.share))
-        rows, best = logits[here], at[here]
-        if len(rows) < len(piece.share):
-            piece = piece.of(len(rows))
-        piece.subtract(rows, own.of(here)).clamp_(min=FLOOR * LOG2_E).scatter_(-1, best, FLOOR * LOG2_E)
-        piece.raise_to(sums[0, here])
+    own = drawn_from = _Base.to(base, asked.temperature)
+    if sharpness is not None and sharpness != asked.temperature:
+        drawn_from = _Base.to(base, sharpness)
+    parts = [part for view in views for part in view.split(piece.rows)]
+    sizes = [part.shape[0] for part in parts]
+    pieces, start = {size: piece.of(size) for size in set(sizes)}, 0
+    heights = [] if asked.reader is None else _heights(top, base, own)
+    bases, masses, bests = own.split(sizes), sums[0].split_with_sizes(sizes), at.split_with_sizes(sizes)
+    drawn_bases = bases if drawn_from is own else drawn_from.split(sizes)
+    for rows, best, base, mass, drawn_base in zip(parts, bests, bases, masses, drawn_bases, strict=True):
+        now = pieces[rows.shape[0]] if asked.reader is None else piece.over(asked.reader.memory())
+        here, start = slice(start, start + now.rows), start + now.rows
+        now.subtract(rows, base).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
+        now.raise_to(mass)
+        if asked.reader is not None:
+            asked.reader.read(now.share[0], heights[here.start])
         if smoothed:
-            # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
-            scale = ((second[here] - top[here]) / temperature).exp()  # of the second best beside the best
-            mass = sums[0, here].sum(-1, keepdim=True, dtype=torch.float64)
-            half = (EPSILON / 2 * (own.share[here] + scale * mass) / scale).clamp(max=1e30)
-            least = torch.add(piece.share, half.float()).reciprocal_().sum(-1)
-            others.append(rows.shape[-1] - half.squeeze(-1) * least)
-        if sharpness == temperature:
+            others.append(now.smoothed(second[here] - top[here], asked.temperature, own.share[here], mass))
+        if sharpness == asked.temperature:
             # what has been cut off is drawn never, not rarely
-            torch.threshold_(piece.share, NOTHING, 0.0)
-            piece.add_up(sums[-1, here])
+            torch.threshold_(now.share, NOTHING, 0.0)
+            now.add_up(sums[-1, here])
         if weighs:
-            piece.share.mul_(piece.apart)
-            piece.add_up(sums[1, here])
-        if sharpness is not None and sharpness != temperature:
-            apart = piece.subtract(rows, drawn_from.of(here))
-            torch.threshold_(apart, FLOOR * LOG2_E, -torch.inf).scatter_(-1, best, -torch.inf)
-            piece.raise_to(sums[-1, here])
-    mass, weight = sums[0].sum(-1, dtype=torch.float64), None
+            now.share.mul_(now.apart)
+            now.add_up(sums[1, here])
+        if drawn_from is not own:
+            apart = now.subtract(rows, drawn_base)
+            torch.threshold_(apart, LEAST_POWER, -torch.inf).scatter_(-1, best, -torch.inf)
+            now.raise_to(sums[-1, here])
+    total, weight = sums[0].sum(-1, dtype=torch.float64), None
     share = own.share.squeeze(-1)
     if weighs:
-        weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), mass, value=-1)
-        weight.div_(LOG2_E * share)
-    mass.div_(share)
+        weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), total, value=-1)
+        weight.div_(UNIT * share)
+    total.div_(share)
     drawn = None
     if sharpness is not None:
         drawn = sums[-1].double().div_(drawn_from.share)
         apart = ((top - second) / sharpness).clamp_(max=MOST_APART).exp_()
         drawn.scatter_add_(-1, torch.div(at, SEGMENT, rounding_mode="floor"), apart)
     counted = _one(others).double() if smoothed else None
-    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), mass, weight, counted, drawn)
+    return _Sums(at.squeeze(-1), top.squeeze(-1), second.squeeze(-1), total, weight, counted, drawn)
+
+
+def _heights(top: Tensor, base: Tensor, own: _Base) -> list[float]:
+    """How far the best of rows are above what differences are to, as numbers of float32. top: [n, 1] float64."""
+    above = (top - base).mul_(own.scale).add_(own.beyond)
+    return above.clamp_(max=HIGHEST).float().squeeze(-1).tolist()
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:
@@ -324,26 +451,31 @@ def _from_sums(
     return TokenStats(token, best, second_prob, margin, entropy, smoothed, logsumexp, gap, nonfinite, ids_prob)
 
 
-def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the largest entry of [..., V] is (the lowest index on ties) [..., 1], itself [..., 1], and the second
-    largest [..., 1].
+def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the largest entry of each row of [n, V] is (the lowest index on ties) [N, 1], itself [N, 1], and the second
+    largest [N, 1], of one view below the other.
 
     Largest of stretches first, which is one vectorized pass; an index is then looked for in one stretch alone.
     """
-    vocab = source.shape[-1]
+    vocab, device = views[0].shape[-1], views[0].device
     size = math.gcd(vocab, STRETCH)
     if size < STRETCH // 4:
         size = STRETCH
     whole = vocab // size * size
-    stretches = source[..., :whole].unflatten(-1, (whole // size, size)).amax(-1)
+    stretches = _one([view[:, :whole].unflatten(-1, (whole // size, size)).amax(-1) for view in views])
     if whole < vocab:
-        stretches = torch.cat((stretches, source[..., whole:].amax(-1, keepdim=True)), -1)
+        rest = _one([view[:, whole:].amax(-1, keepdim=True) for view in views])
+        stretches = torch.cat((stretches, rest), -1)
     top, stretch = stretches.max(-1, keepdim=True)
-    column = stretch * size + torch.arange(size, device=source.device)
+    column = stretch * size + torch.arange(size, device=device)
+    inside = _one(
+        [
+            view.gather(-1, at.clamp(max=vocab - 1) if whole < vocab else at)
+            for view, at in zip(views, column.split([len(view) for view in views]), strict=True)
+        ]
+    )
     if whole < vocab:
-        inside = source.gather(-1, column.clamp(max=vocab - 1)).masked_fill_(column >= vocab, -torch.inf)
-    else:
-        inside = source.gather(-1, column)
+        inside.masked_fill_(column >= vocab, -torch.inf)
     at = inside.argmax(-1, keepdim=True)
     second = inside.scatter_(-1, at, -torch.inf).amax(-1, keepdim=True)
     others = stretches.scatter_(-1, stretch, -torch.inf).amax(-1, keepdim=True)

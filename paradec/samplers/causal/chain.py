@@ -32,6 +32,7 @@ from paradec.samplers.causal.verification import (
     probability,
     verify,
 )
+from paradec.samplers.distributions import argmax
 
 WINDOW = 16
 """Of SJD's scripts."""
@@ -143,7 +144,7 @@ class ChainSampler(CausalSampler):
 
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         """Tokens [R, W] drawn from p [R, W, V] with uniform [R, W]."""
-        return draw(p, uniform)
+        return argmax(p) if state.request.temperature == 0 else draw(p, uniform)
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         """As for all; and the drafts that are evaluated, from windows as well as trees."""

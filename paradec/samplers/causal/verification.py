@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paradec.kernels.token_stats import draw
 from paradec.request import Request
-from paradec.samplers.distributions import argmax, tempered
+from paradec.samplers.distributions import one_hot_on_best, tempered
 from paradec.samplers.filters import filter_logits
 
 UNIFORM, ONE_HOT = -1, -2
@@ -185,9 +185,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if request.temperature == 0:
-        best = argmax(logits).unsqueeze(-1)
-        one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
-        return one_hot.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
+        return one_hot_on_best(logits)
     if request.temperature != 1:
         logits = tempered(logits, request.temperature)
         # softmax takes twice as long over what is too small to be drawn; deviations are those of all logits

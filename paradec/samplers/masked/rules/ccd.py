@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,12 @@ from torch.nn.functional import pad
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.kernels.token_stats import path_for
+from paradec.kernels.token_stats import path_for, recycled
+from paradec.samplers.averages import Averages
 from paradec.samplers.distributions import log_of
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import best_with_probability, token_statistics
+from paradec.samplers.statistics import best_with_probability, statistics_where, token_statistics
 from paradec.samplers.unread import Read
 
 MOST_HISTORY = 64
@@ -76,48 +77,79 @@ class CCD(LowConfidence):
             return {}
         shape = (self.history - 1, self.buffer)
         return {
-            "distributions": MemorySpec((*shape, "vocab")),
             "columns": MemorySpec(shape, torch.int64, fill=-1),  # of the window; -1 where there was no position left
+            **{name: MemorySpec((self.buffer, "vocab")) for name in self._ages},
         }
+
+    @property
+    def _ages(self) -> list[str]:
+        """The memories of the distributions of the last steps, the last one first."""
+        return [f"distributions_{age}" for age in range(1, self.history)]
 
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Read, Mapping[str, Tensor]]:
         found: dict[str, Tensor] = {}
-        if path_for(logits) == "float64":  # which is read again at no cost
-            confidence = best_with_probability(logits)[1]
+        small, at_once = path_for(logits) == "float64", logits.is_cpu
+        if small:  # which is read again at no cost
+            tokens, confidence = best_with_probability(logits)
+        elif at_once:
+            tokens, found = statistics_where(logits, self.needs.reads, stage.undecided, stage.current)
+            confidence = found["confidence"]
         else:
             tokens, found = token_statistics(logits, self.needs.reads)
             confidence = found["confidence"]
         confidence = confidence.masked_fill(~stage.undecided, -torch.inf)
         confidence, columns = confidence.topk(min(self.buffer, logits.shape[1]), dim=1)  # [R, <= buffer]
         there = confidence > -torch.inf
-        buffered = torch.zeros_like(stage.undecided).scatter(1, columns, there)
+        updates = {"buffered": torch.zeros_like(stage.undecided).scatter(1, columns, there)}
         if self.history == 1:
-            return (Averaged(logits, tokens, found) if found else logits), {"buffered": buffered}
-        missing = self.buffer - columns.shape[1]
-        kept = rows_at(logits, columns)
-        kept = kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)).float()
-        kept, columns = pad(kept, (0, 0, 0, missing)), pad(columns.masked_fill(~there, -1), (0, missing), value=-1)
-        updates = {
-            "distributions": torch.cat((kept.unsqueeze(1), stage.memory["distributions"][:, :-1]), 1),
+            return (Averaged(logits, tokens, found) if found else logits), updates
+        columns = pad(columns.masked_fill(~there, -1), (0, self.buffer - columns.shape[1]), value=-1)
+        kept = distributions_at(logits, columns)
+        ages = [stage.memory[name] for name in self._ages]
+        updates |= {
             "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
-            "buffered": buffered,
+            **dict(zip(self._ages, [kept, *ages[:-1]], strict=True)),
         }
+        read = Averaged(logits, tokens, found, lambda: self.averaged(logits, stage))
+        if small:
+            return read.written(), updates
+        if at_once:
+            self._read_averages(read, stage, kept, columns)
+            return read, updates
         changed, now = self.averaged(logits, stage)
-        if not found:
-            return Averaged(logits, confidence, {}, changed, now).written(), updates
         if changed.shape[1]:
             own_tokens, own = token_statistics(now, self.needs.reads)
             tokens = tokens.scatter(1, changed, own_tokens)
             found = {name: value.scatter(1, changed, own[name]) for name, value in found.items()}
-        return Averaged(logits, tokens, found, changed, now), updates
+        return Averaged(logits, tokens, found, lambda: (changed, now)), updates
+
+    def _read_averages(self, read: Averaged, stage: Stage, kept: Tensor, columns: Tensor) -> None:
+        """Put the statistics of averages where there are some. kept: [R, buffer, V], this step's distributions at
+        columns [R, buffer]."""
+        logits, ages = read.logits, [stage.memory[name] for name in self._ages]
+        averages, own = Averages(logits.shape[-1]), torch.empty(logits.shape[-1])
+        undecided, buffered = stage.undecided.tolist(), columns.tolist()
+        for row, past in enumerate(stage.memory["columns"].tolist()):
+            for column in sorted(
+                {column for step in past for column in step if column >= 0 and undecided[row][column]}
+            ):
+                earlier = [age[row, step.index(column)] for age, step in zip(ages, past, strict=True) if column in step]
+                if column in buffered[row]:
+                    now = kept[row, buffered[row].index(column)]
+                else:
+                    now = torch.softmax(logits[row, column], -1, dtype=torch.float32, out=own)
+                token, probability, certainty = averages.of([now, *earlier])
+                read.best[row, column] = token
+                read.found["confidence"][row, column] = probability
+                read.found["minus_entropy"][row, column] = certainty
 
     def averaged(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
         """Distinct columns [R, U], among them all undecided ones that earlier steps put aside, and the logits [R, U, V]
         of the averages there. Of a column that no earlier step put aside they are as they were."""
-        earlier = stage.memory["distributions"].flatten(1, 2)  # [R, E, V]
+        earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
         at = stage.memory["columns"].flatten(1)  # [R, E]
         width = logits.shape[1]
         count = (at.unsqueeze(1) == torch.arange(width, device=at.device).unsqueeze(1)).sum(-1)  # [R, W]
@@ -144,16 +176,32 @@ class CCD(LowConfidence):
 class Averaged(Read):
     """Logits [R, W, V] of which some columns are averages; what was read of all is in `found`."""
 
-    columns: Tensor | None = None
-    """[R, U] int64, distinct in a row."""
-    averages: Tensor | None = None
-    """[R, U, V]."""
+    averages: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """Columns [R, U] int64, distinct in a row, and the averages [R, U, V] there."""
 
     def written(self) -> Tensor:
-        if self.columns is None or self.averages is None:
+        if self.averages is None:
             return self.logits
-        index = self.columns.unsqueeze(-1).expand_as(self.averages)
-        return self.logits.to(self.averages.dtype).scatter(1, index, self.averages)
+        columns, averages = self.averages()
+        index = columns.unsqueeze(-1).expand_as(averages)
+        return self.logits.to(averages.dtype).scatter(1, index, averages)
+
+
+def distributions_at(logits: Tensor, columns: Tensor) -> Tensor:
+    """softmax of [R, W, V] at columns [R, N], in float32; -1 is nothing, and 0 on the CPU."""
+    if not logits.is_cpu:
+        kept = rows_at(logits, columns.clamp(min=0))
+        return kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)).float()
+    kept = recycled((*columns.shape, logits.shape[-1]))
+    for row, at in enumerate(columns.tolist()):
+        for index, column in enumerate(at):
+            if column < 0:
+                kept[row, index].zero_()
+            elif logits.dtype == torch.float64:
+                kept[row, index] = logits[row, column].softmax(-1)
+            else:
+                torch.softmax(logits[row, column], -1, dtype=torch.float32, out=kept[row, index])
+    return kept
 
 
 def rows_at(logits: Tensor, columns: Tensor) -> Tensor:

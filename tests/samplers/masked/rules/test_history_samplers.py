@@ -16,7 +16,7 @@ from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.divergences import divergence, log_divergence
+from paradec.samplers.divergences import divergence, moved, share_of
 from paradec.samplers.masked.base import Stage
 from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
@@ -326,27 +326,70 @@ def test_large_vocabularies_are_read_once(
     assert not reads
 
 
-def test_divergence_without_a_logarithm_per_token() -> None:
+@pytest.mark.parametrize("power", [(torch.exp, 1.0), (torch.exp2, 1 / math.log(2))])
+def test_divergence_without_a_logarithm_per_token(
+    power: tuple[Callable[..., Tensor], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is on the formula's side of the threshold, and the formula's own number near it, from the first step on."""
-    logits = 3 * torch.randn(2, 6, 500, generator=torch.Generator().manual_seed(3))
+    for module in ("kernels.token_stats.portable", "samplers.divergences"):
+        monkeypatch.setattr(f"paradec.{module}.UNIT", power[1])
+    monkeypatch.setattr("paradec.kernels.token_stats.portable.POWER", power[0])
+    monkeypatch.setattr("paradec.kernels.token_stats.portable.LEAST_POWER", -73.5 * power[1])
+    logits = 3 * torch.randn(3, 6, 500, generator=torch.Generator().manual_seed(3))
     logits[..., 7] = -torch.inf
-    last = logits + torch.tensor([1e-4, 0.01, 0.1, 0.3, 2.0, 30.0]).unsqueeze(-1) * logits.flip(-1).clamp(min=-9)
-    seen = torch.ones(2, 6, dtype=torch.bool)
-    seen[1, 2] = False
-    first, kl = log_divergence(last, last.logsumexp(-1).double(), torch.zeros_like(last), 0.05, seen)
-    p, expected = divergence(last, torch.zeros_like(last))
-    torch.testing.assert_close(kl[seen], expected[seen], rtol=1e-6, atol=0)
-    assert (first[1, 2] == 0).all()
-    torch.testing.assert_close(first[seen].exp2(), p[seen], rtol=1e-5, atol=1e-16)
-    now, expected = divergence(logits, p)
+    logits[2, :3, 11] = torch.tensor([60.0, 150.0, 900.0])  # so sure of one token that little is left
+    last = logits + torch.tensor([1e-4, 0.01, 0.1, 0.3, 2.0, 30.0]).unsqueeze(-1) * logits.flip(-1).clamp(-9, 9)
+    last[2, 1, 11] = -3.0
+    seen = torch.ones(3, 6, dtype=torch.bool)
+    seen[1, 2] = seen[2, 5] = False
+    none = torch.zeros_like(last), torch.full(seen.shape, torch.inf, dtype=torch.float64)
+    p, expected = divergence(last, none[0])
+    for threshold, exact in ((0.05, False), (21.5, True)):
+        first = moved(last, seen, *none, threshold)
+        assert torch.equal((first.kl < threshold)[seen], (expected < threshold)[seen])
+        assert not exact or torch.allclose(first.kl[seen], expected[seen], rtol=1e-6, atol=0)
+    assert torch.equal(first.stats.token, last.argmax(-1)[seen]) and first.total[~seen].isinf().all()
+    torch.testing.assert_close(first.stats.prob, last.double().softmax(-1).amax(-1)[seen], rtol=1e-6, atol=0)
+    # a row that is seen for the first time later on has no step before it
+    now, expected = divergence(logits, torch.where(seen.unsqueeze(-1), p, 0))
     assert expected[0].amin() < 1e-6 and expected[0].amax() > 5
-    for threshold in (1e-3, 0.05, 1.0, 20.0):
-        after, kl = log_divergence(logits, logits.logsumexp(-1).double(), first, threshold, seen)
-        assert torch.equal((kl < threshold)[seen], (expected < threshold)[seen])
-        near = seen & (expected > threshold / 2) & (expected < 2 * threshold)
-        torch.testing.assert_close(kl[near], expected[near], rtol=1e-4, atol=0)
-        torch.testing.assert_close(after[seen].exp2(), now[seen], rtol=1e-5, atol=1e-16)
-        assert torch.equal(after[1, 2], first[1, 2])
+    for threshold in (1e-3, 0.05, 1.0, 20.0, 26.0):
+        again = moved(logits, seen, first.kept, first.total, threshold)
+        late = moved(logits, torch.ones_like(seen), first.kept, first.total, threshold)
+        assert torch.equal((late.kl < threshold), (expected < threshold))
+        assert torch.equal(again.kl[seen], late.kl[seen]) and (again.kl[~seen] == 0).all()
+        near = (seen | (threshold > 21.5)) & (expected > threshold / 2) & (expected < 2 * threshold)
+        torch.testing.assert_close(late.kl[near], expected[near], rtol=1e-4, atol=0)
+        for kept, total, wanted in zip(late.kept.flatten(0, 1), late.total.flatten(), now.flatten(0, 1), strict=True):
+            torch.testing.assert_close(share_of(kept, total), wanted, rtol=1e-5, atol=1e-16)
+        assert torch.equal(again.total[~seen], first.total[~seen])
+
+
+def test_a_row_moves_alone_as_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever is decided around it, with any number of threads, in groups that are searched apart."""
+    monkeypatch.setattr("paradec.kernels.token_stats.portable.SEARCH_CHUNK", 3 * 9_001)
+    draw = torch.Generator().manual_seed(5)
+    last, logits = (4 * torch.randn(2, 5, 9_001, generator=draw) for _ in range(2))
+    seen = torch.rand(2, 5, generator=draw) < 0.6
+    assert 0 < seen.sum() < seen.numel()
+    none = torch.zeros_like(last), torch.full(seen.shape, torch.inf, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            first = moved(last, seen, *none, 1.0)
+            found = moved(logits, seen, first.kept, first.total, 1.0)
+            at = 0
+            for row, column in seen.nonzero().tolist():
+                one = torch.ones(1, dtype=torch.bool)
+                cut = [each[row, column].unsqueeze(0) for each in (last, logits, *none)]
+                before = moved(cut[0], one, *cut[2:], 1.0)
+                alone = moved(cut[1], one, before.kept, before.total, 1.0)
+                assert torch.equal(alone.kept[0], found.kept[row, column]) and alone.kl[0] == found.kl[row, column]
+                assert alone.stats.prob[0] == found.stats.prob[at] and alone.total[0] == found.total[row, column]
+                at += 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("loop", "settings", "steps"), CASES)

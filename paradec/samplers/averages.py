@@ -1,0 +1,49 @@
+"""Averages of a few distributions: their statistics, which are not read twice. On the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paradec.kernels.token_stats import scratch
+from paradec.kernels.token_stats.draws import SEGMENT
+from paradec.kernels.token_stats.portable import LANES, PART
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Averages:
+    """Reads averages of distributions [V] one after the other, in the same memory."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._memory = scratch((2, -(-size // LANES) * LANES), torch.device("cpu"))
+        self._memory[:, size:] = 0
+        self._parts = list(zip(*(each.split(PART) for each in self._memory), strict=True))
+
+    def of(self, distributions: Sequence[Tensor]) -> tuple[int, float, float]:
+        """The best token of their average (the lowest index on ties), its probability, and minus the entropy."""
+        total, share = self._memory[0], self._memory[0, : self.size]
+        first, second, *rest = (*distributions, None) if len(distributions) == 1 else distributions
+        share.copy_(first) if second is None else torch.add(first, second, out=share)
+        for each in rest:
+            share.add_(each)
+        best = int(share.numpy().argmax())
+        top = float(share[best])
+        share[best] = 0
+        others = _sum(total)
+        # what is not the best token's, in float32; the sum beside it keeps how little that is
+        for own, logarithm in self._parts:
+            torch.clamp(own, min=TINY, out=logarithm)
+            logarithm.log_().mul_(own)
+        weight = _sum(self._memory[1]) - others * math.log(top) if top > 0 else math.nan
+        beside = others / top if top > 0 else math.nan
+        return best, 1 / (1 + beside), weight / top / (1 + beside) - math.log1p(beside)
+
+
+def _sum(numbers: Tensor) -> float:
+    """By segments, so that the number of threads changes nothing."""
+    return float(numbers.view(-1, SEGMENT).sum(-1).sum(dtype=torch.float64))
