@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def prompts_of(count: int) -> list[str]:
 class Server:
     """The command `paradec serve` in a process of its own."""
 
-    def __init__(self, batch: int):
-        command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--batch", str(batch)]
+    def __init__(self, batch: int, options: Sequence[str] = ()):
+        command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--batch", str(batch), *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PARADEC_API_KEY": KEY}
         )

@@ -330,6 +330,21 @@ def server_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def conversations_table(data: dict[str, Any]) -> str:
+    """What conversations cost with and without stored beginnings, of benchmarks/conversations.py."""
+    head = ["model", "positions", "without", "ratio", "CPU, s", "without", "p50, s", "without", "p99, s", "without"]
+    lines = ["| " + " | ".join([*head, "CPU, nothing shared"]) + " |", "|---" * 11 + "|"]
+    for kind in ("causal", "block_causal"):
+        entry = data[kind]
+        kept, none = entry["conversations"]["kept"], entry["conversations"]["none"]
+        cells = [f"{kept['positions']:,}", f"{none['positions']:,}", f"{entry['positions_ratio']:.2f}"]
+        for key in ("cpu_seconds", "p50_seconds", "p99_seconds"):
+            cells += [f"{kept[key]:.1f}", f"{none[key]:.1f}"]
+        cells.append(f"{entry['cpu_ratio_without_reuse']['median']:.2f}")
+        lines.append(f"| {kind.replace('_', '-')} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def jacobi_table(data: dict[str, Any]) -> str:
     """A step beside the model's forward, of benchmarks/jacobi.py."""
     lines = ["| setting | forward, ms | all else, ms | ratio | tokens per step |", "|---" * 5 + "|"]
@@ -832,7 +847,10 @@ def rendered() -> dict[str, str]:
             "many": many_table(_result("many")),
             "occupancy": occupancy_table(_result("many")),
         },
-        "docs/serving.md": {"server": server_table(_result("server"))},
+        "docs/serving.md": {
+            "server": server_table(_result("server")),
+            "conversations": conversations_table(_result("conversations")),
+        },
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {"headline_rows": schedules_table(_headline_rows(headline))},
         "docs/samplers_data.md": {

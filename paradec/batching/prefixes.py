@@ -67,10 +67,8 @@ class Prefixes:
         for row, ticket in enumerate(tickets):
             tokens, scope = self._usable(state, row, ticket), scope_of(state, ticket)
             alike = [each for each in (*tickets, *others) if each is not ticket and scope_of(state, each) == scope]
-            shared = max((_common(tokens, each.prompts.rows[0]) for each in alike), default=0)
-            shared -= shared % self.tree.block
-            fits = self.model.store_bytes(1, shared, getattr(state.cache, "store_dtype", None)) <= self.tree.budget
-            if fits and shared > self.tree.count(tokens, scope):
+            shared = max((self._common(tokens, each.prompts.rows[0]) for each in alike), default=0)
+            if shared > self.tree.count(tokens, scope) and self._fits(state, shared):
                 self._evaluate(state, row, tokens[:shared], scope)
             counts[row], layers = self.tree.find(tokens, scope)
             found.append(layers)
@@ -78,12 +76,24 @@ class Prefixes:
             self.hits, self.saved = self.hits + int((counts > 0).sum()), self.saved + int(counts.sum())
             self._fill(state, [ticket.prompts.rows[0] for ticket in tickets], counts, found)
 
+    def _common(self, a: list[int], b: list[int]) -> int:
+        """How many leading tokens two prompts share, in whole blocks."""
+        block = self.tree.block
+        if a[:block] != b[:block]:  # as most do
+            return 0
+        shared = common_length(np.array(a, np.int64), np.array(b, np.int64))
+        return shared - shared % block
+
     def _usable(self, state: Any, row: int, ticket: Ticket) -> list[int]:
         """The tokens of a prompt that need not be evaluated if they are known: those before the position that has the
         logits of the first undecided one."""
         if ticket.prompts.images is not None:
             return []
         return ticket.prompts.rows[0][: max(int(state.prompt_length[row]) - state.facts.shift, 0)]
+
+    def _fits(self, state: Any, count: int) -> bool:
+        """Whether so many tokens of one row may be kept."""
+        return self.model.store_bytes(1, count, getattr(state.cache, "store_dtype", None)) <= self.tree.budget
 
     def _fill(self, state: Any, rows: list[list[int]], counts: np.ndarray, found: list[Layers]) -> None:
         """Put the layers found for each row, of its leading `counts` [B] tokens, into the state's store."""
@@ -169,8 +179,3 @@ def _row_of(store: Any, row: int, start: int, stop: int) -> dict[int, tuple[Tens
         layer: (keys[row, start:stop], store.layer_values[layer][row, start:stop])
         for layer, keys in store.layer_keys.items()
     }
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two prompts share."""
-    return common_length(np.array(a, np.int64), np.array(b, np.int64))

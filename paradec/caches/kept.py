@@ -293,9 +293,15 @@ def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
 
 def weights_of(module: torch.nn.Module) -> int:
     """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
-    update was noted."""
+    update was noted, and when an adapter of peft comes, goes, is switched or merged."""
     places = tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters())
-    return hash((_updates.get(module, 0), places))
+    layers = [layer for layer in module.modules() if isinstance(getattr(type(layer), ADAPTERS[0], None), property)]
+    adapters = tuple(str(getattr(layer, name)) for layer in layers for name in ADAPTERS)
+    return hash((_updates.get(module, 0), places, adapters))
+
+
+ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
+"""What peft's layers say of the adapters that they apply."""
 
 
 def note_update(module: torch.nn.Module) -> None:

@@ -24,14 +24,15 @@ class _Node:
 
     parent: _Node | None
     key: Hashable
-    layers: Layers
+    rows: Tensor | None
+    """[block, W], in memory of its own: keys and values of all layers side by side; None for a root."""
     used: int = 0
     """When it was asked for or added, counted in calls of the tree."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for pair in self.layers.values() for part in pair)
+        return 0 if self.rows is None else self.rows.nbytes
 
 
 class PrefixTree:
@@ -52,6 +53,7 @@ class PrefixTree:
         self._roots: dict[Hashable, _Node] = {}
         self._leaves: dict[int, _Node] = {}  # by when they were used, oldest first
         self._clock = 0
+        self._shapes: dict[int, tuple[torch.Size, torch.Size]] = {}  # of one position of a layer's keys and values
 
     def __len__(self) -> int:
         """Tokens that are held."""
@@ -72,10 +74,12 @@ class PrefixTree:
         self._touch(path)
         if not path:
             return 0, {}
-        layers = {}
-        for layer in path[0].layers:
-            keys, values = zip(*(node.layers[layer] for node in path), strict=True)
-            layers[layer] = (torch.cat(keys), torch.cat(values))
+        widths = [shape.numel() for pair in self._shapes.values() for shape in pair]
+        parts = iter(torch.cat([node.rows for node in path if node.rows is not None]).split(widths, 1))
+        layers = {
+            layer: (next(parts).unflatten(1, keys), next(parts).unflatten(1, values))
+            for layer, (keys, values) in self._shapes.items()
+        }
         return len(path) * self.block, layers
 
     def add(self, tokens: Sequence[int], layers: Layers, start: int = 0, scope: Hashable = None) -> int:
@@ -88,21 +92,24 @@ class PrefixTree:
             How many tokens were added. Nothing is added from a block on whose numbers are not all finite.
         """
         path = self._path(tokens, scope)
-        at, added = len(path) * self.block, 0
-        node = path[-1] if path else self._roots.setdefault(scope, _Node(None, None, {}))
-        while at + self.block <= len(tokens):
-            part = slice(at - start, at - start + self.block)
-            own = {layer: (pair[0][part].clone(), pair[1][part].clone()) for layer, pair in layers.items()}
-            if not all(bool(each.isfinite().all()) for pair in own.values() for each in pair):
-                break
-            child = _Node(node, tuple(tokens[at : at + self.block]), own)
-            node.children[child.key] = child
+        first, count = len(path), len(tokens) // self.block
+        if first < count:
+            self._shapes = {layer: (pair[0].shape[1:], pair[1].shape[1:]) for layer, pair in layers.items()}
+            missing = slice(first * self.block - start, count * self.block - start)
+            rows = torch.cat([part[missing].flatten(1) for pair in layers.values() for part in pair], 1)
+            blocks = rows.unflatten(0, (count - first, self.block))
+            # one read of the device: blocks up to the first with a number, and so a sum, that is not finite
+            sums = blocks.flatten(1).sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
+            count = first + int(sums.isfinite().cumprod(0).sum())
+        for at in range(first, count):
+            node = path[-1] if path else self._roots.setdefault(scope, _Node(None, None, None))
+            key = tuple(tokens[at * self.block : (at + 1) * self.block])
+            child = node.children[key] = _Node(node, key, blocks[at - first].clone())
             self.nbytes += child.nbytes
             path.append(child)
-            node, at, added = child, at + self.block, added + self.block
         self._touch(path)
         self._evict()
-        return added
+        return (count - first) * self.block
 
     def clear(self) -> None:
         """Forget everything."""

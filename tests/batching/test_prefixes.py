@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from batches import Failing, drained
@@ -157,6 +160,42 @@ def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
         drained(batch)
         assert ticket.output.reused == [0]
         assert torch.equal(ticket.output.sequences, paradec.generate(model, [prompt], max_new_tokens=4).sequences)
+
+
+def test_adapters_dtype_and_attention_drop_all(tmp_path: Path) -> None:
+    module = tiny(2).unwrap()
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(module), config)
+    adapted.save_pretrained(tmp_path)
+    model = paradec.wrap(module, topology="causal", prediction="shifted", eos_token_id=END)
+    request: dict[str, Any] = {"sampler": "sjd", "max_new_tokens": 4}
+
+    def reused() -> int:
+        ticket = batch.add(words(3, 33))
+        drained(batch)
+        plain = paradec.generate(model, [words(3, 33)], **request)
+        assert torch.equal(ticket.output.sequences, plain.sequences)
+        return sum(ticket.output.reused)
+
+    with Batch(model, prefix_memory=10**6, **request) as batch:
+        assert [reused(), reused()] == [0, 32]
+        module.load_adapter(str(tmp_path))
+        assert [reused(), reused()] == [0, 32]
+        module.disable_adapters()
+        assert [reused(), reused()] == [0, 32]
+        module.enable_adapters()
+        assert [reused(), reused()] == [0, 32]
+        for layer in (each for each in module.modules() if hasattr(each, "merge")):
+            layer.merge()
+        assert [reused(), reused()] == [0, 32]
+        module.set_attn_implementation("eager")  # over which nothing is stored
+        assert [reused(), reused()] == [0, 0]
+    module.set_attn_implementation("sdpa")
+    module.float()
+    with Batch(model, prefix_memory=10**6, **request) as batch:
+        assert [reused(), reused()] == [0, 32]
+        module.double()
+        assert reused() == 0
 
 
 def test_a_row_of_nan_leaves_nothing() -> None:

@@ -279,7 +279,7 @@ class Manager(BaseGenerateManager):
     def _count(self, inputs: Any, ticket: Ticket) -> None:
         output = ticket.output
         assert output is not None
-        self.metrics.answer(inputs["input_ids"].shape[-1], output.tokens[0], output.row_nfe[0], output.error)
+        self.metrics.answer(inputs["input_ids"].shape[-1], output)
         self.metrics.times(ticket, output.tokens[0])
 
 

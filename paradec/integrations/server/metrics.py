@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from paradec.api.output import Output
 from paradec.batching.slots import Cancelled, Ticket
 from paradec.integrations.server.engine import Engine
 
@@ -41,6 +42,7 @@ class Metrics:
         self.answers = Counter("paradec_answers", "Answers by how they ended.", ["end"], registry=registry)
         self.tokens = Counter("paradec_tokens", "Tokens of prompts and answers.", ["of"], registry=registry)
         self.row_calls = Counter("paradec_row_calls", "Forwards that each answer took, added.", registry=registry)
+        self.positions = Counter("paradec_positions", "Positions that these evaluated.", registry=registry)
         for name, text, count in (
             ("paradec_rows_occupied", "Rows that are being decoded.", lambda: engine.occupied),
             ("paradec_prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
@@ -57,13 +59,15 @@ class Metrics:
         began = time.perf_counter()
         return lambda: self.first.observe(time.perf_counter() - began)
 
-    def answer(self, prompt: int, tokens: int, forwards: int, error: Exception | None) -> None:
-        """An answer has ended: of a prompt of so many tokens, with so many of its own."""
+    def answer(self, prompt: int, output: Output) -> None:
+        """An answer to a prompt of so many tokens has ended."""
+        error = output.error
         end = "whole" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
         self.answers.labels(end).inc()
         self.tokens.labels("prompts").inc(prompt)
-        self.tokens.labels("answers").inc(tokens)
-        self.row_calls.inc(forwards)
+        self.tokens.labels("answers").inc(output.tokens[0])
+        self.row_calls.inc(output.row_nfe[0])
+        self.positions.inc(output.forwarded_tokens)
 
     def times(self, ticket: Ticket, tokens: int) -> None:
         """When an answer of so many tokens was asked for, began, had its first step, and ended, which is now."""

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from byte_tokenizers import byte_level_tokenizer
 from serving import NAME, SORT, Running, chat, running
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
@@ -23,6 +24,15 @@ from paradec.integrations.server.tools import HERMES, template_of
 
 SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
 DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+AGENT = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<tool_call><|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{{ '<tool_response>\n' + m.content + '\n</tool_response>' if m.role == 'tool' else m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+"""Tools, calls and results as Hermes' and Qwen's chat templates write them."""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, {"y": "}"}]}}\n</tool_call>'
 
 
@@ -113,6 +123,42 @@ def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(m
         for salt in ("", 3, "x" * 257):
             status, _, said = server.post(chat(cache_salt=salt))
             assert status == 422 and json.loads(said)["error"]["param"] == "cache_salt"
+
+
+def test_an_agent_calls_a_tool_and_sends_its_result_back() -> None:
+    """The model's call, in the client's own form, and the tool's result reach the chat template as it takes them."""
+    tokenizer = byte_level_tokenizer("<|im_end|>")
+    tokenizer.chat_template = AGENT
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).double()
+    causal = paradec.wrap(
+        module, tokenizer=tokenizer, topology="causal", prediction="shifted", eos_token_id=tokenizer.eos_token_id
+    )
+    schema = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    with running(causal, request={"sampler": "sjd", "prefix_memory": 10**6}) as server:
+        client, messages = client_of(server), chat("Where is it warm?")["messages"]
+        ask: dict[str, Any] = {"model": NAME, "tools": [tool], "max_tokens": 90}
+        answer = client.chat.completions.create(messages=messages, tool_choice="required", **ask)
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls
+        town = json.loads(call.function.arguments)["town"]
+        assert choice.finish_reason == "tool_calls" and call.function.name == "weather" and town in ("Rome", "Oslo")
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}]
+        answer = client.chat.completions.create(messages=messages, temperature=0.7, seed=3, **ask)
+    written = (
+        f"<|im_start|>system\n{json.dumps([tool])}<tool_call><|im_end|>\n"
+        "<|im_start|>user\nWhere is it warm?<|im_end|>\n"
+        f'<|im_start|>assistant\n<tool_call>\n{{"name": "weather", "arguments": {{"town": "{town}"}}}}\n</tool_call>'
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n21 degrees\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    alone = paradec.generate(causal, [ids], sampler="sjd", temperature=0.7, seed=3, max_new_tokens=90)
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.choices[0].message.content == tokenizer.decode(alone.new_tokens[0])
+    assert answer.usage.prompt_tokens_details.cached_tokens >= len(ids) // 2  # the first turn's prompt
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
