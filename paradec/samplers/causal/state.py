@@ -379,8 +379,9 @@ class CausalState(State):
     def fixed(self) -> str | None:
         if self.trace is not None:
             return "a trace is of the rows that it began with"
-        if self.drafting is not None and getattr(self.drafting.model, "reads_features", False):
-            return "its drafter reads what the model's last forward left of all rows"
+        base = None if self.drafting is None else getattr(self.drafting.model, "base", None)
+        if base is not None and base.makes != "text":
+            return "its drafter reads hidden states of an image model, which knows its rows by their place"
         return None
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
