@@ -95,8 +95,7 @@ class DFlashDrafter(FeatureDrafter):
             of layers, runs over no store or is not causal, or other sizes than the base's.
     """
 
-    walks: ClassVar[bool] = False
-    """Whether a draft depends on the draft before it: then `walk` makes the logits of what a call returns."""
+    fills: ClassVar[str] = "block"
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, name: str = "DFlash"):
         check_base(base)

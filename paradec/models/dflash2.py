@@ -139,7 +139,7 @@ class DFlash2Drafter(DFlashDrafter):
     guidance, logits and scores of both branches are mixed before the candidates are chosen.
     """
 
-    walks: ClassVar[bool] = True
+    fills: ClassVar[str] = "walk"
 
     def __call__(self, query: Any, features: Tensor, store: Any) -> Tensor:
         """The states [R, n, D] that `walk` reads; arguments as for `DFlashDrafter`."""

@@ -31,6 +31,8 @@ class FeatureDrafter:
     is called."""
 
     makes: ClassVar[str] = "drafts"
+    fills: ClassVar[str] = ""
+    """How one that fills a window by itself (`slots`) does so: a "block" at once, a "walk" over one, or by "layers"."""
     reads_features: ClassVar[bool] = True
     """Whether drafts go on from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None

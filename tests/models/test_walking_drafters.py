@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, answers, exactness
+from eagle_drafters import NEGATIVE, answers
 from places import golden
-from recorded_drafts import drafts_after
+from recorded_drafts import drafts_after, p_value, plain
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paradec
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
-from paradec.request import Request
-from paradec.samplers.causal.verification import probability, token_distribution
 
 pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
 
@@ -96,15 +94,6 @@ def test_layers_one_off_are_other_drafts(name: str, base: Model, tensors: dict[s
     assert torch.cat(away).abs().max() > 1e-2
 
 
-def plain(base: Model, prompt: list[int], negative: list[int], new: int, scale: float) -> list[int]:
-    ids: list[int] = []
-    for _ in range(new):
-        with torch.no_grad():
-            own, other = (base.module(torch.tensor([each + ids])).logits[0, -1] for each in (prompt, negative))
-        ids.append(int((other + scale * (own - other)).argmax()))
-    return ids
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [1.0, 1.6])
 def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model) -> None:
@@ -127,24 +116,6 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, base: Model) -> None:
     for row, prompt in enumerate(prompts):
         alone = paradec.generate(base, [prompt], seed=row + 1, **given)
         assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist()
-
-
-def p_value(drafter: Any, base: Model, rows: int, **request: Any) -> float:
-    """Of two tokens after one prompt against the model's own distribution, with all tokens but six suppressed."""
-    kept, prompt = [1, 7, 20, 33, 45, 60], [3, 14, 15]
-    request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in kept]}
-    sampler = paradec.samplers.create("speculative", drafter=drafter)
-    out = paradec.generate(base, [prompt] * rows, sampler=sampler, max_new_tokens=3, seed=5, **request)
-    found = torch.stack([row[1:] for row in out.new_tokens])
-    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 3)
-    with torch.no_grad():
-        logits = base.module(torch.cat((torch.tensor(prompt).expand(len(pairs), -1), pairs), 1)).logits[:, 2:-1]
-    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
-    p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), pairs).prod(1)
-    p = p.reshape(6, 36).sum(0)
-    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 2)
-    counts = exactness.counted(found, pairs, 64)
-    return float(exactness.p_value(counts, p.double().numpy()))
 
 
 @pytest.mark.parametrize("name", [next(n for n in NAMES if n.startswith(kind)) for kind in ("dflash2", "dspark")])

@@ -28,6 +28,7 @@ from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafts.block import DraftBlock
 from paradec.samplers.causal.drafts.chain import DraftChain
 from paradec.samplers.causal.drafts.dynamic_tree import GrownTree
+from paradec.samplers.causal.drafts.layers import DraftLayers
 from paradec.samplers.causal.drafts.recurrent import RecurrentChain
 from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.static_tree import StaticTree
@@ -204,6 +205,9 @@ class DraftingSampler(ChainSampler):
             own.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
         if self._reads_features:
             state.drafted[:] = 0  # there is nothing yet that drafts could come from
+            if again := getattr(self.drafter, "rereads", 0):
+                shape = (len(state.context), again, model.hidden_size)
+                own.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
         else:
             self._draft_next(state, state.rows, None)
 
@@ -233,7 +237,7 @@ class DraftingSampler(ChainSampler):
         if self._looks_up:
             return self.drafter
         if self._own_slots is not None:
-            return DraftWalk() if self.drafter.walks else DraftBlock()
+            return {"block": DraftBlock, "walk": DraftWalk, "layers": DraftLayers}[self.drafter.fills]()
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:
