@@ -242,7 +242,7 @@ def stored_tensors(source: str, names: Collection[str], revision: str | None) ->
 
     single = fetch(source, WEIGHTS, revision)
     shards = {} if single is not None else read_json(source, INDEX, revision)["weight_map"]
-    found = {}
+    found: dict[str, Any] = {}
     for file in sorted({shards.get(name, WEIGHTS) for name in names}):
         try:
             with safe_open(fetch(source, file, revision), framework="pt") as tensors:

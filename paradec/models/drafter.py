@@ -70,7 +70,12 @@ class FeatureDrafter:
         Raises:
             ValueError: it would not fit into what the device has.
         """
-        check_memory(self.store_bytes(rows, length), self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
+        check_memory(
+            self.store_bytes(rows, length),
+            self.device,
+            None,
+            f"the drafter's key/value store of {rows} x {length} positions",
+        )
         return KeyValueStore(rows, length, self.device)
 
     def fused(self, features: Tensor) -> Tensor:

@@ -80,14 +80,14 @@ def load_drafter(
             f"{', '.join(map(repr, FORMATS))} are"
         )
     named = stated.get("architectures")
-    found = format_name or next(
+    block = format_name or next(
         (ARCHITECTURES[name] for name in ARCHITECTURES if isinstance(named, list) and name in named), None
     )
-    if found in ("dflash2", "dspark"):
+    if block in ("dflash2", "dspark"):
         network(source)  # raises where transformers has none
         from paradec.models import dflash2, dspark
 
-        load = dflash2.load_dflash2 if found == "dflash2" else dspark.load_dspark
+        load = dflash2.load_dflash2 if block == "dflash2" else dspark.load_dspark
         return load(source, stated, base, dtype, revision)
     if is_dflash(stated):
         return load_dflash(source, stated, base, dtype, revision)

@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction (MTP): decoder layers after a model's own, that draft what comes after the next token.
+"""Heads for multi-token prediction (MTP): decoder layers after a model's own that draft what follows the next token.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2. Column i of a head reads the token at i and
 the model's last hidden state at i - 1, after the final norm, each through a norm of its own; one matrix joins the two,
@@ -169,8 +169,8 @@ def check_layers(base: Any) -> None:
     layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
     if layers is None or not hasattr(decoder, "rotary_emb") or not hasattr(layers[-1], "input_layernorm"):
         raise ValueError(
-            f"base {base.facts.name} has no list of decoder layers of transformers' usual form, which its MTP heads are "
-            "made of"
+            f"base {base.facts.name} has no list of decoder layers of transformers' usual form, of which MTP heads are "
+            "made"
         )
 
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError
 
-PLACE = re.compile(r"(?:model\.)?(?:layers\.(?P<after>\d+)|mtp_layers\.(?P<own>\d+)|mtp(?:\.layers\.(?P<inner>\d+))?)\.")
+PLACE = re.compile(
+    r"(?:model\.)?(?:layers\.(?P<after>\d+)|mtp_layers\.(?P<own>\d+)|mtp(?:\.layers\.(?P<inner>\d+))?)\."
+)
 """After the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo, speculators), or under one name
 (Qwen3-Next, Mellum)."""
 PARTS = {

@@ -53,7 +53,9 @@ def read_module(
         kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
         for kind in ("missing", "unexpected", "mismatched")
     }
-    problems["unexpected"] = [name for name in problems["unexpected"] if not name.endswith(tuple(computed)) and not name.startswith(beside)]
+    problems["unexpected"] = [
+        name for name in problems["unexpected"] if not name.endswith(tuple(computed)) and not name.startswith(beside)
+    ]
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
     return module

@@ -22,6 +22,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("eagle3-speculators", {"tree": DynamicTree(8, 3, 3), "rule": "naive"}),
     ("dflash2-zlab", {}),
     ("dspark-rnn", {}),
+    ("../mtp-2/model", {}),
 ]
 
 
@@ -30,12 +31,15 @@ def base() -> Model:
     return paradec.load(SOURCE / "base", dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES, ids=["chain", "tree", "dynamic", "dflash2", "dspark"])
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=["chain", "tree", "dynamic", "dflash2", "dspark", "mtp"])
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 def test_rows_that_come_and_go_are_as_alone(name: str, settings: dict[str, Any], scale: float, base: Model) -> None:
     if name.startswith("d"):
         pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
-    sampler = paradec.samplers.Speculative(drafter=paradec.load_drafter(SOURCE / name, base=base), **settings)
+    kind = "mtp" if "mtp" in name else None
+    base = base if kind is None else paradec.load(SOURCE / name, dtype=torch.float64)
+    drafter = paradec.load_drafter(SOURCE / name, base=base, kind=kind)
+    sampler = paradec.samplers.Speculative(drafter=drafter, **settings)
     request = {"sampler": sampler, "temperature": 0.9, "guidance_scale": scale}
     new = [9, 4, 12, 7, 5, 9, 3, 6]
     with Batch(base, batch_size=3, **request) as batch:

@@ -39,6 +39,8 @@ from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 
+FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
+"""How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""
 PROBED = 256
 """Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""
 
@@ -237,7 +239,7 @@ class DraftingSampler(ChainSampler):
         if self._looks_up:
             return self.drafter
         if self._own_slots is not None:
-            return {"block": DraftBlock, "walk": DraftWalk, "layers": DraftLayers}[self.drafter.fills]()
+            return FILLS[self.drafter.fills]
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:
@@ -336,6 +338,7 @@ def _side_by_side(state: CausalState, queries: list[CausalQuery]) -> Tensor:
     width, rows = max(hidden.shape[1] for hidden in found), len(state.rows)
     every = found[0].new_zeros(state.branches * rows, width, found[0].shape[-1])
     for query, hidden in zip(queries, found, strict=True):
+        assert query.index is not None  # queries over a store have it
         at = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
         every[torch.as_tensor(at, device=every.device), : hidden.shape[1]] = hidden
     return every
