@@ -169,7 +169,7 @@ def load_dflash2(
     Raises:
         CheckpointError: as there, or a field that is missing or out of its range.
     """
-    theirs = "speculators_model_type" in config
+    theirs = config.get("speculators_model_type") is not None
     given = flat_config(source, config, base) if theirs else _published(source, config)
     sizes: dict[str, Any] = {name: positive(given, name) for name in SIZES}
     width = given.get("hidden_size")

@@ -199,7 +199,7 @@ def load_dspark(
     Raises:
         CheckpointError: as there, or a field that is missing or out of its range.
     """
-    theirs, count = "speculators_model_type" in config, base.text_config.num_hidden_layers
+    theirs, count = config.get("speculators_model_type") is not None, base.text_config.num_hidden_layers
     given = flat_config(source, config, base) if theirs else {"is_causal": False, **published_fields(source, config)}
     own, settings = settings_of(source, given, base)
     if not theirs and count - 1 in settings.target_layer_ids:
@@ -210,7 +210,7 @@ def load_dspark(
     first = 0 if flag(given, "sample_from_anchor", True) else 1
     settings = dataclasses.replace(settings, first=first, anchored=theirs)
     stored = stored_weights(source, revision)
-    rows = stored["lm_head.weight"].shape[0] if "lm_head.weight" in stored else None
+    rows = next(iter(stored["lm_head.weight"].shape), 0) if "lm_head.weight" in stored else None
     tables = stored_tensors(source, [name for name in TABLES if name in stored], revision)
     tokens = drafted_ids(source, tables, rows, base)
     parts = _parts(source, given) | {
