@@ -51,9 +51,9 @@ class DraftingSampler(ChainSampler):
     how the nodes of a tree are verified (`node_rule`); a chain is verified by `accept`.
 
     The drafter keeps a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
-    (`reads_features`, EAGLE's) drafts from what the model's last forward left in `CausalQuery.hidden`: the final
-    tokens and the accepted drafts. Before the first forward there is nothing to draft from, so the first step makes one
-    token.
+    (`reads_features`: EAGLE's, DFlash's, MTP) drafts from what the model's last forward left in `CausalQuery.hidden`:
+    the final tokens and the accepted drafts. Before a row's first forward there is nothing to draft from, so its first
+    step makes one token.
 
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
