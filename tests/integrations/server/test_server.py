@@ -550,4 +550,4 @@ def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> Non
         found = list(pool.map(asked_for, range(len(prompts))))
         for number, prompt in enumerate(prompts):
             alone = paradec.generate(base, prompt, max_new_tokens=9, temperature=0.8, seed=number, **request)
-            assert found[number].strip() == alone.texts[0].strip()
+            assert found[number].strip() == str(alone.text).strip()
