@@ -201,18 +201,28 @@ def load_mtp(
     check_dtypes(source, {name: stored[name].dtype for name in names.own})
     with torch.device("meta"):
         module = MtpNetwork(base, min(count, len(stored)), any(".input_proj." in name for name in names.own))
-    needed = {name: part.of(module.state_dict()) for name, part in parts_of(module.state_dict(), None).items()}
-    check_fit(needed, {own: stored[name] for name, own in names.own.items()}, source, "config.json")
+    check_fit(_places(module), {own: stored[name] for name, own in names.own.items()}, f"{source} (MTP)", "config.json")
+    unstored = [name for name, _ in module.named_buffers() if name not in module.state_dict()]
+    if unstored:
+        raise CheckpointError(f"{source!r}: layers of {base.facts.name} compute {unstored[0]}, which is not supported")
     module = module.to(dtype or base.dtype)
-    for part in module.modules():  # corrections of routers stay as precise as the model keeps them
+    if dtype == torch.float64:  # kernels of experts have no float64
+        module.config._experts_implementation = "eager"
+    for part in module.modules():  # corrections of routers stay precise
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
     module = module.to_empty(device=base.device).requires_grad_(False)
-    places = {name: part.of(module.state_dict()) for name, part in parts_of(module.state_dict(), None).items()}
+    places = _places(module)
     for name, tensor in stored_tensors(source, list(names.own), revision).items():
         places[names.own[name]].copy_(tensor)
     lay(module)
     return MtpDrafter(module, base, f"{os.path.basename(source.rstrip('/')) or source} (MTP)")
+
+
+def _places(module: nn.Module) -> dict[str, Tensor]:
+    """Where each of a file's weights belongs: experts one by one."""
+    state = module.state_dict()
+    return {name: part.of(state) for name, part in parts_of(state, None).items()}
 
 
 def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:

@@ -381,8 +381,8 @@ class CausalState(State):
     def fixed(self) -> str | None:
         if self.trace is not None:
             return "a trace is of the rows that it began with"
-        base = None if self.drafting is None else getattr(self.drafting.model, "base", None)
-        if base is not None and base.makes != "text":
+        drafter: Any = None if self.drafting is None else self.drafting.model
+        if getattr(drafter, "reads_features", False) and drafter.base.makes != "text":
             return "its drafter reads hidden states of an image model, which knows its rows by their place"
         return None
 
