@@ -75,6 +75,7 @@ REPLAYS = {
     "drafters": {
         "models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from",
         "models/test_walking_drafters.py": "recorded_blocks_and_what_they_were_drawn_from",
+        "models/test_mtp.py": "recorded_calls",
         "tools/training/test_replay.py": "recorded_cases",
     },
     "structured": {

@@ -163,6 +163,8 @@ def refusal(model: Any, state: Any) -> str | None:
         return f"{facts.name} has no order that its prompts share"
     if state.branches > 1:
         return "the second branch of guidance has the prompt masked"
+    if getattr(getattr(getattr(state, "drafting", None), "model", None), "reads_features", False):
+        return "the drafter reads the hidden states of the whole prompt"
     if state.request.compile:
         return "steps on the device take over no prefix"
     return None

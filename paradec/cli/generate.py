@@ -45,8 +45,8 @@ Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the ch
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="For speculative: a smaller causal model of the same vocabulary, an EAGLE or DFlash drafter of --model, "
-        "or prompt_lookup."
+        help="For speculative: a smaller causal model of the same vocabulary, a drafter of --model (EAGLE, DFlash, "
+        "DSpark), mtp (the model's own heads), or prompt_lookup."
     ),
 ]
 Lines = Annotated[bool, typer.Option("--lines", help="Take every line of the prompt as a separate prompt.")]

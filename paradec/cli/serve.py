@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options, show
+from paradec.cli.generate import Drafter
 from paradec.core.checks import LARGEST_INT64, check_int, check_number
 from paradec.core.text_files import read_text
 
@@ -59,6 +60,7 @@ def serve(
     max_memory: MaxMemory = None,
     prefix_memory: PrefixMemory = None,
     presets: Presets = None,
+    drafter: Drafter = None,
     api_key_file: KeyFile = None,
     max_answer: MaxAnswer = 4096,
     max_body: MaxBody = 2**20,
@@ -88,7 +90,7 @@ def serve(
     from paradec.integrations.server.asked import read_presets
 
     offered = read_presets(presets)
-    work = prepare("generate", None, given=options.given(context), **shared)
+    work = prepare("generate", None, given=options.given(context), drafter=drafter, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app

@@ -188,20 +188,26 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
         raise ValueError(f"--drafter is for speculative; {sampler.name} takes none")
 
 
+OF_DRAFTERS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}
+"""One of these weights is in every folder of a drafter that reads hidden states."""
+
+
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """A smaller causal model, a drafter that reads the base's hidden states (EAGLE, DFlash), or "prompt_lookup" as it
-    is. options: as for `paradec.load`."""
+    """A smaller causal model, a drafter that reads the base's hidden states (EAGLE, DFlash and others), the base's own
+    heads ("mtp"), or "prompt_lookup" as it is. options: as for `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.lookup import PromptLookup
 
     if source == PromptLookup.name and not os.path.exists(source):
         return source
+    if source == "mtp" and not os.path.exists(source):
+        return load_drafter(base, kind="mtp")
     if source.endswith(".gguf"):
         return paradec.load(source, **options)
     single = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
     # EAGLE's are often pickled
-    if single or {"fc.weight", "encoder.fc.weight"} & stored_weights(source, None).keys():
+    if single or OF_DRAFTERS & stored_weights(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 

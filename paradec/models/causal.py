@@ -19,6 +19,7 @@ from paradec.models import cpu_dtypes
 from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, fetch, states_quantiser, stored_weights
+from paradec.models.mtp_names import mtp_names
 from paradec.models.pretrained import read_module, reason
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
 
@@ -80,7 +81,8 @@ def load_causal(
         hf_config._experts_implementation = "eager"
     if attn_implementation.removeprefix("paradec_") == "eager":
         options["attn_implementation"] = "eager"
-    module = _module(source, cls, hf_config, files, dtype=dtype, **options)
+    heads = mtp_names(stored, config).prefixes
+    module = _module(source, cls, hf_config, files, dtype=dtype, beside=heads, **options)
     if gguf_file is not None:
         _forget_file(module)
     if device is not None:

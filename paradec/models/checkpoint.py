@@ -232,6 +232,26 @@ def stored_weights(source: str, revision: str | None) -> dict[str, Stored]:
     return found
 
 
+def stored_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
+    """Some of the stored tensors, of one file or of shards.
+
+    Raises:
+        CheckpointError: as `stored_weights`, which has their names, or a file that cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    single = fetch(source, WEIGHTS, revision)
+    shards = {} if single is not None else read_json(source, INDEX, revision)["weight_map"]
+    found: dict[str, Any] = {}
+    for file in sorted({shards.get(name, WEIGHTS) for name in names}):
+        try:
+            with safe_open(fetch(source, file, revision), framework="pt") as tensors:
+                found |= {name: tensors.get_tensor(name) for name in names if shards.get(name, WEIGHTS) == file}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{file} of {source!r} cannot be read: {error}") from error
+    return found
+
+
 def _download(source: str, files: list[str], revision: str | None) -> None:
     """Bring files of a hub repository here, side by side; those that it lacks are for `fetch` to tell."""
     if os.path.isdir(source):

@@ -95,8 +95,7 @@ class DFlashDrafter(FeatureDrafter):
             of layers, runs over no store or is not causal, or other sizes than the base's.
     """
 
-    walks: ClassVar[bool] = False
-    """Whether a draft depends on the draft before it: then `walk` makes the logits of what a call returns."""
+    fills: ClassVar[str] = "block"
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, name: str = "DFlash"):
         check_base(base)
@@ -336,7 +335,11 @@ def _network_fields(source: str, given: Mapping[str, Any], base: Model, publishe
         positive(given, name)
         for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
     )
-    for name, needed in (("hidden_size", base.hidden_size), ("vocab_size", base.facts.vocab_size)):
+    for name, needed in (
+        ("hidden_size", base.hidden_size),
+        ("vocab_size", base.facts.vocab_size),
+        ("num_target_layers", base.text_config.num_hidden_layers),
+    ):
         if given.get(name) not in (None, needed):
             raise CheckpointError(
                 f"{source!r} has {name}={given[name]}, {base.facts.name} {needed}: it drafts for another model"

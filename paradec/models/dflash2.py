@@ -139,7 +139,7 @@ class DFlash2Drafter(DFlashDrafter):
     guidance, logits and scores of both branches are mixed before the candidates are chosen.
     """
 
-    walks: ClassVar[bool] = True
+    fills: ClassVar[str] = "walk"
 
     def __call__(self, query: Any, features: Tensor, store: Any) -> Tensor:
         """The states [R, n, D] that `walk` reads; arguments as for `DFlashDrafter`."""
@@ -169,7 +169,7 @@ def load_dflash2(
     Raises:
         CheckpointError: as there, or a field that is missing or out of its range.
     """
-    theirs = "speculators_model_type" in config
+    theirs = config.get("speculators_model_type") is not None
     given = flat_config(source, config, base) if theirs else _published(source, config)
     sizes: dict[str, Any] = {name: positive(given, name) for name in SIZES}
     width = given.get("hidden_size")

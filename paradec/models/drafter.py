@@ -31,6 +31,8 @@ class FeatureDrafter:
     is called."""
 
     makes: ClassVar[str] = "drafts"
+    fills: ClassVar[str] = ""
+    """How one that fills a window by itself (`slots`) does so: a "block" at once, a "walk" over one, or by "layers"."""
     reads_features: ClassVar[bool] = True
     """Whether drafts go on from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
@@ -58,14 +60,22 @@ class FeatureDrafter:
         found: torch.dtype = next(self.module.parameters()).dtype
         return found
 
+    def store_bytes(self, rows: int, length: int) -> int:
+        """Bytes that a store of `rows` rows and `length` positions will take."""
+        return store_bytes(self.module.config, rows, length, self.dtype)
+
     def make_store(self, rows: int, length: int) -> KeyValueStore:
         """An empty store of the layers' keys and values of what was read; a token's slot is its position.
 
         Raises:
             ValueError: it would not fit into what the device has.
         """
-        needed = store_bytes(self.module.config, rows, length, self.dtype)
-        check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
+        check_memory(
+            self.store_bytes(rows, length),
+            self.device,
+            None,
+            f"the drafter's key/value store of {rows} x {length} positions",
+        )
         return KeyValueStore(rows, length, self.device)
 
     def fused(self, features: Tensor) -> Tensor:

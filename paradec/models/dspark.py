@@ -20,7 +20,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from paradec.core.checks import check_choice
 from paradec.models.base import Model
-from paradec.models.checkpoint import WEIGHTS, CheckpointError, fetch, flag, positive, stored_weights
+from paradec.models.checkpoint import CheckpointError, flag, positive, stored_tensors, stored_weights
 from paradec.models.dflash import BlockSettings, DFlashDrafter, finished, published_fields, read_network, settings_of
 from paradec.models.drafter import TABLES, drafted_ids
 from paradec.models.speculators import flat_config
@@ -152,7 +152,7 @@ class DSparkDrafter(DFlashDrafter):
         tokens: [Vd] int64: the model's id of each of the drafter's; None where it has all of them.
     """
 
-    walks: ClassVar[bool] = True
+    fills: ClassVar[str] = "walk"
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
         super().__init__(module, base, settings, name)
@@ -199,7 +199,7 @@ def load_dspark(
     Raises:
         CheckpointError: as there, or a field that is missing or out of its range.
     """
-    theirs, count = "speculators_model_type" in config, base.text_config.num_hidden_layers
+    theirs, count = config.get("speculators_model_type") is not None, base.text_config.num_hidden_layers
     given = flat_config(source, config, base) if theirs else {"is_causal": False, **published_fields(source, config)}
     own, settings = settings_of(source, given, base)
     if not theirs and count - 1 in settings.target_layer_ids:
@@ -210,8 +210,9 @@ def load_dspark(
     first = 0 if flag(given, "sample_from_anchor", True) else 1
     settings = dataclasses.replace(settings, first=first, anchored=theirs)
     stored = stored_weights(source, revision)
-    rows = stored["lm_head.weight"].shape[0] if "lm_head.weight" in stored else None
-    tokens = drafted_ids(source, _tables(source, stored, revision), rows, base)
+    rows = next(iter(stored["lm_head.weight"].shape), 0) if "lm_head.weight" in stored else None
+    tables = stored_tensors(source, [name for name in TABLES if name in stored], revision)
+    tokens = drafted_ids(source, tables, rows, base)
     parts = _parts(source, given) | {
         "vocab": base.facts.vocab_size,
         "rows": base.facts.vocab_size if rows is None else rows,
@@ -233,17 +234,3 @@ def _parts(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json of {source!r}: {error}") from None
     with_markov = bool(rank) and bool(flag(given, "confidence_head_with_markov", False))
     return {"rank": rank, "kind": kind, "confidence": bool(confident), "confidence_with_markov": with_markov}
-
-
-def _tables(source: str, stored: Mapping[str, Any], revision: str | None) -> dict[str, Tensor]:
-    """The tables of tokens that the file holds."""
-    names = [name for name in TABLES if name in stored]
-    path = fetch(source, WEIGHTS, revision)
-    if not names:
-        return {}
-    if path is None:
-        raise CheckpointError(f"{source!r}: {names[0]} lies in a shard, and is read from {WEIGHTS} alone")
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in names}

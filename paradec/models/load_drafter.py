@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
-from paradec.core.checks import shown
+from paradec.core.checks import check_choice, shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash, network
 from paradec.models.drafter import check_base
 from paradec.models.eagle import EagleDrafter, load_eagle
 from paradec.models.eagle3 import Eagle3Drafter, is_eagle3, load_eagle3
+from paradec.models.mtp import MtpDrafter, load_mtp
 from paradec.models.weights import read_weights
 
 FILES = ("model.safetensors", "pytorch_model.bin")
-FORMATS = {"eagle3": "EAGLE-3", "dflash2": "DFlash 2", "dspark": "DSpark"}
+FORMATS = {"eagle3": "EAGLE-3", "dflash2": "DFlash 2", "dspark": "DSpark", "mtp": "MTP"}
 """speculators' `speculators_model_type`, and what it means."""
 ARCHITECTURES = {"DFlash2DraftModel": "dflash2", "Qwen3DSparkModel": "dspark"}
 """The formats of z-lab and DeepSpec by the class that config.json names."""
@@ -27,24 +29,30 @@ NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
 
 
 def load_drafter(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Model,
     *,
-    base: Model,
+    base: Model | None = None,
+    kind: str | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-) -> EagleDrafter | Eagle3Drafter | DFlashDrafter:
+) -> EagleDrafter | Eagle3Drafter | DFlashDrafter | MtpDrafter:
     """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, of EAGLE-3 or
     3.1 (the paper's code's format, or speculators'), of DFlash (z-lab's format, with `dflash_config`, or
     transformers'), DFlash 2 (z-lab's, or speculators') or DSpark (DeepSpec's, or speculators'). The last three need
     safetensors, and transformers 5.23 or newer.
 
+    Models that were trained with heads for multi-token prediction (MTP: DeepSeek-V3, GLM-4 MoE and others) hold them in
+    their own checkpoint: `load_drafter(model, kind="mtp")` reads them from there. speculators' format of such heads is
+    a folder as above.
+
     `.bin` files are read with `weights_only=True`. The network goes to the base's device.
 
     Args:
-        source: the folder or repository.
+        source: the folder or repository; for MTP a model from `paradec.load`, or the folder of its checkpoint.
         base: the model that it was trained for: a transformers decoder that paradec loaded or wrapped as causal, a
             LlamaGen, or an image model on a Llama-like backbone. Its output matrix makes the drafter's logits, but for
             EAGLE-3's, which bring their own.
+        kind: "mtp" reads the heads of a model's own checkpoint; None a drafter's folder.
         dtype: of the parameters; the base's by default.
         revision: of a hub repository.
 
@@ -53,11 +61,18 @@ def load_drafter(
             shape (named), another hidden size or vocabulary than the base's, or a format that is not read, by name.
         TypeError, ValueError: a base that the drafter cannot draft for.
     """
+    if kind is not None:
+        check_choice("kind", kind, ("mtp",))
+    if kind is not None and base is None:
+        base, source = source, _folder_of(source)  # type: ignore[assignment]
     check_base(base)
+    assert base is not None
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     source = os.fspath(source)
     stated = read_json(source, "config.json", revision, required=True)
+    if kind is not None or stated.get("speculators_model_type") == "mtp":
+        return load_mtp(source, stated, base, dtype, revision)
     format_name = stated.get("speculators_model_type")
     if format_name is not None and (not isinstance(format_name, str) or format_name not in FORMATS):
         raise CheckpointError(
@@ -65,14 +80,14 @@ def load_drafter(
             f"{', '.join(map(repr, FORMATS))} are"
         )
     named = stated.get("architectures")
-    kind = format_name or next(
+    block = format_name or next(
         (ARCHITECTURES[name] for name in ARCHITECTURES if isinstance(named, list) and name in named), None
     )
-    if kind in ("dflash2", "dspark"):
+    if block in ("dflash2", "dspark"):
         network(source)  # raises where transformers has none
         from paradec.models import dflash2, dspark
 
-        load = dflash2.load_dflash2 if kind == "dflash2" else dspark.load_dspark
+        load = dflash2.load_dflash2 if block == "dflash2" else dspark.load_dspark
         return load(source, stated, base, dtype, revision)
     if is_dflash(stated):
         return load_dflash(source, stated, base, dtype, revision)
@@ -88,3 +103,19 @@ def load_drafter(
     }
     read = load_eagle3 if format_name or is_eagle3(weights) else load_eagle
     return read(source, stated, weights, base, dtype)
+
+
+def _folder_of(model: Any) -> str:
+    """Where a model was read from.
+
+    Raises:
+        ValueError: it was not read from a checkpoint.
+    """
+    check_base(model)
+    found = getattr(model.text_config, "name_or_path", "") or getattr(model.module.config, "name_or_path", "")
+    if not found:
+        raise ValueError(
+            f"{model.facts.name} was not read from a checkpoint that holds MTP heads: give load_drafter the folder, "
+            "with base= the model and kind='mtp'"
+        )
+    return str(found)

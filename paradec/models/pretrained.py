@@ -17,6 +17,7 @@ def read_module(
     *,
     gguf_file: str | None = None,
     computed: Sequence[str] = (),
+    beside: tuple[str, ...] = (),
     tp_plan: Plan | None = None,
     **given: Any,
 ) -> Any:
@@ -24,6 +25,7 @@ def read_module(
 
     Args:
         computed: how the names of stored tensors end that modules compute for themselves: these may be left over.
+        beside: how the names of stored tensors begin that others read: these may be left over, too.
         tp_plan: of each matrix a part is read, if it says so.
         given: arguments of `from_pretrained`; None leaves one out.
 
@@ -51,7 +53,9 @@ def read_module(
         kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
         for kind in ("missing", "unexpected", "mismatched")
     }
-    problems["unexpected"] = [name for name in problems["unexpected"] if not name.endswith(tuple(computed))]
+    problems["unexpected"] = [
+        name for name in problems["unexpected"] if not name.endswith(tuple(computed)) and not name.startswith(beside)
+    ]
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
     return module

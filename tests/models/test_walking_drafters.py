@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_drafters import NEGATIVE, answers, exactness
+from eagle_drafters import NEGATIVE, answers
 from places import golden
-from recorded_drafts import drafts_after
+from recorded_drafts import drafts_after, p_value, plain
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paradec
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
-from paradec.request import Request
-from paradec.samplers.causal.verification import probability, token_distribution
 
 pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
 
@@ -96,15 +94,6 @@ def test_layers_one_off_are_other_drafts(name: str, base: Model, tensors: dict[s
     assert torch.cat(away).abs().max() > 1e-2
 
 
-def plain(base: Model, prompt: list[int], negative: list[int], new: int, scale: float) -> list[int]:
-    ids: list[int] = []
-    for _ in range(new):
-        with torch.no_grad():
-            own, other = (base.module(torch.tensor([each + ids])).logits[0, -1] for each in (prompt, negative))
-        ids.append(int((other + scale * (own - other)).argmax()))
-    return ids
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [1.0, 1.6])
 def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model) -> None:
@@ -127,24 +116,6 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, base: Model) -> None:
     for row, prompt in enumerate(prompts):
         alone = paradec.generate(base, [prompt], seed=row + 1, **given)
         assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist()
-
-
-def p_value(drafter: Any, base: Model, rows: int, **request: Any) -> float:
-    """Of two tokens after one prompt against the model's own distribution, with all tokens but six suppressed."""
-    kept, prompt = [1, 7, 20, 33, 45, 60], [3, 14, 15]
-    request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in kept]}
-    sampler = paradec.samplers.create("speculative", drafter=drafter)
-    out = paradec.generate(base, [prompt] * rows, sampler=sampler, max_new_tokens=3, seed=5, **request)
-    found = torch.stack([row[1:] for row in out.new_tokens])
-    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 3)
-    with torch.no_grad():
-        logits = base.module(torch.cat((torch.tensor(prompt).expand(len(pairs), -1), pairs), 1)).logits[:, 2:-1]
-    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
-    p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), pairs).prod(1)
-    p = p.reshape(6, 36).sum(0)
-    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 2)
-    counts = exactness.counted(found, pairs, 64)
-    return float(exactness.p_value(counts, p.double().numpy()))
 
 
 @pytest.mark.parametrize("name", [next(n for n in NAMES if n.startswith(kind)) for kind in ("dflash2", "dspark")])
@@ -170,6 +141,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
     ("dflash2-speculators", lambda c, w: c.update(aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),
     ("dflash2-speculators", lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),
     ("dflash2-speculators", lambda c, w: c.update(transformer_layer_config=3), "transformer_layer_config=3"),
+    ("dflash2-zlab", lambda c, w: c.update(num_target_layers=7), "num_target_layers=7, base 6"),
     ("dspark-rnn", lambda c, w: c.update(markov_head_type="lstm"), "unknown markov_head_type: 'lstm'"),
     ("dspark-rnn", lambda c, w: c.update(markov_rank=-1), "markov_rank=-1"),
     ("dspark-rnn", lambda c, w: c.update(target_layer_ids=[0, 2, 5]), "the last layer of base"),
@@ -182,15 +154,88 @@ WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_checkpoints(name: str, change: Any, message: str, tmp_path: Path) -> None:
+def test_wrong_checkpoints(name: str, change: Any, message: str, tmp_path: Path, base: Model) -> None:
     """Of the packaged set, which other sets may lack."""
-    source = Path(__file__).parents[1] / "golden" / "drafters" / "drafters"
-    config, weights = (
-        json.loads((source / name / "config.json").read_text()),
-        load_file(source / name / "model.safetensors"),
-    )
-    change(config, weights)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rewritten(name, tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
-        paradec.load_drafter(tmp_path, base=paradec.load(source / "base"))
+        paradec.load_drafter(tmp_path, base=base)
+
+
+def rewritten(name: str, folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Path:
+    """A packaged drafter with another config.json or other weights."""
+    source = Path(__file__).parents[1] / "golden" / "drafters" / "drafters" / name
+    config = json.loads((source / "config.json").read_text())
+    weights = load_file(source / "model.safetensors")
+    change(config, weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+SLIDES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+
+
+def flat(stated: dict[str, Any], inner: dict[str, Any] | None = None) -> Callable[..., None]:
+    def change(config: dict[str, Any], weights: Any) -> None:
+        config.pop("is_causal", None)
+        config.update(SLIDES | stated)
+        if inner:
+            config["dflash_config"].update(inner)
+
+    return change
+
+
+def nested(stated: dict[str, Any]) -> Callable[..., None]:
+    def change(config: dict[str, Any], weights: Any) -> None:
+        config.pop("sliding_window_non_causal")
+        config.pop("sample_from_anchor")
+        config["transformer_layer_config"].update(SLIDES)
+        config.update(stated)
+
+    return change
+
+
+VARIANTS = [
+    ("dflash2-zlab", flat({}), True, False, 1),
+    ("dflash2-zlab", flat({"is_causal": False}), False, False, 1),
+    ("dflash2-zlab", flat({}, {"causal": False}), False, False, 1),
+    ("dflash2-zlab", flat({"is_causal": True}, {"causal": False}), True, False, 1),
+    ("dflash2-speculators", nested({}), False, True, 1),
+    ("dflash2-speculators", nested({"sliding_window_non_causal": False}), True, True, 1),
+    ("dspark-rnn", flat({}), False, False, 0),
+    ("dspark-speculators", nested({}), True, True, 0),
+    ("dspark-speculators", nested({"sliding_window_non_causal": True, "sample_from_anchor": False}), False, True, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "causal", "anchored", "first"), VARIANTS)
+def test_windows_causality_and_the_first_row(
+    name: str, change: Any, causal: bool, anchored: bool, first: int, tmp_path: Path, base: Model
+) -> None:
+    """Fields that are missing mean what the public codes take them for. What a sliding layer sees is held against the
+    rule, position by position, and answers stay the model's."""
+    drafter = paradec.load_drafter(rewritten(name, tmp_path, change), base=base)
+    assert (drafter.settings.causal, drafter.settings.anchored, drafter.settings.first) == (causal, anchored, first)
+    assert drafter.slots == drafter.block_size + 1 - first
+    seen = []
+
+    class Seeing(type(drafter)):  # type: ignore[misc]
+        def _masks(self, query: Any, store: Any, count: int) -> dict[str, Tensor]:
+            masks = super()._masks(query, store, count)
+            keys = store.visible(query)[1].expand(len(query.tokens), -1)
+            full, near = masks["full_attention"][:, 0], masks["sliding_attention"][:, 0]
+            for row, column, key in torch.cartesian_prod(*(torch.arange(n) for n in full.shape)).tolist():
+                own, anchor = (int(query.positions[row, count + at]) for at in (column, 0))
+                other = int(keys[row, key])
+                inside = anchor - other <= 3 if anchored else abs(own - other) < 3
+                expected = bool(full[row, column, key]) and inside and (own >= other or not causal)
+                assert bool(near[row, column, key]) == expected
+                seen.append((bool(full[row, column, key]), expected))
+            return masks
+
+    drafter.__class__ = Seeing
+    prompts = [[3, 1], [5, 9, 2, 40, 7]]
+    sampler = paradec.samplers.create("speculative", drafter=drafter)
+    expected = [plain(base, prompt, prompt, 6, 1.0) for prompt in prompts]
+    assert answers(sampler, base, prompts, max_new_tokens=6, temperature=0)[0] == expected
+    assert {(True, False), (True, True)} <= set(seen)

@@ -228,7 +228,9 @@ def proteins(folder: Path) -> None:
 
 
 def drafters(folder: Path) -> None:
-    """Every second case, of drafters of other names. Rollouts: every second case, SDAR with other ids."""
+    """Every second case, of drafters of other names. Rollouts and MTP: every second case, with other ids."""
+    for number, source in enumerate(sorted(path.parent for path in (GOLDEN / "drafters").glob("mtp-*/model"))):
+        _heads(source, folder / f"heads {number}")
     source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
     shutil.copytree(source / "base", target / "base")
     cases = read(source / "cases.json")
@@ -257,6 +259,21 @@ def drafters(folder: Path) -> None:
         numbers |= {f"{new}/{name}": tensor for name, tensor in own.items()}
     write(target / "cases.json", found)
     save_file(numbers, target / "cases.safetensors")
+
+
+def _heads(source: Path, target: Path) -> None:
+    """Every second case of a model with MTP heads, from the last to the first."""
+    order = checkpoint(source / "model", target / "model")
+    tensors, cases, kept = load_file(source / "cases.safetensors"), read(source / "cases.json"), {}
+    for new, old in enumerate(range(len(cases))[::-2]):
+        for name in tensors_of(tensors, old):
+            found = tensors[f"{old}/{name}"]
+            if name.endswith(("input_ids", "drafts")):
+                found = torch.tensor(order(found.tolist()))
+            kept[f"{new}/{name}"] = order.tokens(found, -1).contiguous() if name.endswith("logits") else found
+    cases = [case | {name: order(case[name]) for name in ("prompt", "sequence")} for case in cases[::-2]]
+    write(target / "cases.json", cases)
+    save_file(kept, target / "cases.safetensors")
 
 
 def tensors_of(tensors: dict[str, Tensor], number: int) -> list[str]:
@@ -433,6 +450,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
             "[eagle3 other.1-speculators]",
             "[dspark other-rnn]",
             "[dflash2 other-zlab]",
+            "test_recorded_calls[heads 1]",
             "recorded_cases[6]",
         ),
     ),

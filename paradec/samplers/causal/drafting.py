@@ -28,16 +28,19 @@ from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafts.block import DraftBlock
 from paradec.samplers.causal.drafts.chain import DraftChain
 from paradec.samplers.causal.drafts.dynamic_tree import GrownTree
+from paradec.samplers.causal.drafts.layers import DraftLayers
 from paradec.samplers.causal.drafts.recurrent import RecurrentChain
 from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.static_tree import StaticTree
 from paradec.samplers.causal.drafts.walk import DraftWalk
 from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.state import CausalState, Drafting, Spans
+from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 
+FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
+"""How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""
 PROBED = 256
 """Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""
 
@@ -48,9 +51,9 @@ class DraftingSampler(ChainSampler):
     how the nodes of a tree are verified (`node_rule`); a chain is verified by `accept`.
 
     The drafter keeps a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
-    (`reads_features`, EAGLE's) drafts from what the model's last forward left in `CausalQuery.hidden`: the final
-    tokens and the accepted drafts. Before the first forward there is nothing to draft from, so the first step makes one
-    token.
+    (`reads_features`: EAGLE's, DFlash's, MTP) drafts from what the model's last forward left in `CausalQuery.hidden`:
+    the final tokens and the accepted drafts. Before a row's first forward there is nothing to draft from, so its first
+    step makes one token.
 
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
@@ -202,7 +205,12 @@ class DraftingSampler(ChainSampler):
             state.memory["drafts"] = torch.full_like(state.memory["drafts"], -1)
         if isinstance(self.tree, DynamicTree):
             own.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
-        if not self._reads_features:
+        if self._reads_features:
+            state.drafted[:] = 0  # there is nothing yet that drafts could come from
+            if again := getattr(self.drafter, "rereads", 0):
+                shape = (len(state.context), again, model.hidden_size)
+                own.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
+        else:
             self._draft_next(state, state.rows, None)
 
     def _draft(
@@ -220,6 +228,7 @@ class DraftingSampler(ChainSampler):
         if not len(going) or state.width == 1:
             return
         if features is not None:
+            state.drafted[rows] = ALL_SLOTS
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
             features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
         rows = rows[going]
@@ -230,7 +239,7 @@ class DraftingSampler(ChainSampler):
         if self._looks_up:
             return self.drafter
         if self._own_slots is not None:
-            return DraftWalk() if self.drafter.walks else DraftBlock()
+            return FILLS[self.drafter.fills]
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:
@@ -239,21 +248,9 @@ class DraftingSampler(ChainSampler):
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def _undrafted(self, state: CausalState) -> bool:
-        """Whether there is nothing yet that drafts could come from."""
-        return self._reads_features and state.commits == 0
-
     def query(self, state: CausalState) -> list[CausalQuery]:
         """The drafts, and before them the final tokens that the store does not hold."""
-        if self.tree is not None:
-            queries = [self._tree_query(state)]
-        elif self._undrafted(state):
-            rows, committed = state.rows, state.committed[state.rows]
-            drafts, begin = state.memory.read(rows)["drafts"], np.zeros_like(committed)
-            spans = Spans(rows, drafts, begin, committed, committed - 1, state.width)
-            queries = state.calls(state.store, state.pads, spans)
-        else:
-            queries = super().query(state)
+        queries = super().query(state) if self.tree is None else [self._tree_query(state)]
         if not self._reads_features:
             return queries
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
@@ -261,7 +258,7 @@ class DraftingSampler(ChainSampler):
     def _tree_query(self, state: CausalState) -> CausalQuery:
         rows, held = state.rows, np.maximum(drafting_of(state).held, state.reused)[state.rows]
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
-        wanted = np.arange(state.width) * (not self._undrafted(state))
+        wanted = np.arange(state.width) * state.drafted[rows].any()
         drafts = state.memory.read(rows)["drafts"]
         return tree_query(state, state.store, rows, self._layout(state), drafts, begin, int(wanted.max()), wanted)
 
@@ -274,10 +271,8 @@ class DraftingSampler(ChainSampler):
         if self.tree is not None:
             return self._propose_tree(state, outputs, queries)
         proposal = super().propose(state, outputs, queries)
-        if self._undrafted(state):
-            proposal.available[:, 1:] = False
-        if self._reads_features and queries[0].hidden is not None:  # the columns begin where it goes on
-            proposal.quantities["features"] = queries[0].hidden
+        if self._reads_features:  # the columns begin where it goes on
+            proposal.quantities["features"] = _side_by_side(state, queries)
         return proposal
 
     def _propose_tree(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
@@ -308,17 +303,16 @@ class DraftingSampler(ChainSampler):
         return proposed(state, queries, found.tokens, positions, scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
-        """[branches * R, F, D]: of a tree's call, the prompts' hidden states at first, then those of the root and the
-        accepted nodes [R, D + 1]."""
-        if state.commits == 0:
-            lengths = (state.committed[state.rows] + state.shift[:, state.rows]).reshape(-1, 1)
-            width = hidden.shape[1]
-            column = np.minimum(np.arange(width) + width - lengths, width - 1)
-            at = torch.as_tensor(column, device=hidden.device)
-        else:
-            root = hidden.shape[1] - state.width
-            at = (node + root).repeat(state.branches, 1)
-        return hidden.take_along_dim(at.unsqueeze(-1), 1)
+        """[branches * R, F, D]: of a tree's call, the hidden states of the prompts of rows that begin, and those of the
+        root and the accepted nodes [R, D + 1] of the others."""
+        fresh = state.drafted[state.rows] == 0
+        root = hidden.shape[1] - (1 if fresh.all() else state.width)
+        width = max(root + 1, node.shape[1]) if fresh.any() else node.shape[1]
+        lengths = (state.committed[state.rows] + state.shift[:, state.rows]).reshape(-1, 1)
+        of_prompts = torch.as_tensor(np.minimum(np.arange(width) + root + 1 - lengths, root), device=hidden.device)
+        of_nodes = torch.nn.functional.pad(node + root, (0, max(width - node.shape[1], 0))).repeat(state.branches, 1)
+        begins = torch.as_tensor(np.tile(fresh, state.branches), device=hidden.device).unsqueeze(1)
+        return hidden.take_along_dim(torch.where(begins, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         """As `ChainSampler.commit`."""
@@ -336,6 +330,20 @@ class DraftingSampler(ChainSampler):
         self._draft_next(state, rows, proposal.quantities.get("features"))
         state.rows = np.flatnonzero(state.committed < state.end)
         return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)
+
+
+def _side_by_side(state: CausalState, queries: list[CausalQuery]) -> Tensor:
+    """[branches * R, F, D]: the hidden states of all queries' columns, in the order of the running rows."""
+    found = [query.hidden for query in queries if query.hidden is not None]
+    if len(found) == 1:
+        return found[0]
+    width, rows = max(hidden.shape[1] for hidden in found), len(state.rows)
+    every = found[0].new_zeros(state.branches * rows, width, found[0].shape[-1])
+    for query, hidden in zip(queries, found, strict=True):
+        assert query.index is not None  # queries over a store have it
+        at = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
+        every[torch.as_tensor(at, device=every.device), : hidden.shape[1]] = hidden
+    return every
 
 
 def _wrapped(module: nn.Module) -> Any:

@@ -84,7 +84,7 @@ class Drafting:
     """[B] int64: final tokens that the store of the model that verifies holds, of trees (of chains `committed - 1`)."""
     store: KeyValueStore | None = None
     features: Tensor | None = None
-    """[branches * R, F, D]: hidden states of the step that is being committed, for a drafter that reads them."""
+    """[branches * B, F, D]: hidden states before the last tokens that it has read, for one that reads these again."""
     broken: Tensor | None = None
     """[B] bool: whether it has returned NaN or infinite logits for a row."""
     parents: Tensor | None = None
@@ -96,7 +96,8 @@ class Drafting:
             name: of_rows.kept(getattr(self, name), rows, None) for name in ("nfe", "fed", "held", "broken", "parents")
         }
         store = None if self.store is None else self.store.taken(every, columns)
-        return dataclasses.replace(self, **changes, store=store, features=None)
+        changes["features"] = of_rows.kept(self.features, every, None)
+        return dataclasses.replace(self, **changes, store=store)
 
     def put(self, slots: np.ndarray, every: np.ndarray, other: Drafting) -> None:
         """Replace the rows `slots` [N]; `every` [branches * N] are those of the store."""
@@ -109,6 +110,7 @@ class Drafting:
             )
             self.broken = own.to(new.device).clone()
             of_rows.put(self.broken, slots, new)
+        of_rows.exchange(self.features, every, other.features)
         if self.store is not None and other.store is not None:
             self.store.put(every, other.store)
 
@@ -381,8 +383,9 @@ class CausalState(State):
     def fixed(self) -> str | None:
         if self.trace is not None:
             return "a trace is of the rows that it began with"
-        if self.drafting is not None and getattr(self.drafting.model, "reads_features", False):
-            return "its drafter reads what the model's last forward left of all rows"
+        drafter: Any = None if self.drafting is None else self.drafting.model
+        if getattr(drafter, "reads_features", False) and drafter.base.makes != "text":
+            return "its drafter reads hidden states of an image model, which knows its rows by their place"
         return None
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:

@@ -18,6 +18,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.batching.slots import Cancelled
@@ -528,3 +530,24 @@ def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"colour": 1}')
     with pytest.raises(ValueError, match="bad.json"):
         asked.read_presets(tmp_path)
+
+
+def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> None:
+    """More requests than rows, each answered as alone."""
+    source = Path(__file__).parents[2] / "golden" / "drafters" / "mtp-2" / "model"
+    base = paradec.load(source, dtype="float64")
+    words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    base.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    request = {"sampler": paradec.samplers.Speculative(drafter=paradec.load_drafter(base, kind="mtp"))}
+    prompts = ["w5 w9 w2 w40", "w11", "w3 w1", "w20 w21 w22 w23 w24", "w6 w7"]
+
+    def asked_for(number: int) -> str:
+        body = {"prompt": prompts[number], "max_tokens": 9, "temperature": 0.8, "seed": number}
+        return json.loads(server.post(body, "/v1/completions")[2])["choices"][0]["text"]
+
+    with running(base, batch_size=2, request=request) as server, ThreadPoolExecutor() as pool:
+        found = list(pool.map(asked_for, range(len(prompts))))
+        for number, prompt in enumerate(prompts):
+            alone = paradec.generate(base, prompt, max_new_tokens=9, temperature=0.8, seed=number, **request)
+            assert found[number].strip() == str(alone.text).strip()

@@ -1,0 +1,305 @@
+"""Heads for multi-token prediction: the recorded calls, all layouts, several layers over a store, answers, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_drafters import NEGATIVE, answers
+from places import golden
+from recorded_drafts import p_value, plain
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec.models.base import Model
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.mtp import MtpDrafter
+from paradec.samplers.causal.trees import DynamicTree
+
+RECORDED = golden("drafters")
+NAMES = sorted(path.parent.name for path in RECORDED.glob("*/cases.json") if (path.parent / "model").exists())
+PACKAGED = Path(__file__).parents[1] / "golden" / "drafters"
+PROMPTS = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Model, MtpDrafter]:
+    base = paradec.load(folder, dtype=dtype)
+    drafter = paradec.load_drafter(base, kind="mtp")
+    assert isinstance(drafter, MtpDrafter)
+    return base, drafter
+
+
+@pytest.fixture(scope="module", params=["mtp-1", "mtp-2"])
+def heads(request: pytest.FixtureRequest) -> tuple[Model, MtpDrafter]:
+    return loaded(PACKAGED / request.param / "model")
+
+
+class Calls(MtpDrafter):
+    """Notes what the first layer reads, and the logits of all."""
+
+    def __call__(self, query: Any, features: Tensor, store: Any, layer: int = 0) -> tuple[Tensor, Tensor]:
+        found = super().__call__(query, features, store, layer)
+        if not layer:
+            self.noted.append((query, features[0], []))
+        self.noted[-1][2].append(found[0][0, -1])
+        return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_calls(name: str) -> None:
+    """The rounds of transformers' own generate: tokens, hidden states, logits and drafts. A last round of it drafts for
+    a place that no draft can take."""
+    base, drafter = loaded(RECORDED / name / "model", torch.float32)
+    drafter.__class__ = Calls
+    tensors = load_file(RECORDED / name / "cases.safetensors")
+    layers = len(drafter.module.layers)
+    sampler = paradec.samplers.Speculative(drafter=drafter, **({} if drafter.slots else {"window": layers + 1}))
+    for number, case in enumerate(json.loads((RECORDED / name / "cases.json").read_text())):
+        drafter.noted = []
+        new = len(case["sequence"]) - len(case["prompt"])
+        out = paradec.generate(base, [case["prompt"]], sampler=sampler, max_new_tokens=new, temperature=0)
+        assert out.new_tokens[0].tolist() == case["sequence"][-new:] and out.nfe == case["model_forwards"]
+        rounds = [
+            f"{number}/{call}"
+            for call in range(case["mtp_calls"])
+            if len(case["sequence"]) - int(tensors[f"{number}/{call}/position_ids"][-1]) > 2
+        ]
+        assert len(drafter.noted) == len(rounds) == out.draft_nfe[0]
+        for key, (query, features, logits) in zip(rounds, drafter.noted, strict=True):
+            read = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
+            own = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
+            shared = min(len(features), len(read["hidden"]))  # how many columns are read again is ours
+            for part, recorded in read.items():
+                torch.testing.assert_close(own[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
+            found = torch.stack(logits)
+            torch.testing.assert_close(found, tensors[f"{key}/logits"][: len(found)], rtol=0, atol=1e-4)
+            assert found.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(found)].tolist()
+
+
+def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
+    """[n, V]: logits of the drafts after `tokens`, from one call of each layer over everything, without a store."""
+    module, ids = drafter.base.module, torch.tensor([[*tokens, *drafts.tolist()]])
+    last: list[Tensor] = []
+    handle = module.model.norm.register_forward_hook(lambda *given: last.append(given[-1]))
+    found, count = [], len(tokens) - 1
+    with torch.no_grad():
+        module(ids[:, :count])
+        handle.remove()
+        states, mask = last[0], torch.ones(1, 1, count, count, dtype=torch.bool).tril()
+        for layer in range(len(drafts)):
+            read, positions = ids[:, 1 + layer : 1 + layer + count], torch.arange(count)[None] + 1 + layer
+            given = {"position_ids": positions, "past_key_values": None, "attention_mask": mask}
+            rotation = module.model.rotary_emb(states, positions)
+            states = drafter.module.layers[layer](
+                module.model.embed_tokens(read), states, False, position_embeddings=rotation, **given
+            )
+            found.append(module.lm_head(states[0, -1]))
+    return torch.stack(found)
+
+
+def deeper(folder: Path, layers: int) -> Path:
+    """The packaged model with more heads, of weights in another order."""
+    source = PACKAGED / "mtp-2" / "model"
+    weights, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    generator = torch.Generator().manual_seed(layers)
+    for name, tensor in list(weights.items()):
+        if name.startswith("model.layers.4."):
+            for layer in range(5, 3 + layers):
+                moved = tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
+                weights[name.replace("layers.4.", f"layers.{layer}.")] = moved
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
+    return folder
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_several_layers_over_a_store_are_those_over_everything(layers: int, tmp_path: Path) -> None:
+    """At every step of rows of several lengths, the shortest of one token; drafts are accepted and rejected."""
+    _, drafter = loaded(deeper(tmp_path, layers))
+    sampler = paradec.samplers.Speculative(drafter=drafter)
+    state = sampler.start(drafter.base, PROMPTS, max_new_tokens=14, seed=3, temperature=0.7)
+    accepted: set[int] = set()
+    while not state.done:
+        before = state.committed.copy()
+        sampler.commit(state, sampler.step(drafter.base, state))
+        for row in state.rows:
+            accepted.add(int(state.committed[row] - before[row]) - 1)
+            count = min(int(state.end[row] - state.committed[row]) - 1, layers)
+            drafts = state.memory["drafts"][row, :count]
+            if count:
+                tokens = state.context[row, : state.committed[row]].tolist()
+                q = torch.softmax(by_hand(drafter, tokens, drafts) / 0.7, -1)
+                torch.testing.assert_close(state.memory["draft_distribution"][row, :count], q, rtol=0, atol=1e-6)
+    assert {0, 1} <= accepted
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.6])
+@pytest.mark.parametrize("kind", ["chain", "static", "dynamic"])
+def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple[Model, MtpDrafter]) -> None:
+    base, drafter = heads
+    tree = {"chain": None, "static": (3, 2, 1), "dynamic": DynamicTree(8, 3, 3)}[kind]
+    if tree is not None and drafter.slots:
+        with pytest.raises(ValueError, match="has no meaning with drafter='model .MTP.'"):
+            paradec.samplers.Speculative(drafter=drafter, tree=tree, rule="naive")
+        return
+    sampler = paradec.samplers.Speculative(drafter=drafter, tree=tree, rule="naive")
+    guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
+    for new in (2, 12):
+        expected = [plain(base, *each, new, scale) for each in zip(PROMPTS, NEGATIVE, strict=True)]
+        assert answers(sampler, base, PROMPTS, max_new_tokens=new, temperature=0, **guidance)[0] == expected
+
+
+def test_the_distribution_of_the_answers_is_the_models(heads: tuple[Model, MtpDrafter]) -> None:
+    assert p_value(heads[1], heads[0], 1500) > 0.001
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_the_distribution_of_20000_answers_is_the_models(temperature: float, heads: tuple[Model, MtpDrafter]) -> None:
+    assert p_value(heads[1], heads[0], 20_000, temperature=temperature) > 0.001
+
+
+def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
+    """The packaged model of one head, whose names are others."""
+    source = PACKAGED / "mtp-1" / "model"
+    weights = load_file(source / "model.safetensors")
+    found = {new: tensor for old, tensor in weights.items() if (new := name(old)) is not None}
+    stated = json.loads((source / "config.json").read_text()) | (config or {})
+    if change is not None:
+        change(stated, found)
+    folder.mkdir(exist_ok=True)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def under_mtp(name: str) -> str | None:
+    """The layout of Qwen3-Next and Mellum."""
+    return in_layout(name, "mtp.", "mtp.layers.0.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+
+
+def in_a_list(name: str) -> str | None:
+    """MiMo's and speculators'."""
+    parts = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    return in_layout(name, "model.mtp_layers.0.", "model.mtp_layers.0.", parts)
+
+
+def in_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str | None:
+    found = name.removeprefix("model.layers.3.")
+    if found == name:
+        return name
+    part = found.rpartition(".")[0]
+    if part in ("embed_tokens", "shared_head.head"):
+        return None
+    own = dict(zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), parts, strict=True))
+    return f"{outer}{own[part]}.weight" if part in own else inner + found
+
+
+def swap(config: Any, weights: dict[str, Tensor]) -> None:
+    name = next(name for name in weights if name.endswith("input_proj.weight"))
+    weights[name] = torch.cat(weights[name].chunk(2, 1)[::-1], 1)
+
+
+def test_layouts_are_the_same_heads(tmp_path: Path) -> None:
+    """Drafts and their q of four layouts, in one file and in shards; speculators' is a folder of its own."""
+    published = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    sizes = json.loads((PACKAGED / "mtp-1" / "model" / "config.json").read_text())
+
+    def of_speculators(config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        swap(config, weights)
+        config.clear()
+        config.update(published, transformer_layer_config=sizes)
+        for name in [name for name in weights if "mtp_layers" not in name]:
+            del weights[name]
+
+    folders = {
+        "mtp": rewritten(tmp_path / "mtp", under_mtp),
+        "list": rewritten(tmp_path / "list", in_a_list, swap),
+        "speculators": rewritten(
+            tmp_path / "own", lambda name: (in_a_list(name) or "lm_head").removeprefix("model."), of_speculators
+        ),
+        "shards": tmp_path / "shards",
+    }
+    weights = load_file(PACKAGED / "mtp-1" / "model" / "model.safetensors")
+    folders["shards"].mkdir()
+    files = {name: f"model-{1 + ('proj' in name)}.safetensors" for name in weights}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in weights.items() if files[name] == file}
+        save_file(part, folders["shards"] / file, metadata={"format": "pt"})
+    (folders["shards"] / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    shutil.copy(PACKAGED / "mtp-1" / "model" / "config.json", folders["shards"])
+    base, drafter = loaded(PACKAGED / "mtp-1" / "model")
+    others = [loaded(folders[name])[1] for name in ("mtp", "list", "shards")]
+    others.append(paradec.load_drafter(folders["speculators"], base=base))
+    for other in others:
+        mine, theirs = (
+            paradec.samplers.Speculative(drafter=each).start(each.base, PROMPTS, max_new_tokens=9, seed=1)
+            for each in (drafter, other)
+        )
+        for each, state in ((drafter, mine), (other, theirs)):
+            sampler = paradec.samplers.Speculative(drafter=each)
+            for _ in range(2):
+                sampler.commit(state, sampler.step(each.base, state))
+        for name in ("drafts", "draft_distribution"):
+            torch.testing.assert_close(mine.memory[name], theirs.memory[name], rtol=0, atol=1e-12)
+
+
+WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
+    (lambda c, w: w.pop("model.layers.3.hnorm.weight"), "missing weights: layers.0.hnorm.weight"),
+    (lambda c, w: w.pop("model.layers.3.mlp.experts.2.up_proj.weight"), "missing weights: .*experts.2.up_proj"),
+    (lambda c, w: c.update(num_nextn_predict_layers=2), "states 2 MTP layers; the weights are those of 1"),
+    (lambda c, w: c.update(num_nextn_predict_layers=1.5), "num_nextn_predict_layers=1.5 must be a number"),
+    (lambda c, w: w.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 65)}), "mismatched weights"),
+    (lambda c, w: w.update({"model.layers.3.enorm.weight": torch.zeros(32, dtype=torch.int8)}), "is int8"),
+    (lambda c, w: c.update(vocab_size=65), "vocab_size=65"),
+    (lambda c, w: c.update(rms_norm_eps=1e-3), "rms_norm_eps=0.001"),
+    (lambda c, w: c["rope_parameters"].update(rope_theta=1e6), "rope_theta=1000000.0"),
+    (lambda c, w: w.clear() or w.update(a=torch.zeros(1)), "no weights of MTP heads .model.layers.3.eh_proj"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_checkpoints(change: Any, message: str, tmp_path: Path, heads: tuple[Model, MtpDrafter]) -> None:
+    rewritten(tmp_path, lambda name: name, change)
+    with pytest.raises(CheckpointError, match=message):
+        paradec.load_drafter(tmp_path, base=heads[0], kind="mtp")
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path, heads: tuple[Model, MtpDrafter]) -> None:
+    source = PACKAGED / "mtp-1" / "model"
+    data = (source / "model.safetensors").read_bytes()
+    shutil.copy(source / "config.json", tmp_path)
+    for size in (0, 7, 8, 500, len(data) // 2, len(data) - 1):
+        (tmp_path / "model.safetensors").write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            paradec.load_drafter(tmp_path, base=heads[0], kind="mtp")
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path, heads: tuple[Model, MtpDrafter]) -> None:
+    with pytest.raises(ValueError, match="kind: 'eagle'|kind='eagle'"):
+        paradec.load_drafter(heads[0], kind="eagle")
+    with pytest.raises(ValueError, match="base=None must be a model"):
+        paradec.load_drafter(tmp_path)
+    with pytest.raises(ValueError, match="'here' must be a model"):
+        paradec.load_drafter("here", kind="mtp")
+    with pytest.raises(ValueError, match="must be a folder"):
+        paradec.load_drafter(heads[0], base=heads[0])
+    made = paradec.wrap(type(heads[0].module)(heads[0].module.config))
+    made.module.config._name_or_path = ""
+    with pytest.raises(ValueError, match="was not read from a checkpoint that holds MTP heads"):
+        paradec.load_drafter(made, kind="mtp")
+
+
+def test_a_layer_that_config_json_does_not_count_is_left_over(tmp_path: Path) -> None:
+    """Heads are left out of the model only where they are heads: else it would lose a layer in silence."""
+    rewritten(tmp_path / "a", lambda name: name, lambda config, weights: config.pop("num_nextn_predict_layers"))
+    plain_layer = rewritten(tmp_path / "b", lambda name: None if "layers.3.eh_proj" in name else name)
+    for folder in (tmp_path / "a", plain_layer):
+        with pytest.raises(CheckpointError, match="unexpected weights: model.layers.3"):
+            paradec.load(folder)
