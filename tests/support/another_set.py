@@ -228,7 +228,7 @@ def proteins(folder: Path) -> None:
 
 
 def drafters(folder: Path) -> None:
-    """Every second case, of drafters of other names. Rollouts: every second case, SDAR with other ids."""
+    """Every second case, of drafters of other names, and every second verification of siblings. Rollouts: every second case, SDAR with other ids."""
     source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
     shutil.copytree(source / "base", target / "base")
     cases = read(source / "cases.json")
@@ -243,6 +243,7 @@ def drafters(folder: Path) -> None:
         shared |= {f"{number}/{part.removeprefix(key)[1:]}": value for part, value in of_case.items()}
     write(target / "cases.json", kept)
     save_file(shared, target / "cases.safetensors")
+    renamed(folder / "sjd_pac", "drafters/sjd_pac")
     source, target = GOLDEN / "drafters" / "rollouts", folder / "rollouts"
     cases, tensors = list(enumerate(read(source / "cases.json")))[::2], load_file(source / "cases.safetensors")
     orders = {"sdar-tiny": checkpoint(source / "sdar-tiny", target / "sdar other")}
@@ -414,6 +415,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
             "[dspark other-rnn]",
             "[dflash2 other-zlab]",
             "recorded_cases[6]",
+            "replays_a_recorded_verification[case 9]",
         ),
     ),
     "structured": (structured, ("[other run 0]", "[other law 0]", "[other marginals 1]", "[other holes 0]")),
