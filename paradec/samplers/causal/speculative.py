@@ -33,6 +33,8 @@ class Speculative(DraftingSampler):
             of transformers as it is, or one of the same image family; or an EAGLE, DFlash or DSpark drafter of this
             very model, from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what
             followed the same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
+            Or "token_recycling" with rule="naive", the likeliest tokens after each token as the model last said them:
+            `paradec.samplers.causal.recycling.TokenRecycling`.
             Or "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
             window by themselves (prompt lookup, DFlash, DSpark) set their number; leave `window` out with these.
@@ -62,8 +64,10 @@ class Speculative(DraftingSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("rule", self.rule, RULES)
-        if isinstance(self.tree, DynamicTree) and self.rule != "naive":
-            raise ValueError(f"rule={self.rule!r} is not exact for a DynamicTree, whose drafts are taken; use 'naive'")
+        taken = isinstance(self.tree, DynamicTree) or (self._named and self.tree is not None)
+        if taken and self.rule != "naive":
+            what = f"drafter={self.drafter.name!r}" if self._named else "a DynamicTree"
+            raise ValueError(f"rule={self.rule!r} is not exact for {what}, whose drafts are taken; use 'naive'")
         if self.tree is not None and self.rule == "greedy":
             tree = tree_of(self.tree)
             counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
