@@ -32,6 +32,7 @@ from paradec.samplers.causal.drafts.named import NamedDrafter
 from paradec.samplers.causal.drafts.recurrent import RecurrentChain
 from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.static_tree import StaticTree
+from paradec.samplers.causal.drafts.stopping import Unconfident, cut
 from paradec.samplers.causal.drafts.walk import DraftWalk
 from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.recycling import TokenRecycling
@@ -146,6 +147,11 @@ class DraftingSampler(ChainSampler):
         raise NotImplementedError
 
     @property
+    def _stop(self) -> Any:
+        """When a chain of drafts ends early: a rule of `paradec.samplers.causal.drafts.stopping`, or None."""
+        return None
+
+    @property
     def _reads_features(self) -> bool:
         return getattr(self.drafter, "reads_features", False)
 
@@ -198,6 +204,8 @@ class DraftingSampler(ChainSampler):
         specs = super().memory()
         if self._named:
             specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
+        if isinstance(self._stop, Unconfident):
+            specs["confidence"] = MemorySpec(("slot",), None, reset="sequence")
         if self.tree is None:
             return specs
         more = self.drafter.memory() if isinstance(self.drafter, TokenRecycling) else {}
@@ -252,7 +260,9 @@ class DraftingSampler(ChainSampler):
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
             features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
         rows = rows[going]
-        self._source(state).fill(state, rows, features)
+        (source := self._source(state)).fill(state, rows, features)
+        if self._stop is not None and not isinstance(source, DraftChain):
+            cut(state, rows, self._stop)
 
     def _source(self, state: CausalState) -> DraftSource:
         """Where the next drafts come from."""
@@ -264,7 +274,7 @@ class DraftingSampler(ChainSampler):
             return GrownTree(self.tree)
         if self.tree is not None:
             return StaticTree(tree_of(self.tree), self.node_rule(state))
-        return RecurrentChain() if self._reads_features else DraftChain()
+        return RecurrentChain() if self._reads_features else DraftChain(self._stop)
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
