@@ -228,7 +228,8 @@ def proteins(folder: Path) -> None:
 
 
 def drafters(folder: Path) -> None:
-    """Every second case, of drafters of other names, and every second verification of siblings. Rollouts: every second case, SDAR with other ids."""
+    """Every second case, of drafters of other names; every second verification of siblings. Rollouts: every second
+    case, SDAR with other ids."""
     source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
     shutil.copytree(source / "base", target / "base")
     cases = read(source / "cases.json")
