@@ -619,6 +619,19 @@ def peers_sjd_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def drafters_table(parts: dict[str, list[dict[str, Any]]]) -> str:
+    """Ways to draft without a trained drafter: parts by what they are of."""
+    lines = ["| | drafts | setting | forwards | calls | positions | CPU time |", "|---" * 7 + "|"]
+    for what, rows in parts.items():
+        for row in rows:
+            low, middle, high = row["cpu_over_token_by_token"]
+            cells = [what, row["way"], row["setting"] or "-", f"{row['forwards']:.1f}", f"{row['draft_calls']:.1f}"]
+            lines.append(
+                "| " + " | ".join([*cells, f"{row['positions']:.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]) + " |"
+            )
+    return "\n".join(lines)
+
+
 def peers_pictures_table(*results: dict[str, Any]) -> str:
     """Forecasts beside others: CPU time of a run over that of each of them, with quartiles."""
     head = ["diffusers", "cache-dit", "paradec, before"]
@@ -869,6 +882,10 @@ def rendered() -> dict[str, str]:
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),
+            "drafters_text": drafters_table(
+                {f"temperature {heat}": rows for heat, rows in _result("drafters_text")["temperatures"].items()}
+            ),
+            "drafters_digits": drafters_table({"pictures": _result("drafters_digits")["rows"]}),
             "peers_pictures": peers_pictures_table(
                 *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))
             ),

@@ -133,6 +133,7 @@ JACOBI = {
 DRAFTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "sjd": JACOBI,
     "scd": JACOBI | {"refresh": ("gumbel", "maximal")},
+    "sjd_pac": JACOBI | {"refresh": ("gumbel", "maximal"), "siblings": (2, 4), "branching": (1, 2)},
     "jacobi": {"window": (1, 4, 8), "init": JACOBI["init"]},
     "gsd": JACOBI | {"group_half_width": (1, 3, 7), "p_threshold": (0.1, 0.5), "d_threshold": (None, 0.5)},
     "lantern": JACOBI | {"k": (3, 10), "delta": (0.05, 0.3)},

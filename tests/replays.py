@@ -76,6 +76,8 @@ REPLAYS = {
         "models/test_eagle3.py": "recorded_drafts_and_what_they_were_drawn_from",
         "models/test_walking_drafters.py": "recorded_blocks_and_what_they_were_drawn_from",
         "models/test_mtp.py": "recorded_calls",
+        "samplers/causal/test_siblings.py": "the_plain_step_replays_a_recorded_verification "
+        "replays_a_recorded_verification",
         "tools/training/test_replay.py": "recorded_cases",
     },
     "structured": {

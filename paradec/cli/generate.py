@@ -46,7 +46,7 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         help="For speculative: a smaller causal model of the same vocabulary, a drafter of --model (EAGLE, DFlash, "
-        "DSpark), mtp (the model's own heads), or prompt_lookup."
+        "DSpark), mtp (the model's own heads), prompt_lookup, or token_recycling (with --set rule=naive)."
     ),
 ]
 Lines = Annotated[bool, typer.Option("--lines", help="Take every line of the prompt as a separate prompt.")]

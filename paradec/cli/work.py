@@ -194,12 +194,12 @@ OF_DRAFTERS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """A smaller causal model, a drafter that reads the base's hidden states (EAGLE, DFlash and others), the base's own
-    heads ("mtp"), or "prompt_lookup" as it is. options: as for `paradec.load`."""
+    heads ("mtp"), or the name of one that needs none as it is. options: as for `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
     from paradec.models.load_drafter import load_drafter
-    from paradec.samplers.causal.lookup import PromptLookup
+    from paradec.samplers.causal.drafting import NamedDrafter
 
-    if source == PromptLookup.name and not os.path.exists(source):
+    if source in NamedDrafter.kinds and not os.path.exists(source):
         return source
     if source == "mtp" and not os.path.exists(source):
         return load_drafter(base, kind="mtp")

@@ -304,14 +304,15 @@ class Sampler:
 
 
 def plain(value: Any) -> Any:
-    """Turn a setting into data that JSON can hold: a nested sampler becomes its `to_dict`, a model its name."""
+    """Turn a setting into data that JSON can hold: a nested sampler becomes its `to_dict`, a model or function its
+    name."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "facts"):
         return value.facts.name
     if isinstance(value, tuple):
         return [plain(entry) for entry in value]
-    return value
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else value
 
 
 class NotFinite(FloatingPointError):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.scd import SCD as SCD
     from paradec.samplers.causal.self_speculative import SelfSpeculative as SelfSpeculative
     from paradec.samplers.causal.sjd import SJD as SJD
+    from paradec.samplers.causal.sjd_pac import SJDPAC as SJDPAC
     from paradec.samplers.causal.speculative import Speculative as Speculative
     from paradec.samplers.causal.window import Jacobi as Jacobi
     from paradec.samplers.causal.zipar import ZipAR as ZipAR
@@ -137,6 +138,7 @@ registry = SamplerRegistry(
         "canvas": "paradec.samplers.renoising.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",
         "scd": "paradec.samplers.causal.scd:SCD",
+        "sjd_pac": "paradec.samplers.causal.sjd_pac:SJDPAC",
         "gsd": "paradec.samplers.causal.gsd:GSD",
         "lantern": "paradec.samplers.causal.lantern:Lantern",
         "lantern++": "paradec.samplers.causal.lantern:LanternPlusPlus",

@@ -92,7 +92,7 @@ def both(model: Any, prompts: list[Any], batch_size: int = 2, **request: Any) ->
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("name", ["sjd", "scd", "jacobi", "gsd", "lantern", "speculative"])
+@pytest.mark.parametrize("name", ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "lantern", "speculative"])
 def test_autoregressive_pictures_are_those_of_the_whole_list(llamagen: LlamaGenModel, name: str, scale: float) -> None:
     settings = {"drafter": tiny_llamagen(seed=1)} if name == "speculative" else {"window": 5}
     sampler = samplers.create(name, **settings)

@@ -29,7 +29,7 @@ MASKED = [
 ]
 SAID = [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")]
 SAID = [name for name in SAID if "logprobs" not in samplers.get(name).unsupported]
-CAUSAL = ["sjd", "scd", "jacobi", "gsd", "speculative", "tree", "dynamic"]
+CAUSAL = ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "speculative", "tree", "dynamic"]
 NEW = 12
 
 

@@ -228,7 +228,8 @@ def proteins(folder: Path) -> None:
 
 
 def drafters(folder: Path) -> None:
-    """Every second case, of drafters of other names. Rollouts and MTP: every second case, with other ids."""
+    """Every second case, of drafters of other names; every second verification of siblings. Rollouts and MTP: every
+    second case, with other ids."""
     for number, source in enumerate(sorted(path.parent for path in (GOLDEN / "drafters").glob("mtp-*/model"))):
         _heads(source, folder / f"heads {number}")
     source, target = (parent / "drafters" for parent in (GOLDEN / "drafters", folder))
@@ -245,6 +246,7 @@ def drafters(folder: Path) -> None:
         shared |= {f"{number}/{part.removeprefix(key)[1:]}": value for part, value in of_case.items()}
     write(target / "cases.json", kept)
     save_file(shared, target / "cases.safetensors")
+    renamed(folder / "sjd_pac", "drafters/sjd_pac")
     source, target = GOLDEN / "drafters" / "rollouts", folder / "rollouts"
     cases, tensors = list(enumerate(read(source / "cases.json")))[::2], load_file(source / "cases.safetensors")
     orders = {"sdar-tiny": checkpoint(source / "sdar-tiny", target / "sdar other")}
@@ -452,6 +454,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
             "[dflash2 other-zlab]",
             "test_recorded_calls[heads 1]",
             "recorded_cases[6]",
+            "replays_a_recorded_verification[case 9]",
         ),
     ),
     "structured": (

@@ -176,7 +176,7 @@ class ChainSampler(CausalSampler):
         state.check_current(proposal)
         rows = proposal.rows
         window = self._window(state, proposal)
-        drafted = state.verified(proposal.available)
+        drafted = self._drafted(state, proposal)
         found = self._verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
         count, written = self._written(state, proposal, found.tokens, self._final(state, proposal, found))
         selected = torch.arange(state.width, device=count.device) < count
@@ -193,6 +193,10 @@ class ChainSampler(CausalSampler):
         memory = state.memory.read(proposal.rows)
         q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
         return DraftWindow(proposal.quantities["p"], q, proposal.values, state.embeddings)
+
+    def _drafted(self, state: CausalState, proposal: Proposal) -> Tensor:
+        """[R, W] bool: slots whose drafts this step verifies."""
+        return state.verified(proposal.available)
 
     def _verify(self, window: DraftWindow, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
         return verify(window, drafted, chance, uniform)

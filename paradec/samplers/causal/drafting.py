@@ -29,11 +29,14 @@ from paradec.samplers.causal.drafts.block import DraftBlock
 from paradec.samplers.causal.drafts.chain import DraftChain
 from paradec.samplers.causal.drafts.dynamic_tree import GrownTree
 from paradec.samplers.causal.drafts.layers import DraftLayers
+from paradec.samplers.causal.drafts.named import NamedDrafter
 from paradec.samplers.causal.drafts.recurrent import RecurrentChain
 from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.static_tree import StaticTree
+from paradec.samplers.causal.drafts.stopping import Unconfident, cut
 from paradec.samplers.causal.drafts.walk import DraftWalk
 from paradec.samplers.causal.lookup import PromptLookup
+from paradec.samplers.causal.recycling import TokenRecycling
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
@@ -59,7 +62,8 @@ class DraftingSampler(ChainSampler):
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
             of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
             `paradec.load_drafter`. `to_dict` names it only. For methods that say so (`window_drafters`) also one that
-            fills a window by itself: "prompt_lookup" or a `paradec.samplers.causal.lookup.PromptLookup`.
+            fills a window by itself: "prompt_lookup" or a `paradec.samplers.causal.lookup.PromptLookup`; or a
+            `paradec.samplers.causal.recycling.TokenRecycling`, which has a tree of its own.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
             (`paradec.samplers.causal.trees.TREES`), or a `DynamicTree`; None is a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
@@ -77,7 +81,8 @@ class DraftingSampler(ChainSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "drafter", PromptLookup.of(self.drafter))
+        object.__setattr__(self, "drafter", NamedDrafter.of(self.drafter))
+        self._take_tree()
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
             raise ValueError(f"tree={shown(self.tree)} needs a drafter")
         if isinstance(self.tree, Mapping):  # as `to_dict` writes a dynamic one
@@ -91,19 +96,30 @@ class DraftingSampler(ChainSampler):
             object.__setattr__(self, "drafter", _wrapped(self.drafter))
         if self._own_slots is not None:
             self._check_window_drafter()
-        if self.drafter is not None and not self._looks_up:
+        if self.drafter is not None and not self._named:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
                     f"drafter={shown(self.drafter)} must be a causal model, from paradec.load or paradec.wrap say, "
-                    "'prompt_lookup', or a drafter from paradec.load_drafter"
+                    "'prompt_lookup', 'token_recycling', or a drafter from paradec.load_drafter"
                 )
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
 
+    def _take_tree(self) -> None:
+        """Take over the tree of a drafter that has one."""
+        if not isinstance(self.drafter, TokenRecycling):
+            return
+        if not self.window_drafters:
+            raise ValueError(f"drafter={self.drafter.name!r} is not for {self.name!r}; give a causal model")
+        own, given = tree_of(self.drafter.tree), self.tree
+        if given is not None and (isinstance(given, (DynamicTree, Mapping)) or Tree.of(given) != own):
+            raise ValueError(f"tree={shown(given)}: drafter={self.drafter.name!r} has its own tree, leave it out")
+        object.__setattr__(self, "tree", self.drafter.tree)
+
     def _check_window_drafter(self) -> None:
         """Raise ValueError for a drafter that fills a window by itself, where that is not taken or another setting says
         how much is drafted."""
-        name = self.drafter.name if self._looks_up else self.drafter.facts.name
+        name = self.drafter.name if self._named else self.drafter.facts.name
         if not self.window_drafters:
             raise ValueError(f"drafter={name!r} is not for {self.name!r}; give a causal model or an EAGLE drafter")
         if self.tree is not None:
@@ -121,12 +137,22 @@ class DraftingSampler(ChainSampler):
         return getattr(self.drafter, "slots", None)
 
     @property
+    def _named(self) -> bool:
+        """Whether no model drafts; q are one-hot then."""
+        return isinstance(self.drafter, NamedDrafter)
+
+    @property
     def _looks_up(self) -> bool:
         return isinstance(self.drafter, PromptLookup)
 
     def node_rule(self, state: CausalState) -> Rule:
         """How the nodes of a tree are drawn and verified."""
         raise NotImplementedError
+
+    @property
+    def _stop(self) -> Any:
+        """When a chain of drafts ends early: a rule of `paradec.samplers.causal.drafts.stopping`, or None."""
+        return None
 
     @property
     def _reads_features(self) -> bool:
@@ -147,7 +173,10 @@ class DraftingSampler(ChainSampler):
             raise ValueError(
                 f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
             )
-        if self.drafter is not None and not self._looks_up:
+        if self._named and self.tree is not None:
+            self.check_model(model)
+            self._check_tree(model)
+        elif self.drafter is not None and not self._named:
             self.check_model(model)
             own, small = model.facts, self.drafter.facts
             if small.vocab_size != own.vocab_size:
@@ -157,10 +186,13 @@ class DraftingSampler(ChainSampler):
                 )
             _check_vocabulary(model, self.drafter)
             self._bound(model)
-            for each in (model, self.drafter) if self.tree is not None else ():
-                if not (each.supports_store and each.supports_visibility):
-                    raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
+            self._check_tree(model, self.drafter)
         return super().start(model, prompt, request, **arguments)
+
+    def _check_tree(self, *models: Any) -> None:
+        for each in models if self.tree is not None else ():
+            if not (each.supports_store and each.supports_visibility):
+                raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
 
     def _bound(self, model: Any) -> Any:
         """The drafter, over this request's model where it reads that one's features."""
@@ -173,9 +205,14 @@ class DraftingSampler(ChainSampler):
 
     def memory(self) -> dict[str, MemorySpec]:
         specs = super().memory()
-        if self._looks_up:  # whose q are one-hot
+        if self._named:
             specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
-        return specs if self.tree is None else {name: specs[name] for name in ("drafts", "draft_distribution")}
+        if isinstance(self._stop, Unconfident):
+            specs["confidence"] = MemorySpec(("slot",), None, reset="sequence")
+        if self.tree is None:
+            return specs
+        more = self.drafter.memory() if isinstance(self.drafter, TokenRecycling) else {}
+        return {name: specs[name] for name in ("drafts", "draft_distribution")} | more
 
     def _layout(self, state: CausalState) -> TreeLayout:
         """Of the running rows' trees."""
@@ -195,11 +232,11 @@ class DraftingSampler(ChainSampler):
         if self._looks_up:
             self._draft_next(state, state.rows, None)
             return
-        limit = self.drafter.facts.max_length
+        limit = None if self._named else self.drafter.facts.max_length
         if limit is not None and limit < state.context.shape[1]:
             raise ValueError(f"drafter {self.drafter.facts.name} takes {limit} positions of {state.context.shape[1]}")
         own = state.drafting = Drafting(self._bound(model), *np.zeros((3, state.batch), np.int64))
-        if self.drafter.supports_store:
+        if not self._named and self.drafter.supports_store:
             own.store = self.drafter.make_store(*state.context.shape)
         if self.tree is not None:
             state.memory["drafts"] = torch.full_like(state.memory["drafts"], -1)
@@ -232,11 +269,13 @@ class DraftingSampler(ChainSampler):
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
             features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
         rows = rows[going]
-        self._source(state).fill(state, rows, features)
+        (source := self._source(state)).fill(state, rows, features)
+        if self._stop is not None and not isinstance(source, DraftChain):
+            cut(state, rows, self._stop)
 
     def _source(self, state: CausalState) -> DraftSource:
         """Where the next drafts come from."""
-        if self._looks_up:
+        if self._named:
             return self.drafter
         if self._own_slots is not None:
             return FILLS[self.drafter.fills]
@@ -244,7 +283,7 @@ class DraftingSampler(ChainSampler):
             return GrownTree(self.tree)
         if self.tree is not None:
             return StaticTree(tree_of(self.tree), self.node_rule(state))
-        return RecurrentChain() if self._reads_features else DraftChain()
+        return RecurrentChain() if self._reads_features else DraftChain(self._stop)
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
@@ -288,10 +327,13 @@ class DraftingSampler(ChainSampler):
         drafts = memory["drafts"].masked_fill(depths >= left, -1)
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
-        found = walk(tree, drafts, p, memory["draft_distribution"], self.node_rule(state), uniform, self.hits)
+        q = memory["draft_distribution"].expand_as(p)
+        found = walk(tree, drafts, p, q, self.node_rule(state), uniform, self.hits)
         node = found.nodes.clamp(min=0)
         scores = probability(p.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
+        if self._named:
+            quantities["logits"] = logits
         if state.logprobs is not None:
             log_p = state.log_distribution(p, logits, rows, committed + depths)
             quantities["log_p"] = log_p.take_along_dim(node.unsqueeze(-1), 1)
@@ -314,12 +356,22 @@ class DraftingSampler(ChainSampler):
         begins = torch.as_tensor(np.tile(fresh, state.branches), device=hidden.device).unsqueeze(1)
         return hidden.take_along_dim(torch.where(begins, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
 
+    def _evaluated_nodes(self, state: CausalState) -> Tensor:
+        """[R, N] int64: the tokens of a step over a tree, the last final one and the drafts before the row's end."""
+        rows, device = state.rows, state.context.device
+        left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
+        tokens = state.memory.read(rows)["drafts"].masked_fill(self._layout(state).depths.to(device) >= left, -1)
+        at = torch.as_tensor(state.committed[rows] - 1, device=device)
+        tokens[:, 0] = state.canvas[torch.as_tensor(rows, device=device), at]
+        return tokens
+
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         """As `ChainSampler.commit`."""
         if self.tree is None:
             return super().commit(state, proposal)
         state.check_current(proposal)
         rows, tokens = proposal.rows, proposal.values
+        evaluated = self._evaluated_nodes(state) if self._named else tokens
         count, written = self._written(state, proposal, tokens, proposal.quantities["accepted"] + 1)
         selected = torch.arange(tokens.shape[1], device=tokens.device) < count
         self._write(state, proposal.positions, rows, torch.where(selected, tokens, -1))
@@ -327,6 +379,8 @@ class DraftingSampler(ChainSampler):
         state.committed[rows] += written
         said = self._note(state, proposal, tokens, selected)
         self._advance(state, proposal)
+        if self._named:
+            self.drafter.observe(state, rows, evaluated, proposal.quantities["logits"])
         self._draft_next(state, rows, proposal.quantities.get("features"))
         state.rows = np.flatnonzero(state.committed < state.end)
         return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)

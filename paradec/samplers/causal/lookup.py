@@ -11,21 +11,21 @@ and a rejected one is resampled from p without it, which keeps the model's distr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int
+from paradec.samplers.causal.drafts.named import NamedDrafter
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT
 
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(NamedDrafter):
     """A drafter without a network: `create("speculative", drafter="prompt_lookup")`, or `drafter=PromptLookup(...)`.
 
     The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row by itself: drafts stop before
@@ -50,31 +50,6 @@ class PromptLookup:
     def slots(self) -> int:
         """Slots of a window: the next token and all drafts."""
         return self.prompt_lookup_num_tokens + 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """The drafter as plain data; `of` is the inverse."""
-        return {"drafter": self.name} | asdict(self)
-
-    @classmethod
-    def of(cls, given: Any) -> Any:
-        """What a sampler's setting `drafter` means: its name or its data make a `PromptLookup`, anything else is
-        given back.
-
-        Raises:
-            ValueError: another name, or a setting that it does not have.
-        """
-        if isinstance(given, str):
-            given = {"drafter": given}
-        if not isinstance(given, Mapping):
-            return given
-        if given.get("drafter") != cls.name:
-            raise ValueError(
-                f"drafter={shown(given.get('drafter'))} is no drafter's name; give a model, or {cls.name!r}"
-            )
-        try:
-            return cls(**{key: value for key, value in given.items() if key != "drafter"})
-        except TypeError as error:
-            raise ValueError(f"drafter={shown(dict(given))}: {error}") from None
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
         """Draft for rows [R]: see `paradec.samplers.causal.drafts.source.DraftSource`."""

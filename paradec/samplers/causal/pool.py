@@ -19,25 +19,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_int
-from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
-from paradec.samplers.causal.base import proposed, read_logits
-from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.branches import BranchedChain, Path
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import TreeLayout
-from paradec.samplers.causal.verification import DraftWindow, Verified, probability
+from paradec.samplers.causal.verification import DraftWindow, Verified
 
 
 @dataclass(frozen=True)
-class PooledChain(ChainSampler):
+class PooledChain(BranchedChain):
     """A window beside which n-grams of a pool are verified. For methods that commit what this step draws, with draws
     that belong to positions.
 
@@ -61,77 +57,42 @@ class PooledChain(ChainSampler):
     def check_model(self, model: Any) -> None:
         """As for all; ValueError for a pool beside a model whose queries cannot hold branches."""
         super().check_model(model)
-        if self.pool and not (model.supports_store and model.supports_visibility):
-            raise ValueError(f"pool={self.pool} needs a model that runs over a store; {model.facts.name} does not")
+        if self.pool:
+            self._check_branches("pool", model)
 
     def memory(self) -> dict[str, MemorySpec]:
         pooled = {"pool": MemorySpec((self.pool_size, self.ngram), torch.int64, -1, reset="sequence")}
         return super().memory() | (pooled if self.pool else {})
 
     def _tree(self, state: CausalState) -> TreeLayout | None:
-        """The window's chain and the branches; None where there are none."""
         length = min(self.ngram, state.width) - 1
         return layout(state.width, self.pool, length) if self.pool and length else None
 
     def _nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
-        """[R, N] int64: the running rows' drafts, -1 where a node has none and after the row's end."""
         rows, memory = state.rows, state.memory.read(state.rows)
         index = torch.as_tensor(rows, device=state.context.device)
         last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
         branches = beginning_with(memory["pool"], last, self.pool, min(self.ngram, state.width) - 1)
         root = torch.full_like(last, -1).unsqueeze(1)
-        drafts = torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
-        left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=index.device)
-        return drafts.masked_fill(tree.depths.to(index.device) >= left, -1)
+        return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
 
-    def query(self, state: CausalState) -> list[CausalQuery]:
-        """As `ChainSampler.query`; with a pool, the n-grams that begin with the last final token are beside the
-        window, and the store takes final tokens alone."""
-        if (tree := self._tree(state)) is None:
-            return super().query(state)
-        rows = state.rows
-        # what the last step made final was evaluated as a draft, which the store did not take
-        last = state.accepted[-1][rows] if state.accepted else 0
-        held = np.where(state.row_step[rows] > 0, state.committed[rows] - last, state.reused[rows])
-        begin = np.where(held > 0, held + state.shift[:, rows], 0)
-        wanted = np.arange(tree.parents.shape[1])
-        return [tree_query(state, state.store, rows, tree, self._nodes(state, tree), begin, len(wanted) - 1, wanted)]
-
-    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """As `ChainSampler.propose`, of the branch that the model's draws follow longest. Quantities besides: "drafts"
-        [R, W], of that branch up to where it ends; "said" [R, G, n], the step's n-grams."""
-        if (tree := self._tree(state)) is None:
-            return super().propose(state, outputs, queries)
-        rows, logits, width = state.rows, read_logits(state, outputs, queries), state.width
-        device, guided = logits.device, logits
-        positions = torch.as_tensor(state.committed[rows, None], device=device) + tree.depths.to(device)
-        if state.masks is not None:
-            logits = state.masks.of_nodes(state, logits, rows, tree.parents, self._nodes(state, tree))
-        p = state.distribution(logits, rows, positions)
+    def _path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+        """That of the branch that the model's draws follow longest. Quantities besides: "said" [R, G, n], the step's
+        n-grams."""
+        rows, width, device = state.rows, state.width, p.device
         tokens = self._fresh(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
-        depth, node = longest(tree, self._nodes(state, tree), tokens)
-        slot, own = torch.arange(width, device=device), positions[:, :width]
+        depth, node = longest(tree, nodes, tokens)
+        drawn = tokens.gather(1, node)
         slots = torch.as_tensor(self._evaluated(state)[:, None], device=device)
-        drawn, taken = tokens.gather(1, node), p.take_along_dim(node.unsqueeze(-1), 1)
-        quantities = {
-            "p": taken,
-            "uniform": torch.zeros((*drawn.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
-            "top_logit": logits.amax(-1),
+        return Path(
+            node,
+            p.take_along_dim(node.unsqueeze(-1), 1),
+            drawn,
             # each draft of the branch is what was drawn before it; after its end nothing is verified
-            "drafts": torch.where(slot < depth, drawn, -1),
-            "said": said(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram),
-        }
-        if state.logprobs is not None:
-            quantities["log_p"] = state.log_distribution(taken, logits.take_along_dim(node.unsqueeze(-1), 1), rows, own)
-        if state.rollout is not None:
-            quantities["logits"] = guided.take_along_dim(node.unsqueeze(-1), 1)
-        return proposed(state, queries, drawn, own, probability(taken, drawn), slot < slots, quantities)
-
-    def _window(self, state: CausalState, proposal: Proposal) -> DraftWindow:
-        window = super()._window(state, proposal)
-        if "drafts" in proposal.quantities:
-            window.drafts.tokens = proposal.quantities["drafts"]
-        return window
+            torch.where(torch.arange(width, device=device) < depth, drawn, -1),
+            torch.zeros((*drawn.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
+            {"said": said(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
+        )
 
     def _draft(
         self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor

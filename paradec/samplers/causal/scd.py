@@ -10,21 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paradec.core.checks import check_choice
+from paradec.samplers.causal.siblings import SiblingChain
 from paradec.samplers.causal.sjd import SJD
 
 COUPLINGS = ("gumbel", "maximal")
 
 
 @dataclass(frozen=True)
-class SCD(SJD):
+class SCD(SiblingChain, SJD):
     """SJD with coupled drafts: "gumbel" keeps one noise vector per position, "maximal" keeps the draft of every slot
     with probability min(1, p / q) (`paradec.samplers.causal.verification.coupled`).
 
     Lossless under the conditions of SJD, since a coupling does not change each draft's own distribution. The q of a
     kept draft is this step's p; the public code of the maximal coupling keeps the old q and is therefore biased.
 
+    With `siblings` each of the next window's first `branching` slots has several drafts (SJD-PAC,
+    `paradec.samplers.causal.siblings`).
+
     Args:
         refresh: the coupling. See `JacobiSampler` in `window.py` for the rest.
+        siblings, branching: see `paradec.samplers.causal.siblings.SiblingChain`.
     """
 
     refresh: str = "gumbel"

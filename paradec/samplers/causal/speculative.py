@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from paradec.core.checks import check_choice
+from paradec.core.checks import check_choice, shown
 from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.drafts.stopping import Unconfident, rule_of
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
 from paradec.samplers.causal.verification import DraftWindow
@@ -34,6 +35,8 @@ class Speculative(DraftingSampler):
             of transformers as it is, or one of the same image family; or an EAGLE, DFlash, DSpark or MTP drafter of
             this very model, from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what
             followed the same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
+            Or "token_recycling" with rule="naive", the likeliest tokens after each token as the model last said them:
+            `paradec.samplers.causal.recycling.TokenRecycling`.
             Or "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
             window by themselves (prompt lookup, DFlash, DSpark, several MTP layers) set their number; leave `window`
@@ -42,10 +45,16 @@ class Speculative(DraftingSampler):
             EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
             EAGLE-2's "naive".
+        stop: ends a chain of drafts before its window is full: a callable that is told q and the drafts so far and
+            says after which draft to stop, or `Unsure` or `Unconfident` (DSpark's confidence) of
+            `paradec.samplers.causal.drafts.stopping`. Whatever it says, the result is exact. A smaller model makes no
+            further forward for a row then; other drafters have made their drafts, and fewer are verified. `to_dict`
+            names a function only.
     """
 
     window: int = 5
     rule: str = "without_replacement"
+    stop: Any = None
 
     name = "speculative"
     paper = "Speculative decoding"
@@ -64,14 +73,35 @@ class Speculative(DraftingSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("rule", self.rule, RULES)
-        if isinstance(self.tree, DynamicTree) and self.rule != "naive":
-            raise ValueError(f"rule={self.rule!r} is not exact for a DynamicTree, whose drafts are taken; use 'naive'")
+        object.__setattr__(self, "stop", rule_of(self.stop))
+        self._check_stop()
+        taken = isinstance(self.tree, DynamicTree) or (self._named and self.tree is not None)
+        if taken and self.rule != "naive":
+            what = f"drafter={self.drafter.name!r}" if self._named else "a DynamicTree"
+            raise ValueError(f"rule={self.rule!r} is not exact for {what}, whose drafts are taken; use 'naive'")
         if self.tree is not None and self.rule == "greedy":
             tree = tree_of(self.tree)
             counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
             if len({depth for depth, _ in counts}) < len(counts):
                 raise ValueError(
                     f"rule='greedy' needs as many children at every node of a depth; tree={self.tree} has not"
+                )
+
+    @property
+    def _stop(self) -> Any:
+        return self.stop
+
+    def _check_stop(self) -> None:
+        if self.stop is None:
+            return
+        if self.tree is not None or self._named:
+            what = f"drafter={self.drafter.name!r}" if self._named else f"tree={shown(self.tree)}"
+            raise ValueError(f"stop={shown(self.stop)} is for chains that a model drafts, not for {what}: leave it out")
+        if isinstance(self.stop, Unconfident) and self.drafter is not None:
+            if getattr(getattr(self.drafter, "module", None), "confidence_head", None) is None:
+                raise ValueError(
+                    f"stop={shown(self.stop)} needs a drafter with a confidence head (DSpark's); "
+                    f"{self.drafter.facts.name} has none"
                 )
 
     def accept(self, window: DraftWindow) -> Tensor:

@@ -203,13 +203,27 @@ RULES: dict[str, Rule] = {
 }
 
 
+def _grown(*counts: str) -> tuple[tuple[int, ...], ...]:
+    """Paths of a tree, from how many children each node of a depth has, a digit a node."""
+    found: list[tuple[int, ...]] = []
+    nodes: list[tuple[int, ...]] = [()]
+    for digits in counts:
+        nodes = [(*path, i) for path, count in zip(nodes, digits, strict=True) for i in range(int(count))]
+        found += nodes
+    return tuple(found)
+
+
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "mc_sim_7b_63": tuple(
         tuple(map(int, path))
         for path in "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
     ),
+    "2.2.2": _grown(
+        "8", "84321111", "832111112100100101100", "5211100010010000001001100", "311001000010100", "20010000"
+    ),
 }
-"""Published static trees by the name that their code gives them: EAGLE's, which LANTERN's command line takes too."""
+"""Published static trees by the name that their code gives them: EAGLE's, which LANTERN's command line takes too, and
+Token Recycling's (`paradec.samplers.causal.recycling`)."""
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,18 @@ OVER_STORES: dict[str, dict[str, Any]] = {
     "tree": {"sampler": "speculative", "tree": (3, 2, 1)},
     "dynamic": {"sampler": "speculative", "tree": DynamicTree(5, 2, 2), "rule": "naive"},
     "lookup": {"sampler": "speculative", "drafter": "prompt_lookup"},
+    "recycling": {"sampler": "speculative", "drafter": "token_recycling", "rule": "naive"},
+    "sjd_pac": {"window": 4, "siblings": 3, "branching": 2},
+    "gumbel siblings": {"sampler": "scd", "window": 4, "siblings": 3},
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("tree", "lookup") else pytest.mark.full) for name in OVER_STORES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("tree", "lookup", "sjd_pac") else pytest.mark.full)
+        for name in OVER_STORES
+    ],
 )
 def test_every_answer_fits(name: str, causal: Model) -> None:
     settings = {"sampler": name} | OVER_STORES[name]

@@ -30,15 +30,19 @@ class DraftWalk(DraftBlock):
         last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
         token = state.context[torch.as_tensor(rows, device=device), last]
         uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
-        drafts, every_q = [], []
+        drafts, every_q, sure = [], [], []
         with torch.no_grad():
             walk = drafter.walk(found, lambda parts: read_logits(state, [parts], [query]), state.allowed)
             for slot in range(positions.shape[1]):
                 at = positions[:, slot : slot + 1]
+                if "confidence" in state.memory:
+                    sure.append(walk.confidence(slot, token).sigmoid())
                 q = state.distribution(walk.logits(slot, token).unsqueeze(1), rows, at)
                 token = _drawn_from(q, None if state.prescribes else walk.candidates_of(slot), uniform[:, slot])
                 drafts.append(token)
                 every_q.append(q)
+        if sure:
+            state.memory.write("confidence", rows, torch.nn.functional.pad(torch.stack(sure, 1), (0, 1)))
         return torch.stack(drafts, 1), checked(own, rows, torch.cat(every_q, 1))
 
 

@@ -1,0 +1,129 @@
+"""When a chain of drafts ends before its window is full.
+
+A rule is called after a draft and says whether the window ends with it. That draft is verified in any case, so that
+whether the next one is depends on what was drafted before it, and never on itself: every rule is exact. (To draft a
+token and then leave it out where its probability is low is not: it favours likely tokens.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, check_number, shown
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.verification import DraftDistributions
+
+StopRule = Callable[[Tensor, Tensor], Tensor]
+"""From q [R, k, V] of the drafts so far and these, [R, k] int64, whether each row's window ends here, [R] bool. A row's
+answer may depend on that row alone."""
+
+
+@dataclass(frozen=True)
+class Unsure:
+    """Stop where the drafter was not sure of its draft x: q(x) < threshold, as transformers'
+    `assistant_confidence_threshold` and SWIFT (arXiv 2410.06916) have it. With `product`, where 1 - q(x_1) ... q(x_k) >
+    threshold: SpecDec++'s criterion (arXiv 2405.19715), which has a trained head in the place of q.
+
+    Args:
+        threshold: from 0 to 1. product: see above. least: drafts before it may stop (SpecDec++ drafts 2 at least).
+    """
+
+    threshold: float = 0.4
+    product: bool = False
+    least: int = 1
+
+    name: ClassVar[str] = "unsure"
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_int("least", self.least, low=1)
+
+    def __call__(self, q: Tensor, drafts: Tensor) -> Tensor:
+        """See `StopRule`."""
+        chance = q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+        found = 1 - chance.prod(1) > self.threshold if self.product else chance[:, -1] < self.threshold
+        return found & (drafts.shape[1] >= self.least)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rule as plain data."""
+        return {"stop": self.name} | asdict(self)
+
+
+@dataclass(frozen=True)
+class Unconfident:
+    """Stop before the first draft whose confidence, as the drafter's own head says it, is below the threshold (DSpark).
+    The head reads the row's state and the token before the draft. The first draft is always verified.
+
+    Args:
+        threshold: from 0 to 1.
+    """
+
+    threshold: float = 0.5
+
+    name: ClassVar[str] = "unconfident"
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rule as plain data."""
+        return {"stop": self.name} | asdict(self)
+
+
+RULES: dict[str, Any] = {rule.name: rule for rule in (Unsure, Unconfident)}
+
+
+def rule_of(given: Any) -> Any:
+    """What a sampler's setting `stop` means: a name or a rule's data make one, a callable is one.
+
+    Raises:
+        ValueError: anything else, or a setting that a rule does not have.
+    """
+    if given is None or isinstance(given, Unconfident) or callable(given):
+        return given
+    data = {"stop": given} if isinstance(given, str) else given
+    if not isinstance(data, Mapping) or data.get("stop") not in RULES:
+        raise ValueError(
+            f"stop={shown(given)} must be a callable of q and drafts, or {' or '.join(map(repr, RULES))} for one of "
+            "paradec.samplers.causal.drafts.stopping"
+        )
+    try:
+        return RULES[data["stop"]](**{key: value for key, value in data.items() if key != "stop"})
+    except TypeError as error:
+        raise ValueError(f"stop={shown(given)}: {error}") from None
+
+
+def ends(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
+    """[R] bool on the host: what a rule says.
+
+    Raises:
+        ValueError: it returns something else.
+    """
+    found = rule(q, drafts)
+    if not isinstance(found, Tensor) or found.shape != drafts.shape[:1] or found.dtype != torch.bool:
+        raise ValueError(f"stop={shown(rule)} returned {shown(found)}; it must return [R] bool, R={len(drafts)}")
+    return found.cpu().numpy()
+
+
+def cut(state: CausalState, rows: np.ndarray, rule: Any) -> None:
+    """End the windows of rows, which are full, as a rule says."""
+    memory, most = state.memory.read(rows), state.width - 1
+    if isinstance(rule, Unconfident):
+        sure = memory["confidence"][:, 1:most] >= rule.threshold
+        state.drafted[rows] = 1 + sure.long().cumprod(1).sum(1).cpu().numpy()
+        return
+    q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess).at()
+    count, going = np.full(len(rows), most), np.arange(len(rows))
+    for k in range(1, most):
+        index = torch.as_tensor(going, device=q.device)
+        stops = ends(rule, q[index, :k], memory["drafts"][index, :k])
+        count[going[stops]] = k
+        if not len(going := going[~stops]):
+            break
+    state.drafted[rows] = count

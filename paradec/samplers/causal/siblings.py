@@ -1,0 +1,249 @@
+"""Siblings of the drafts that come next: SJD-PAC's proactive drafting (arXiv 2603.18599).
+
+The token that replaces a rejected draft, or comes after the last accepted one, changes what the model says of the slots
+after it, so that the next window's first drafts are the ones most often rejected. Each of its first `branching` slots
+therefore holds `siblings` distinct drafts, the same below every parent, and the slots after these one draft below the
+path of the first siblings. All of this tree is evaluated in one forward.
+
+With the "maximal" coupling the first slots are verified by `paradec.samplers.causal.trees.walk`, whose rule is
+"without_replacement": the first sibling was drawn from the slot's q, the others from what is left of q without those
+before. The slots after it are those of a window. With the "gumbel" one a slot's token is argmax(log p + g), g being the
+noise of its position; it is a hit if it is among the siblings, which are the tokens of largest log q + g.
+
+Both are exact: what happens at a position reads random numbers of earlier positions and its own alone, and, given
+these, its first draft has the distribution q and the other siblings are new draws. The paper's public code is not
+(docs/fidelity.md).
+
+`R` rows, `W` slots, `K` siblings, `B` slots that have them, `N` nodes, `V` tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_int
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Proposal
+from paradec.samplers.causal.base import DRAFT_STREAM
+from paradec.samplers.causal.branches import BranchedChain, Path
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.trees import MOST_NODES, RULES, Tree, TreeLayout, tree_of, walk
+from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, Verified, at_slots
+from paradec.samplers.causal.window import JacobiSampler
+from paradec.samplers.distributions import log_of
+
+RULE = RULES["without_replacement"]
+
+
+@dataclass(frozen=True)
+class SiblingTree:
+    """A window's chain with siblings in its first slots."""
+
+    first: Tree
+    """Down to depth B: K children below every node."""
+    place: Tensor
+    """[n] int64: where its nodes are among all."""
+    layout: TreeLayout
+    """Of all nodes: the root, the chain of W - 1 drafts, and the other nodes of `first` in their order."""
+
+
+@lru_cache(maxsize=64)
+def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
+    """The tree of a window of `width` slots, more than `branching`."""
+    first = tree_of((siblings,) * branching)
+    place = [0]
+    for path in first.paths:
+        others = 1 + max(width - 1, *place)
+        place.append(others if any(path) else len(path))
+    at = dict(zip(((), *first.paths), place, strict=True))
+    parents = [*range(-1, width - 1), *(at[path[:-1]] for path in first.paths if any(path))]
+    return SiblingTree(first, torch.tensor(place), TreeLayout(torch.tensor([parents]), width - 1, siblings))
+
+
+@dataclass(frozen=True)
+class SiblingChain(BranchedChain, JacobiSampler):
+    """A window whose first slots have siblings.
+
+    Args:
+        siblings: drafts of each of the first slots; 1 is the window alone, and so is temperature 0, where a
+            distribution has one token.
+        branching: slots that have siblings, as far as the window has so many drafts. siblings + siblings**2 + ... up to
+            this power is at most 255, and so many nodes more than the window's drafts in these slots are evaluated.
+    """
+
+    siblings: int = 1
+    branching: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("siblings", self.siblings, low=1, high=MOST_NODES - 1)
+        check_int("branching", self.branching, low=1, high=MOST_NODES - 1)
+        if self.siblings > 1:
+            nodes = sum(self.siblings**depth for depth in range(1, min(self.branching, 8) + 1))
+            if nodes >= MOST_NODES:
+                raise ValueError(
+                    f"branching={self.branching} slots of siblings={self.siblings} make more than {MOST_NODES - 1} "
+                    "nodes; give fewer of either"
+                )
+
+    def check_model(self, model: Any) -> None:
+        """As for all; ValueError for siblings on a model whose queries cannot hold branches."""
+        super().check_model(model)
+        if self.siblings > 1:
+            if getattr(model, "any_order", False):
+                raise ValueError(
+                    f"siblings={self.siblings} belong to a text's next positions; {model.facts.name} is a model of any "
+                    "order: leave it at 1"
+                )
+            self._check_branches("siblings", model)
+
+    def memory(self) -> dict[str, MemorySpec]:
+        own = {"siblings": MemorySpec((self.branching, self.siblings - 1), torch.int64, -1, reset="sequence")}
+        return super().memory() | (own if self.siblings > 1 else {})
+
+    def _siblings_of(self, state: CausalState) -> SiblingTree | None:
+        branching = min(self.branching, state.width - 1)
+        if self.siblings == 1 or branching < 1 or state.request.temperature == 0:
+            return None
+        return sibling_tree(state.width, self.siblings, branching)
+
+    def _tree(self, state: CausalState) -> TreeLayout | None:
+        return None if (tree := self._siblings_of(state)) is None else tree.layout
+
+    def _nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
+        memory, own = state.memory.read(state.rows), self._siblings_of(state)
+        assert own is not None
+        drafts, depth = memory["drafts"], own.first.depth
+        every = torch.cat((drafts[:, :depth, None], memory["siblings"][:, :depth]), 2)
+        others = [(len(path) - 1, path[-1]) for path in own.first.paths if any(path)]
+        slot, child = torch.tensor(others, device=drafts.device).T
+        return torch.cat((torch.full_like(drafts[:, :1], -1), drafts[:, :-1], every[:, slot, child]), 1)
+
+    # ---- verification ---------------------------------------------------------------------------------------------
+
+    def _path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+        """That of the accepted siblings, then of the first ones; from slot B on the chain."""
+        own = self._siblings_of(state)
+        assert own is not None
+        own_positions = positions[:, : state.width]
+        uniform = self._uniform(state, own_positions)[0]
+        if self.refresh == "maximal":
+            return self._verified_path(state, own, nodes, p, own_positions, uniform)
+        return self._drawn_path(state, own, nodes, p, own_positions, uniform)
+
+    def _verified_path(
+        self, state: CausalState, own: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
+    ) -> Path:
+        rows, depth, place = state.rows, own.first.depth, own.place.to(p.device)
+        memory = state.memory.read(rows)
+        q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
+        slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
+        at = torch.tensor(own.first.depths, device=p.device).clamp(max=depth - 1)
+        # per slot: u of the first sibling, u of the others, and the number of the draw when none is accepted
+        more = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
+        numbers = torch.cat((uniform[:, : depth + 1, 1:2], more, uniform[:, : depth + 1, 2:]), 2)
+        found = walk(own.first, nodes[:, place], p[:, place], q.at(slot)[:, at], RULE, numbers, hits=False)
+        path, last = followed(own, found.nodes, found.accepted)
+        taken = p.take_along_dim(path.unsqueeze(-1), 1)
+        fresh = self._fresh(state, taken, positions, uniform[..., 0])
+        column = torch.arange(state.width, device=p.device)
+        stops = (column == found.accepted.unsqueeze(1)) & ~last.unsqueeze(1)
+        done = column < found.accepted.unsqueeze(1)
+        walked = torch.nn.functional.pad(found.tokens, (0, state.width - depth - 1))
+        drafts = torch.where(done, walked, memory["drafts"]).masked_fill(stops, -1)
+        fresh = torch.where(stops, walked, fresh)
+        return Path(path, taken, fresh, drafts, uniform[..., 1:].masked_fill(done.unsqueeze(-1), 0))
+
+    def _drawn_path(
+        self, state: CausalState, own: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
+    ) -> Path:
+        device, first = p.device, own.first
+        children, place = first.children.to(device), own.place.to(device)
+        row, near = torch.arange(len(p), device=device), nodes[:, place]
+        node, going = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
+        reached, hits = [node], []
+        for depth in range(first.depth):
+            here = p[row, place[node]].unsqueeze(1)
+            token = self._fresh(state, here, positions[:, depth : depth + 1], uniform[:, depth : depth + 1, 0])
+            same = near.gather(1, children[node]) == token
+            going = going & same.any(1)
+            hits.append(going)
+            node = torch.where(going, children[node].gather(1, same.int().argmax(1, keepdim=True)).squeeze(1), -1)
+            reached.append(node)
+            node = node.clamp(min=0)
+        accepted = torch.stack(hits, 1).sum(1)
+        path, last = followed(own, torch.stack(reached, 1), accepted)
+        taken = p.take_along_dim(path.unsqueeze(-1), 1)
+        fresh = self._fresh(state, taken, positions, uniform[..., 0])
+        # the chain goes on where its drafts are what is drawn
+        right = state.memory.read(state.rows)["drafts"] == fresh
+        right[:, : first.depth] = torch.stack(hits, 1)
+        right[:, first.depth :] &= last.unsqueeze(1)
+        drafts = torch.where(right.long().cumprod(1).bool(), fresh, -1)
+        return Path(path, taken, fresh, drafts, torch.zeros_like(uniform[..., 1:]))  # nothing is left to chance
+
+    # ---- the next siblings ----------------------------------------------------------------------------------------
+
+    def _first_drafts(self, state: CausalState, model: Any) -> None:
+        super()._first_drafts(state, model)
+        self._put_siblings(state, state.rows)
+
+    def _draft(
+        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
+    ) -> None:
+        super()._draft(state, proposal, window, found, count)
+        self._put_siblings(state, proposal.rows)
+
+    def _put_siblings(self, state: CausalState, rows: np.ndarray) -> None:
+        """Siblings of the first drafts of rows."""
+        if (own := self._siblings_of(state)) is None or not len(rows):
+            return
+        memory, depth = state.memory.read(rows), own.first.depth
+        positions = state.positions(rows)[:, :depth]
+        q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
+        slot = torch.arange(depth, device=positions.device).expand(len(rows), -1)
+        rest = q.at(slot).scatter(-1, memory["drafts"][:, :depth, None], 0)
+        if self.refresh == "gumbel":
+            drawn = nearest(rest, at_slots(memory["noise"], positions % state.width), self.siblings - 1)
+        else:
+            # number 0 is the guess's
+            uniform = state.uniform(rows, positions, self.siblings, DRAFT_STREAM)[..., 1:]
+            drawn = RULE.children(rest.flatten(0, 1), self.siblings - 1, uniform.flatten(0, 1)).view_as(uniform)
+        missing = (0, self.siblings - 1 - drawn.shape[2], 0, self.branching - depth)
+        state.memory.write("siblings", rows, torch.nn.functional.pad(drawn, missing, value=-1))
+
+
+def followed(own: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """What a walk of the first slots goes on with.
+
+    Args:
+        nodes: [R, B + 1] int64: of `own.first`, those reached, -1 after the last. accepted: [R] int64.
+
+    Returns:
+        [R, W] int64: the node of each slot among all, along the nodes reached and then the first siblings, from slot B
+        on the chain. [R] bool: whether the walk has reached the last node of the chain's first slots, where it goes on.
+    """
+    depth, device = own.first.depth, nodes.device
+    children, place = own.first.children.to(device), own.place.to(device)
+    node, path = nodes[:, 0], [nodes[:, 0]]
+    for at in range(1, depth):
+        node = torch.where(nodes[:, at] >= 0, nodes[:, at], children[node, 0])
+        path.append(node)
+    reached = torch.where(nodes[:, depth] >= 0, place[nodes[:, depth].clamp(min=0)], depth)
+    chain = torch.arange(depth + 1, own.layout.depth + 1, device=device).expand(len(nodes), -1)
+    whole = torch.cat((place[torch.stack(path, 1)], reached.unsqueeze(1), chain), 1)
+    return whole, (accepted == depth) & (reached == depth)
+
+
+def nearest(q: Tensor, noise: Tensor, count: int) -> Tensor:
+    """The tokens of largest log q + g: [R, B, count] int64 of q and noise [R, B, V], fewer where V is; -1 where q has
+    no further token."""
+    best = (log_of(q) + noise).topk(min(count, q.shape[-1]), -1)
+    return best.indices.masked_fill(best.values.isinf(), -1)

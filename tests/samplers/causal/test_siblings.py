@@ -1,0 +1,423 @@
+"""SJD-PAC: its recorded verifications, a plain restatement whose distribution is enumerated, and whole decodes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_drafters import NEGATIVE, PROMPTS, answers, tiny_base
+from image_models import tiny_llamagen
+from jacobi_runs import GRID, TableModel, exactness
+from places import golden
+
+import paradec
+from paradec.core import rng
+from paradec.core.protocol import decode
+from paradec.samplers.causal.base import DRAFT_STREAM
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.siblings import RULE, nearest, sibling_tree
+from paradec.samplers.causal.sjd_pac import SJDPAC
+from paradec.samplers.causal.window import Jacobi
+
+Weights = list[float]
+Draw = Callable[[Weights, float], int]
+Coin = Callable[[float, float], bool]
+
+
+def draw(weights: Weights, number: float) -> int:
+    at = int((np.cumsum(weights) > number * sum(weights)).argmax())
+    return at
+
+
+def normalized(weights: Weights) -> Weights:
+    return [weight / sum(weights) for weight in weights]
+
+
+def without(p: Weights, q: Weights) -> Weights:
+    left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+    return left if sum(left) > 0 else p
+
+
+def plain(case: dict[str, Any], law: Callable[[tuple[int, ...]], Weights], draw: Draw, coin: Coin, last: bool) -> Any:
+    """A step in plain Python: the tokens that become final, and the first drafts and q that are left.
+
+    Args:
+        case: "drafts" [W - 1][K or 1], "q" [W - 1][V], "branching", and numbers "u" [W][K], "v" [W]; "end" is
+            the chain's in its last slot, where that is another one.
+        law: p after a path of child numbers. coin: whether something of this chance happens, by a number.
+        last: whether what the last slot says is a draft of the next window.
+    """
+    width, branching, path, made = len(case["drafts"]) + 1, case["branching"], [], []
+    end = case.get("end", case["v"][width - 1])
+    for slot in range(width):
+        p, chosen = law(tuple(path)), -1
+        there = slot < width - 1 and (slot < branching or not any(path))
+        q = case["q"][slot] if there else []
+        for child, x in enumerate(case["drafts"][slot] if there else []):
+            if x < 0:
+                break
+            if coin(min(1.0, p[x] / q[x]), case["u"][slot][child]):
+                chosen = child
+                break
+            p = normalized(without(p, q))
+            rest = [0.0 if token == x else weight for token, weight in enumerate(q)]
+            q = normalized(rest) if sum(rest) > 0 else q
+        if chosen < 0:
+            chain = slot >= branching and not any(path)
+            made.append(draw(p, end if slot == width - 1 and chain else case["v"][slot]))
+            break
+        made.append(case["drafts"][slot][chosen])
+        path.append(chosen)
+    left = []
+    for slot in range(len(made), width if last else width - 1):
+        p = law(tuple((path + [0] * slot)[:slot]) if slot < branching else (0,) * slot)
+        if slot == width - 1:
+            left.append((draw(p, end), p))
+            continue
+        x, q = case["drafts"][slot][0], case["q"][slot]
+        kept = coin(min(1.0, p[x] / q[x]), case["u"][slot][0])
+        left.append((x if kept else draw(without(p, q), case["v"][slot]), p))
+    return made, left
+
+
+def siblings_of(q: Weights, first: int, draw: Draw, numbers: Weights) -> list[int]:
+    """A slot's drafts: the first, and others drawn without replacement."""
+    found, q = [first], [*q]
+    for number in numbers:
+        q[found[-1]] = 0.0
+        if sum(q) <= 0:
+            return found + [-1] * (len(numbers) + 1 - len(found))
+        found.append(draw(q, number))
+    return found
+
+
+def by_number(chance: float, number: float) -> bool:
+    return number < chance
+
+
+# ---- recorded verifications -----------------------------------------------------------------------------------------
+
+RECORDED = [pytest.param(path, id=path.stem) for path in sorted(golden("drafters").glob("sjd_pac/*.json"))]
+
+
+@pytest.mark.parametrize("path", RECORDED)
+def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
+    case = json.loads(path.read_text())
+    expected, vocab = case["expected"], case["vocab"]
+    made, left = plain(case, lambda at: case["laws"][",".join(map(str, at))], draw, by_number, last=False)
+    assert (made, len(left)) == (expected["committed"], expected["kept"])
+    left += [(int(case["g"][slot] * vocab), [1 / vocab] * vocab) for slot in range(len(left), case["window"] - 1)]
+    others = [case["siblings"] - 1 if slot < case["branching"] else 0 for slot in range(len(left))]
+    drafts = [siblings_of(q, x, draw, case["t"][slot][: others[slot]]) for slot, (x, q) in enumerate(left)]
+    assert drafts == expected["drafts"]
+    torch.testing.assert_close(torch.tensor([q for _, q in left]), torch.tensor(expected["q"]))
+
+
+@pytest.mark.parametrize("path", RECORDED)
+def test_replays_a_recorded_verification(path: Path) -> None:
+    """A step of the sampler with every number supplied. The recorded window ends before what its last slot says; here
+    that is a draft."""
+    case = json.loads(path.read_text())
+    vocab, width, count, depth = (case[name] for name in ("vocab", "window", "siblings", "branching"))
+    expected, model = case["expected"], TableModel.random(case["vocab"], seed=0)
+    sampler = SCD(window=width, refresh="maximal", siblings=count, branching=depth)
+    state = sampler.start(model, [[0, 1]], max_new_tokens=3 * width)
+    moved = len(expected["committed"])
+
+    def uniform(rows: Any, positions: torch.Tensor, size: int, stream: Any, ahead: Any = None) -> torch.Tensor:
+        found = torch.full((*positions.shape, size), 0.5, dtype=torch.float64)
+        streams = torch.as_tensor(stream).expand(positions.shape[1])
+        for column, (position, own) in enumerate(zip(positions[0].tolist(), streams.tolist(), strict=True)):
+            slot = position - 2
+            if own == rng.TOKEN_STREAM and slot < width:
+                numbers = [case["v"][slot], case["u"][slot][0], case["v"][slot], *case["u"][slot][1:]]
+            elif own == DRAFT_STREAM and 0 <= slot - moved < width:
+                numbers = [case["g"][slot - moved], *case["t"][slot - moved]]
+            else:
+                continue
+            found[0, column, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)[:size]
+        return found
+
+    state.uniform = uniform  # type: ignore[method-assign]
+    firsts = [slot[0] for slot in case["drafts"]]
+    state.memory["drafts"][0, : width - 1] = torch.tensor(firsts)
+    state.memory["draft_distribution"][0, : width - 1] = torch.tensor(case["q"], dtype=torch.float64)
+    state.memory["draft_source"][0] = torch.arange(width)
+    paths = [(0,) * slot for slot in range(width)]
+    depth = min(depth, width - 1)
+    if count > 1:
+        others = torch.tensor([slot[1:] for slot in case["drafts"][:depth]])
+        state.memory["siblings"][0, :depth] = others
+        paths += [path for path in sibling_tree(width, count, depth).first.paths if any(path)]
+    laws = [case["laws"].get(",".join(map(str, path)), [1 / vocab] * vocab) for path in paths]
+    queries = sampler.query(state)
+    proposal = sampler.propose(state, [torch.tensor([laws], dtype=torch.float64).log()], queries)
+    commit = sampler.commit(state, proposal)
+    assert commit.values[commit.selected].tolist() == expected["committed"]
+    kept, firsts = expected["kept"], [slot[0] for slot in expected["drafts"]]
+    found, source = state.memory["drafts"][0].tolist(), state.memory["draft_source"][0].tolist()
+    assert found[:kept] == firsts[:kept] and found[kept + 1 : width - 1] == firsts[kept + 1 :]
+    if moved < width:
+        assert found[kept] == draw(case["laws"][",".join("0" * (width - 1))], case["v"][-1])
+    for slot in range(kept):
+        torch.testing.assert_close(
+            state.memory["draft_distribution"][0, source[slot]], torch.tensor(expected["q"][slot], dtype=torch.float64)
+        )
+    for slot in range(depth if count > 1 else 0):
+        others = expected["drafts"][slot][1:]
+        if slot != kept or moved == width:
+            assert state.memory["siblings"][0, slot].tolist() == others
+        rest = torch.tensor([expected["q"][slot]], dtype=torch.float64)
+        rest[0, firsts[slot]] = 0
+        assert RULE.children(rest, count - 1, torch.tensor([case["t"][slot]])).tolist() == [others]
+
+
+# ---- the distribution, enumerated -----------------------------------------------------------------------------------
+
+
+def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
+    """Every result of a function that draws, and its probability."""
+    found, waiting = [], [((), 1.0)]
+    while waiting:
+        choices, chance = waiting.pop()
+        taken, branches = iter(choices), []
+
+        def choose(weights: Weights, taken: Any = taken, branches: Weights = branches) -> int:
+            if branches:
+                return 0
+            if (known := next(taken, None)) is not None:
+                return known
+            branches.extend(weights)
+            return 0
+
+        result = act(
+            lambda weights, _, choose=choose: choose(normalized(weights)),
+            lambda happens, _, choose=choose: choose([1 - happens, happens]) == 1,
+        )
+        if not branches:
+            found.append((chance, result))
+        waiting += [((*choices, at), chance * own) for at, own in enumerate(branches) if own > 0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("vocab", "length", "siblings", "branching", "window"),
+    [
+        (3, 4, 1, 1, 3),
+        (3, 4, 2, 1, 3),
+        (3, 4, 3, 1, 4),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(3, 5, 2, 2, 3), (4, 4, 2, 1, 3), (4, 4, 3, 2, 3)]),
+    ],
+)
+def test_the_plain_steps_have_the_model_s_distribution(
+    vocab: int, length: int, siblings: int, branching: int, window: int
+) -> None:
+    """All that may be drawn in all steps: every answer has the probability that the model gives it."""
+    table = TableModel.random(vocab, seed=vocab, sharpness=1.5).table.softmax(-1)
+
+    def after(text: tuple[int, ...]) -> Weights:
+        return table[(vocab, *text)[-2] if len(text) > 1 else vocab, text[-1]].tolist()
+
+    guess = tuple([1 / vocab] * vocab)
+    numbers = {"u": [[0.0] * siblings] * window, "v": [0.0] * window, "branching": branching}
+
+    def filled(left: list[Any], slots: int) -> list[tuple[float, Any]]:
+        """The next window: guesses where nothing is left, and siblings."""
+
+        def act(pick: Draw, flip: Coin) -> Any:
+            whole = [*left[:slots]]
+            whole += [(pick(list(guess), 0.0), guess) for _ in range(slots - len(whole))]
+            counts = [siblings - 1 if slot < branching else 0 for slot in range(slots)]
+            return tuple(
+                (tuple(siblings_of(list(q), x, pick, [0.0] * more)), tuple(q))
+                for (x, q), more in zip(whole, counts, strict=True)
+            )
+
+        return outcomes(act)
+
+    states: dict[Any, float] = defaultdict(float)
+    for chance, drafts in filled([], min(window, length) - 1):
+        states[(0,), drafts] += chance
+    law: dict[Any, float] = defaultdict(float)
+    while states:
+        (text, drafts), weight = states.popitem()
+        case = numbers | {"drafts": [list(slot) for slot, _ in drafts], "q": [list(q) for _, q in drafts]}
+
+        def of_path(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
+            return after((*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))))
+
+        step = functools.partial(plain, case, of_path, last=True)
+        for chance, (made, left) in outcomes(step):
+            longer = (*text, *made)
+            if len(longer) == length + 1:
+                law[longer] += weight * chance
+                continue
+            for more, following in filled(left, min(window, length + 1 - len(longer)) - 1):
+                states[longer, following] += weight * chance * more
+    worst = 0.0
+    for text, chance in law.items():
+        expected = 1.0
+        for at in range(1, length + 1):
+            expected *= after(text[:at])[text[at]]
+        worst = max(worst, abs(chance - expected))
+    assert len(law) == vocab**length and worst < 1e-12
+
+
+# ---- what is decoded ------------------------------------------------------------------------------------------------
+
+MODEL = TableModel.random(5, seed=0)
+SHAPES = [(2, 1, 6), (3, 2, 4), (4, 1, 3), (2, 3, 4), (6, 2, 3)]
+"""Siblings, slots of them, window."""
+
+
+@pytest.mark.parametrize(("siblings", "branching", "window"), SHAPES)
+def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, window: int) -> None:
+    """Rows of two lengths, each after its own accepted path; the numbers are the ones that the state gives out."""
+    sampler = SCD(window=window, refresh="maximal", siblings=siblings, branching=branching)
+    prompts, answer, deep = [[2, 0], [4, 1, 3], [1, 2, 2, 0]], 9, set()
+    state = sampler.start(MODEL, prompts, max_new_tokens=answer, seed=5)
+    while not state.done:
+        rows, width = state.rows, state.width
+        before = {name: state.memory[name].clone() for name in ("drafts", "draft_source", "siblings")}
+        q_before, start = state.memory["draft_distribution"].clone(), state.committed.copy()
+        positions = state.positions(rows)
+        drawn = state.uniform(rows, positions, 2 + siblings, rng.TOKEN_STREAM)
+        commit = sampler.commit(state, sampler.step(MODEL, state))
+        for index, row in enumerate(rows.tolist()):
+            slots = min(width, int(state.length[row] - start[row]))
+            depth = min(branching, slots - 1)
+            case: dict[str, Any] = {"branching": min(branching, width - 1), "v": drawn[index, :, 2].tolist()}
+            case["u"] = [[own[1], *own[3:]] for own in drawn[index].tolist()]
+            sources, guess = before["draft_source"][row].tolist(), [1 / 5] * 5
+            case["q"] = [q_before[row, at].tolist() if at >= 0 else guess for at in sources[: slots - 1]]
+            firsts, others = before["drafts"][row].tolist(), before["siblings"][row].tolist()
+            case["drafts"] = [[firsts[at], *(others[at] if at < depth else [])] for at in range(slots - 1)]
+            text = state.canvas[row, : start[row]].tolist()
+
+            def law(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
+                whole = [*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))]
+                return MODEL.table[whole[-2], whole[-1]].softmax(-1).tolist()
+
+            case["end"] = float(drawn[index, slots - 1, 0])
+            made, left = plain(case, law, draw, by_number, last=True)
+            assert commit.values[index][commit.selected[index]].tolist() == made
+            assert state.memory["drafts"][row, : len(left)].tolist() == [x for x, _ in left]
+            if len(made) > 1 and case["drafts"][0].index(made[0]) > 0:
+                deep.add(min(len(made), 3))
+            if state.committed[row] < state.end[row]:
+                t = state.uniform(np.array([row]), state.positions(np.array([row])), siblings, DRAFT_STREAM)[0, :, 1:]
+                for slot, (x, own) in enumerate(left[: min(branching, width - 1)]):
+                    expected = siblings_of(own, x, draw, t[slot].tolist())
+                    assert state.memory["siblings"][row, slot].tolist() == expected[1:]
+    assert deep  # some path left the chain
+
+
+@pytest.mark.parametrize("request_", [{"temperature": 0.8, "top_k": 3}, {"guidance_scale": 1.7, "logprobs": 2}])
+@pytest.mark.parametrize(("siblings", "branching"), [(2, 1), (4, 2)])
+def test_with_noise_the_tokens_are_those_of_jacobi(siblings: int, branching: int, request_: dict[str, Any]) -> None:
+    """argmax(log p + g) after the same text, whatever was drafted."""
+    base, given = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
+    given |= {"negative_prompt": NEGATIVE} if "guidance_scale" in request_ else {}
+    expected, alone = answers(Jacobi(window=6), base, PROMPTS, **given)
+    found, state = answers(SCD(window=6, siblings=siblings, branching=branching), base, PROMPTS, **given)
+    assert found == expected and state.nfe.sum() < alone.nfe.sum()
+    if state.logprobs is not None:
+        for name in ("chosen", "best"):
+            own, other = (getattr(each.logprobs, name) for each in (state, alone))
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-9, equal_nan=True)
+
+
+def test_one_sibling_and_temperature_0_are_the_window_alone() -> None:
+    base, given = tiny_base(), {"max_new_tokens": 12, "seed": 3}
+    for refresh in ("gumbel", "maximal"):
+        plainly = SCD(window=5, refresh=refresh)
+        for sampler, request in ((SCD(window=5, refresh=refresh, branching=3), {}), (SJDPAC(window=5), None)):
+            how = given | ({"temperature": 0} if request is None else {})
+            assert answers(sampler, base, PROMPTS, **how)[0] == answers(plainly, base, PROMPTS, **how)[0]
+    for new in (1, 2, 3):
+        assert len(answers(SJDPAC(siblings=2, branching=5), base, PROMPTS, max_new_tokens=new)[0][0]) == new
+
+
+def test_siblings_of_noise_are_the_tokens_of_largest_sum() -> None:
+    q = torch.tensor([[[0.5, 0.0, 0.3, 0.2], [1.0, 0.0, 0.0, 0.0]]], dtype=torch.float64)
+    noise = torch.tensor([[[0.0, 9.0, 1.0, 0.1], [0.0, 1.0, 2.0, 3.0]]], dtype=torch.float64)
+    assert nearest(q, noise, 3).tolist() == [[[2, 0, 3], [0, -1, -1]]]
+    assert nearest(q, noise, 9).shape == (1, 2, 4)
+
+
+@pytest.mark.parametrize("refresh", ["maximal", "gumbel"])
+def test_rows_neighbours_and_generate_many(refresh: str) -> None:
+    base, method = tiny_base(), SCD(window=6, refresh=refresh, siblings=3, branching=2)
+    given = {"max_new_tokens": 14, "temperature": 0.8}
+    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **given)
+    for row, prompt in enumerate(PROMPTS):
+        alone, state = answers(method, base, prompt, seed=5 + row, **given)
+        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
+    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
+    every = paradec.generate_many(base, prompts, batch_size=2, sampler=method, **given)
+    assert [out.new_tokens[0].tolist() for out in every] == together
+
+
+@pytest.mark.parametrize("refresh", ["maximal", "gumbel"])
+@pytest.mark.parametrize(
+    ("siblings", "branching", "window"), [(3, 2, 4), pytest.param(8, 1, 4, marks=pytest.mark.full)]
+)
+def test_answers_have_the_model_s_distribution(refresh: str, siblings: int, branching: int, window: int) -> None:
+    """Answers twice as long as the window and a picture with prescribed tokens, against full enumeration."""
+    sampler = SCD(window=window, refresh=refresh, siblings=siblings, branching=branching)
+    long = TableModel.random(3, seed=4, sharpness=2.0)
+    image = TableModel.random(6, seed=2)
+    for model, given in ((long, {"new": 7}), (image, {"grid": exactness.GRID}), (MODEL, exactness.REQUESTS["all"])):
+        found = exactness.test_case(sampler, model, 2000, seed=4, **given)
+        assert min(found["p_values"]) > 0.01 / 12 and found["nfe"] < 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("sampler", [SJDPAC(window=4), SJDPAC(window=4, siblings=4, branching=3), SCD(4, siblings=4)])
+def test_twenty_thousand_answers_have_the_model_s_distribution(sampler: SCD, temperature: float) -> None:
+    found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
+    assert min(found["p_values"]) > 0.01 / 12
+
+
+def test_over_llamagen_with_guidance_and_over_a_grid_of_lines() -> None:
+    model = tiny_llamagen()
+    given = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}
+    found = paradec.generate_images(model, sampler=SCD(siblings=3, branching=2), **given)
+    assert torch.equal(found.tokens, paradec.generate_images(model, sampler=Jacobi(), **given).tokens)
+    table, sampler = TableModel.random(10, seed=4), SJDPAC(window=5, siblings=3, branching=2)
+    state = sampler.start(table, [[0, 1]], grid=GRID, seed=1)
+    decode(sampler, table, state)
+    layout = GRID.layout
+    made = state.canvas[0, 2:]
+    assert (
+        torch.equal(made[layout >= 0], layout[layout >= 0]) and ((made[layout < 0] >= 2) & (made[layout < 0] < 8)).all()
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"siblings": 0}, "siblings=0 must be an integer from 1"),
+        ({"siblings": 2, "branching": 0}, "branching=0 must be an integer from 1"),
+        ({"siblings": 4, "branching": 4}, "branching=4 slots of siblings=4 make more than 255 nodes"),
+        ({"siblings": 16, "branching": 200}, "branching=200 slots of siblings=16 make more than 255"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SCD(**settings)
+
+
+def test_models_without_a_store_are_refused() -> None:
+    base = tiny_base()
+    base.module.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="siblings=8 needs a model that runs over a store; LlamaForCausalLM does not"):
+        SJDPAC().start(base, [1, 2], max_new_tokens=4)
