@@ -131,7 +131,7 @@ def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
 
 def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, ...]]:
     """All texts of the language that agree with a canvas, in order."""
-    everything = sorted(automaton.tokens.tolist())
+    everything = sorted(automaton.runs.tokens.tolist())
     for text in itertools.product(*(everything if token is None else [token] for token in canvas)):
         if accepts(automaton, text):
             yield text
