@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 
-
 STRETCH = 2048
 """Ids whose logits a core's first cache holds."""
 
