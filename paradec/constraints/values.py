@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,26 +117,32 @@ class Choice(Constraint):
         Raises:
             ValueError: a text that the tokenizer cannot write.
         """
-        import numpy as np
-
-        from paradec.constraints.automaton import TokenAutomaton
-
-        after: dict[tuple[int, int], int] = {}
-        accept, classes = [False], dict[int, int]()
-        for text in self.choices:
-            state = 0
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.choices]
+        for text, ids in zip(self.choices, found, strict=True):
             if tokenizer.decode(ids, skip_special_tokens=True) != text:
                 raise ValueError(f"choices: the tokenizer cannot write {text!r}")
-            for token in ids:
-                step = (state, classes.setdefault(token, len(classes)))
-                if step not in after:
-                    after[step] = len(accept)
-                    accept.append(False)
-                state = after[step]
-            accept[state] = True
-        edges = np.array([(state, token, to) for (state, token), to in after.items()], np.int64)
-        return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
+        return of_sequences(found, vocab_size)
+
+
+def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
+    """The automaton of some sequences of ids."""
+    import numpy as np
+
+    from paradec.constraints.automaton import TokenAutomaton
+
+    after: dict[tuple[int, int], int] = {}
+    accept, classes = [False], dict[int, int]()
+    for ids in sequences:
+        state = 0
+        for token in ids:
+            step = (state, classes.setdefault(token, len(classes)))
+            if step not in after:
+                after[step] = len(accept)
+                accept.append(False)
+            state = after[step]
+        accept[state] = True
+    edges = np.array([(state, token, to) for (state, token), to in after.items()], np.int64)
+    return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
 
 
 @dataclass(frozen=True)
@@ -192,12 +198,17 @@ def constraint_of(name: str, value: Any) -> Any:
     if isinstance(value, Constraint):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple(None if entry is None else _one(name, entry) for entry in value)
-    return _one(name, value)
+        return tuple(one_constraint(name, entry) for entry in value)
+    return one_constraint(name, value)
 
 
-def _one(name: str, value: Any) -> Constraint:
-    if isinstance(value, Constraint):
+def one_constraint(name: str, value: Any) -> Constraint | None:
+    """The same of a constraint for a whole answer, and None where there is none.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    if value is None or isinstance(value, Constraint):
         return value
     if not isinstance(value, Mapping):
         raise TypeError(
