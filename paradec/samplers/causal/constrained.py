@@ -115,6 +115,28 @@ class TokenMasks:
                 masked[index, column].masked_fill_(out, -torch.inf)
         return masked
 
+    def of_drafts(
+        self,
+        state: CausalState,
+        logits: Tensor,
+        rows: np.ndarray,
+        parents: Tensor,
+        tokens: Tensor,
+        nodes: Sequence[int] | np.ndarray,
+    ) -> Tensor:
+        """As `of_nodes`, of a model that drafts; all tokens that fit are alike where it has none of them."""
+        masked = self.of_nodes(state, logits, rows, parents, tokens, nodes)
+        nothing = (masked == -torch.inf).all(-1, keepdim=True)
+        if nothing.any():  # drafters may have a smaller vocabulary, or candidates
+            alike = self.of_nodes(state, torch.zeros_like(logits), rows, parents, tokens, nodes)
+            masked = torch.where(nothing, alike, masked)
+        return masked
+
+    def of_slot(self, state: CausalState, logits: Tensor, rows: np.ndarray, before: Tensor) -> Tensor:
+        """The same of the slot [R, 1, V] after the drafts [R, n] of a chain."""
+        parents = torch.arange(-1, before.shape[1]).unsqueeze(0)
+        return self.of_drafts(state, logits, rows, parents, torch.nn.functional.pad(before, (1, 0)), [before.shape[1]])
+
     def _reached(self, state: CausalState, row: int) -> int:
         """The automaton's state after what is final of a row."""
         span, read = self.spans[row], int(self.read[row])
@@ -127,20 +149,25 @@ class TokenMasks:
         return int(self.state[row])
 
     def put_certain(self, state: CausalState, rows: np.ndarray) -> None:
-        """Draft what one token alone fits, in the windows of rows: it is accepted whatever the model says."""
+        """Draft what one token alone fits, in the windows of rows, after what is drafted too: it is accepted whatever
+        the model says."""
         drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
         held, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):
             span, now = self.spans[row], self._reached(state, row)
-            depth = int(state.committed[row]) - span.first
+            depth, reach = int(state.committed[row]) - span.first, int(state.drafted[row])
             for slot in range(min(len(held[index]), int(state.length[row] - state.committed[row]))):
                 after = span.automaton.table[now]
                 fits = np.flatnonzero((after >= 0) & span.after[depth + slot + 1, after])
                 if len(fits) == 1 and span.automaton.sizes[fits[0]] == 1:
                     held[index][slot] = int(span.automaton.members[fits[0]][0])
                     sources[index][slot] = ONE_HOT
+                    reach = max(reach, slot + 1)
+                elif slot >= reach:
+                    break
                 now = span.automaton.step(now, held[index][slot])
                 if now < 0:
                     break
+            state.drafted[row] = reach
         state.memory.write("drafts", rows, drafts.new_tensor(held))
         state.memory.write("draft_source", rows, source.new_tensor(sources))
