@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.batching.many import generate_many
     from paradec.caches.suffix import Suffix
-    from paradec.constraints.values import Choice, JsonSchema, Regex
+    from paradec.constraints.values import Choice, Grammar, JsonSchema, Regex
     from paradec.core.adaptive_blocks import AdaptiveBlocks
     from paradec.core.blocks import FixedBlocks
     from paradec.core.pipelined_blocks import PipelinedBlocks
@@ -69,6 +69,7 @@ __all__ = [
     "EasyCache",
     "FirstBlock",
     "FixedBlocks",
+    "Grammar",
     "Interrupted",
     "JsonSchema",
     "MagCache",
@@ -115,6 +116,7 @@ LATER = {
     "EasyCache": "paradec.samplers.forecast.easycache",
     "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
+    "Grammar": "paradec.constraints.values",
     "Interrupted": "paradec.core.protocol",
     "MagCache": "paradec.samplers.forecast.magcache",
     "JsonSchema": "paradec.constraints.values",

@@ -1,4 +1,4 @@
-"""What callers give: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`."""
+"""What callers give: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`, `paradec.Grammar`."""
 
 from __future__ import annotations
 
@@ -189,6 +189,37 @@ class JsonSchema(Constraint):
         return expression(self.schema, self.depth)
 
 
+@dataclass(frozen=True)
+class Grammar(Constraint):
+    """Texts of a context-free grammar, for causal models alone; needs llguidance (the extra `grammar`).
+
+    Args:
+        grammar: Lark as llguidance reads it, with a rule or terminal `start`.
+
+    Raises:
+        ValueError: no such grammar; the message says where. ModuleNotFoundError: llguidance is not installed.
+    """
+
+    grammar: str
+
+    def __post_init__(self) -> None:
+        from paradec.constraints.grammar import check_grammar
+
+        if not isinstance(self.grammar, str):
+            raise ValueError(f"grammar={shown(self.grammar)} must be a text")
+        check_text("grammar", self.grammar)
+        check_grammar(self.grammar)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"grammar": self.grammar}
+
+    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+        raise ValueError(
+            f"constraint={shown(self)} is for causal models: a grammar has no list of states, by which what is decided "
+            "in any order could be completed; give a paradec.Regex or paradec.JsonSchema"
+        )
+
+
 def constraint_of(name: str, value: Any) -> Any:
     """What a request keeps: a constraint, or for holes a tuple of them and None. Data that `to_dict` makes are read.
 
@@ -212,16 +243,18 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
         return value
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex or paradec.JsonSchema; for holes a list of "
-            "them and None"
+            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar; "
+            "for holes a list of them and None"
         )
-    kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}}
+    kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}, "grammar": {"grammar"}}
     kind = next((key for key in kinds if key in value), None)
     for key in value:
         if kind is None or key not in kinds[kind]:
             raise ValueError(unknown(f"key of {name}", key, kinds if kind is None else kinds[kind]))
     if kind == "regex":
         return Regex(value["regex"])
+    if kind == "grammar":
+        return Grammar(value["grammar"])
     if kind == "choice":
         return Choice(value["choice"])
     if kind is None:
