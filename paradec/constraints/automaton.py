@@ -64,7 +64,8 @@ class TokenAutomaton:
         self.accept = accept[number >= 0]
         self.end = int(number[end]) if end >= 0 else -1
         edges = np.stack((number[edges[:, 0]], np.searchsorted(kept, edges[:, 1]), number[edges[:, 2]]), 1)
-        self.edges = edges[np.argsort(edges[:, 0], kind="stable")]
+        self.edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
+        self._begins = np.searchsorted(self.edges[:, 0], np.arange(self.states + 1))
         self.class_of = np.full(vocab_size, -1, np.int32)
         for index, ids in enumerate(self.members):
             self.class_of[ids] = index
@@ -82,12 +83,10 @@ class TokenAutomaton:
         """[C] int64: tokens in each class."""
         return np.array([len(ids) for ids in self.members], np.int64)
 
-    @cached_property
-    def table(self) -> np.ndarray:
-        """[S, C] int32: the next state, -1 where there is none."""
-        found = np.full((self.states, self.classes), -1, np.int32)
-        found[self.edges[:, 0], self.edges[:, 1]] = self.edges[:, 2]
-        return found
+    def after(self, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """The classes [k] that lead on from a state, ascending, and where each leads [k]."""
+        _, classes, following = self.edges[self._begins[state] : self._begins[state + 1]].T
+        return classes, following
 
     @cached_property
     def runs(self) -> Runs:
@@ -109,7 +108,7 @@ class TokenAutomaton:
     def nbytes(self) -> int:
         """Bytes of the tables that decoding reads."""
         groups, runs = (self.by_state, self.by_class, self.by_next, self.runs.by_class), self.runs
-        arrays = [self.edges, self.class_of, self.table, self.accept, *self.members, runs.tokens, runs.begins]
+        arrays = [self.edges, self.class_of, self.accept, *self.members, runs.tokens, runs.begins]
         return sum(array.nbytes for array in arrays) + sum(2 * group.order.nbytes for group in groups)
 
     def reach(self, most: int) -> np.ndarray:
@@ -128,7 +127,11 @@ class TokenAutomaton:
     def step(self, state: int, token: int) -> int:
         """The state after a token; -1 where the token is in no text, or the state is -1."""
         index = self.class_of[token] if 0 <= token < self.vocab_size else -1
-        return -1 if state < 0 or index < 0 else int(self.table[state, index])
+        if state < 0 or index < 0:
+            return -1
+        classes, following = self.after(state)
+        at = int(np.searchsorted(classes, index))
+        return int(following[at]) if at < len(classes) and classes[at] == index else -1
 
     def ended(self, ids: Iterable[int]) -> TokenAutomaton:
         """The same where a text may be followed by any number of the end tokens `ids`."""

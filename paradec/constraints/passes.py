@@ -113,11 +113,12 @@ def best(
     """
     backward, state, found = ahead(automaton, tops, last, highest), first, []
     for slot in range(len(tops)):
-        after = automaton.table[state]
-        values = np.where(after >= 0, tops[slot] + backward[slot + 1, after], NOTHING)
-        token, index = min((lowest(slot, index), index) for index in np.flatnonzero(values == values.max()).tolist())
+        classes, following = automaton.after(state)
+        values = tops[slot, classes] + backward[slot + 1, following]
+        best = np.flatnonzero(values == values.max()).tolist()
+        token, at = min((lowest(slot, int(classes[at])), at) for at in best)
         found.append(token)
-        state = int(after[index])
+        state = int(following[at])
     return found
 
 
@@ -143,8 +144,9 @@ def drawn(
     state, found, runs = first, [], automaton.runs
     for slot, token in enumerate(fixed):
         if token is None:
-            after = automaton.table[state]
-            weight = np.where(after >= 0, backward[slot + 1, after], NOTHING)
+            classes, following = automaton.after(state)
+            weight = np.full(automaton.classes, NOTHING)
+            weight[classes] = backward[slot + 1, following]
             shares = sums(slot) + weight.take(runs.classes)
             top = shares.max()
             running = np.add.reduceat(np.exp(shares - top), runs.stretches[:-1]).cumsum()

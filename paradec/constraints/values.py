@@ -168,7 +168,7 @@ class JsonSchema(Constraint):
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"schema={shown(schema)} is no JSON: {error}") from None
         if not isinstance(schema, (Mapping, bool)):
             raise ValueError(f"schema={shown(schema)} must be a JSON schema: a mapping, its text or a pydantic class")

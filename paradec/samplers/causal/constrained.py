@@ -53,21 +53,22 @@ class SpanTexts:
         found = self.span.automaton.step(state, token)
         return None if found < 0 else found
 
-    def _fits(self, state: int, read: int) -> np.ndarray:
-        """[C] bool."""
-        after = self.span.automaton.table[state]
-        found: np.ndarray = (after >= 0) & self.span.after[read + 1, after]
+    def _fitting(self, state: int, read: int) -> np.ndarray:
+        """[k] int64: the classes that do."""
+        classes, following = self.span.automaton.after(state)
+        found: np.ndarray = classes[self.span.after[read + 1, following]]
         return found
 
     def excluded(self, state: int, read: int, device: torch.device) -> Tensor | None:
         span = self.span
         if span.stop - span.first <= read or not span.after[read, state]:
             return None
-        class_of = torch.as_tensor(span.automaton.class_of).to(device)
-        return torch.as_tensor(np.append(~self._fits(state, read), True), device=device)[class_of.long()]
+        class_of, out = torch.as_tensor(span.automaton.class_of).to(device), np.ones(span.automaton.classes + 1, bool)
+        out[self._fitting(state, read)] = False
+        return torch.as_tensor(out, device=device)[class_of.long()]
 
     def certain(self, state: int, read: int) -> int | None:
-        fits = np.flatnonzero(self._fits(state, read))
+        fits = self._fitting(state, read)
         alone = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
         return int(self.span.automaton.members[fits[0]][0]) if alone else None
 
