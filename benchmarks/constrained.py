@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 import paradec
-from paradec.constraints import spelling
+from paradec.constraints import passes, spelling
 from paradec.constraints.byte_automaton import byte_automaton
 from paradec.constraints.lift import lift
-from paradec.constraints.marginals import Marginals
+from paradec.constraints.marginals import Marginals, _run_sums
 from paradec.constraints.values import Constraint
 from paradec.samplers.statistics import token_statistics
 from paradec.tools.evaluation.tasks import get_task, load_prompts
@@ -35,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "threshold": {"sampler": "threshold"},
     "all at once": {"sampler": "low_confidence", "steps": 1},
 }
-VOCAB, SLOTS, TURNS = 126_464, 16, 9
+VOCAB, SLOTS, TURNS, TEMPERATURES = 126_464, 16, 21, (0.0, 0.7, 1.0)
 
 
 def constraint_of(task: str, items: list[str]) -> Constraint:
@@ -62,6 +63,17 @@ def answers(limit: int) -> None:
                 found.append((100 * right / len(examples), sum(out.nfe for out in outputs) / len(outputs)))
             said = " -> ".join(f"{share:5.1f} % in {forwards:4.1f} forwards" for share, forwards in found)
             print(f"{name:14} {way:12} {said}", flush=True)
+    template(model)
+
+
+def template(model: Any) -> None:
+    """Five fields of a number each, whose names are given: their tokens take no forward."""
+    names = ["apple", "banana", "cherry", "date", "fig"]
+    held = paradec.Regex(", ".join(f"{name}: [0-9]" for name in names))
+    for way in ("one a step", "threshold"):
+        asked: dict[str, Any] = {"max_new_tokens": 64, "block_length": 64, **WAYS[way]}
+        out = paradec.generate(model, "Copy: " + " ".join(names), constraint=held, **asked)
+        print(f"five fields    {way:12} {out.tokens[0]} tokens in {out.nfe} forwards: {out.text}")
 
 
 # ---- cost -----------------------------------------------------------------------------------------------------------
@@ -109,26 +121,31 @@ class Logits(nn.Module):
         return self.logits[:, : ids.shape[1]]
 
 
-def milliseconds(work: Any) -> float:
-    """The median CPU time of a call."""
-    times = []
-    for _ in range(TURNS):
-        begin = time.process_time()
-        work()
-        times.append(1e3 * (time.process_time() - begin))
-    return statistics.median(times)
+def milliseconds(works: dict[str, Any]) -> dict[str, list[float]]:
+    """CPU times of each, in turns; the first turn is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(TURNS + 1):
+        for name, work in works.items():
+            begin = time.process_time()
+            work()
+            if turn:
+                times[name].append(1e3 * (time.process_time() - begin))
+    return times
 
 
-def cost() -> None:
+def schemas() -> dict[str, Constraint]:
     fields = zip("abcdef", ("string", "integer", "number", "boolean", "string", "integer"), strict=True)
     six = {name: {"type": kind} for name, kind in fields}
     three = {"name": {"type": "string"}, "age": {"type": "integer", "maximum": 120}, "ok": {"type": "boolean"}}
-    values: dict[str, Constraint] = {
+    return {
         "date": paradec.Regex("[0-9]{4}-[0-9]{2}-[0-9]{2}"),
         "3 fields": paradec.JsonSchema({"type": "object", "properties": three, "required": [*three]}),
-        "64 characters": paradec.Regex(".{1,64}"),
         "6 fields": paradec.JsonSchema({"type": "object", "properties": six, "required": [*six]}),
+        "64 characters": paradec.Regex(".{1,64}"),
     }
+
+
+def cost() -> None:
     texts = made_up_vocabulary()
     spelt, tokenizer = spelling.Spelling((texts,), dict.fromkeys(texts, 0)), Tokenizer()
     spelling._KNOWN[tokenizer] = spelt
@@ -136,35 +153,45 @@ def cost() -> None:
     model = paradec.wrap(Logits(), mask_token_id=VOCAB, eos_token_id=VOCAB - 1, **topology)
     sampler = paradec.samplers.create("threshold")
 
-    def step(value: Constraint | None, temperature: float) -> float:
+    def step(value: Constraint | None, temperature: float) -> Any:
         asked: dict[str, Any] = {"max_new_tokens": 64, "block_length": SLOTS, "temperature": temperature}
         state = sampler.start(model, torch.tensor([[5, 6, 7]]), constraint=value, **asked)
         queries = sampler.query(state)
-        outputs = [[model(query).clone() for query in queries] for _ in range(TURNS)]
-        return milliseconds(lambda: sampler.propose(state, outputs.pop(), queries))
+        output = [model(query) for query in queries]
+        return lambda: sampler.propose(state, [each.clone() for each in output], queries)
 
-    print(f"a step without a constraint: {step(None, 0):.1f} ms at temperature 0, {step(None, 1):.1f} at 1")
-    for name, value in values.items():
+    for name, value in schemas().items():
         begin = time.process_time()
         found = lift(byte_automaton(value.node()), spelt, VOCAB).ended([VOCAB - 1])
         made = 1e3 * (time.process_time() - begin)
         logits, last = model.module.logits[0, :SLOTS, :VOCAB], found.reach(64)[64 - SLOTS]
-        model_of = Marginals(found, logits, [None] * SLOTS, 0, last)
-        best = model_of.best()
-        parts = {
-            "sums and passes": lambda: Marginals(found, logits, [None] * SLOTS, 0, last),  # noqa: B023
-            "best text": model_of.best,  # noqa: B023
-            "confidences": lambda: model_of.probabilities(best),  # noqa: B023
-            "all statistics": lambda: token_statistics(model_of.conditioned(), ("minus_entropy",)),  # noqa: B023
-            "joint draw": lambda: model_of.drawn(np.full(SLOTS, 0.5)),  # noqa: B023
+        held: list[int | None] = [None] * SLOTS
+        own = Marginals(found, logits, held, 0, last)
+        best = own.best()
+        works = {
+            "sums of runs": lambda: _run_sums(found.runs, logits),  # noqa: B023
+            "passes": lambda: passes.conditioned(found, own.sums, 0, last),  # noqa: B023
+            "best text": own.best,
+            "confidences": lambda: own.probabilities(best),  # noqa: B023
+            "all statistics": lambda: token_statistics(own.conditioned(), ("minus_entropy",)),  # noqa: B023
+            "joint draw": lambda: own.drawn(np.full(SLOTS, 0.5)),  # noqa: B023
         }
-        said = ", ".join(f"{part} {milliseconds(work):.1f}" for part, work in parts.items())
+        for warm in TEMPERATURES:
+            works |= {f"free, {warm}": step(None, warm), f"held, {warm}": step(value, warm)}
+        times = milliseconds(works)
         print(
-            f"{name}: {found.states} states, {found.classes} classes, {len(found.edges)} edges, "
-            f"{found.nbytes / 1e6:.1f} MB, made in {made:.0f} ms; a step {step(value, 0):.1f} ms at 0, "
-            f"{step(value, 1):.1f} at 1; {said}",
-            flush=True,
+            f"{name}: {found.states} states, {found.classes} classes, {len(found.runs.classes)} runs, "
+            f"{len(found.edges)} edges, {found.nbytes / 1e6:.1f} MB, made in {made:.0f} ms"
         )
+        for warm in TEMPERATURES:
+            free, with_it = times.pop(f"free, {warm}"), times.pop(f"held, {warm}")
+            low, middle, high = statistics.quantiles([b / a for a, b in zip(free, with_it, strict=True)], n=4)
+            print(
+                f"  a step at temperature {warm}: {statistics.median(free):.1f} ms without, "
+                f"{statistics.median(with_it):.1f} with, {middle:.2f} times ({low:.2f} to {high:.2f})"
+            )
+        print("  " + ", ".join(f"{part} {statistics.median(each):.2f}" for part, each in times.items()), flush=True)
+    print(f"load {os.getloadavg()[0]:.1f}")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.batching.many import generate_many
     from paradec.caches.suffix import Suffix
-    from paradec.constraints.values import Choice, JsonSchema, Regex
+    from paradec.constraints.values import Choice, Grammar, JsonSchema, Regex
     from paradec.core.adaptive_blocks import AdaptiveBlocks
     from paradec.core.blocks import FixedBlocks
     from paradec.core.pipelined_blocks import PipelinedBlocks
@@ -75,6 +75,7 @@ __all__ = [
     "Every",
     "FirstBlock",
     "FixedBlocks",
+    "Grammar",
     "Interrupted",
     "JsonSchema",
     "MagCache",
@@ -130,6 +131,7 @@ LATER = {
     "Every": "paradec.samplers.forecast.refresh",
     "FirstBlock": "paradec.samplers.forecast.first_block",
     "FixedBlocks": "paradec.core.blocks",
+    "Grammar": "paradec.constraints.values",
     "Interrupted": "paradec.core.protocol",
     "JsonSchema": "paradec.constraints.values",
     "MagCache": "paradec.samplers.forecast.magcache",

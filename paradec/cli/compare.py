@@ -12,6 +12,7 @@ import typer
 
 import paradec
 from paradec.cli import options, show, tables
+from paradec.cli.constraints import Choices, Pattern, Schema, constraint
 from paradec.core.checks import check_choice, check_int
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
@@ -20,7 +21,7 @@ Prompts = Annotated[
     typer.Option(
         metavar="FILE.jsonl",
         help='Your own prompts, one JSON object a line: {"prompt": ..., "answer": ...}, or "regex" for "answer"; '
-        'optionally "task". By default the packaged ones.',
+        'optionally "task" and "constraint". By default the packaged ones.',
     ),
 ]
 Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all.")]
@@ -60,6 +61,9 @@ def compare(
     limit: Limit = None,
     samplers: Samplers = None,
     cache: Cache = "none",
+    choice: Choices = None,
+    regex: Pattern = None,
+    json_schema: Schema = None,
     defaults: Defaults = False,
     seed: Seed = 0,
     out: Out = None,
@@ -83,6 +87,7 @@ def compare(
     paradec.caches.create(shared["cache"])
     shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
     shared["suffix"] = paradec.Suffix.of(shared["suffix"])
+    shared |= constraint(choice, regex, json_schema)
     check_int("batch", shared["batch"], low=1)
     check_int("seed", seed, low=0, high=2**63 - 1)
     for name in ("max_new_tokens", "block_length"):

@@ -52,6 +52,9 @@ Greedy = Annotated[
         "--check-greedy/--no-check-greedy", help="Also report whether greedy decoding gives the continuation."
     ),
 ]
+Choices = Annotated[
+    str, typer.Option("--choices", help="How tasks with choices are answered: score each one, or decode one of them.")
+]
 Batch = Annotated[int, typer.Option(help="Prompts decoded together.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
 Limit = Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")]
@@ -85,6 +88,7 @@ def evaluate(
     likelihood: Judge = None,
     mc_num: Samples = 128,
     check_greedy: Greedy = True,
+    choices: Choices = "score",
     batch: Batch = 1,
     seed: Seed = 0,
     limit: Limit = None,
@@ -144,7 +148,7 @@ OF_REQUEST = ("sampler", "cache", "block_length", "steps", "max_new_tokens")
 """Options that are fields of the request."""
 OF_RECIPE = (
     *("tasks", "model", "revision", "dtype", "shots", "chat", "multiturn", "until", "likelihood", "mc_num"),
-    *("check_greedy", "batch", "seed", "limit", "unsafe_code", "include", "preset"),
+    *("check_greedy", "choices", "batch", "seed", "limit", "unsafe_code", "include", "preset"),
 )
 """Options that are fields of the recipe."""
 

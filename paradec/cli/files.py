@@ -1,7 +1,7 @@
 """`paradec generate --in prompts.jsonl --out answers.jsonl`: a line for every prompt, errors among them, and a resume.
 
-A line of the answers is {"line", "id" (if the prompt has one), "prompt", "text", "tokens", "finished", "nfe",
-"settings"}, with several answers to a prompt lists of the middle four; or {"line", "id", "prompt", "error",
+A line of the answers is {"line", "id" and "constraint" (if the prompt has one), "prompt", "text", "tokens", "finished",
+"nfe", "settings"}, with several answers to a prompt lists of the middle four; or {"line", "id", "prompt", "error",
 "settings"}. A prompt that fails holds up no other.
 
 "settings" is what the answer depends on beside the prompt: {"paradec": version, "model", "dtype" and "drafter" as they
@@ -11,10 +11,11 @@ so that answers of different settings cannot get into one file, whatever line a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -24,6 +25,7 @@ import typer
 import paradec
 from paradec.cli import options, ranks, show
 from paradec.cli.work import Work
+from paradec.constraints.values import constraint_of
 from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
@@ -50,10 +52,13 @@ class Line:
     """A text or a chat."""
     id: Any = None
     error: str | None = None
+    constraint: Any = None
+    """What the answer must be, as data that `Request.constraint` takes; None takes what is asked of all."""
 
     def entry(self, found: dict[str, Any]) -> dict[str, Any]:
         """What is written of it."""
         named = {} if self.id is None else {"id": self.id}
+        named |= {} if self.constraint is None else {"constraint": self.constraint}
         return {"line": self.number, **named, "prompt": self.prompt, **found}
 
 
@@ -155,8 +160,8 @@ class FileJob:
                     file.flush()
                     entries.extend(told)
 
-                for first in range(0, len(todo), together):
-                    chunk = Chunk(work, todo[first : first + together], rows, size, write)
+                for first, lines in _together(todo, together):
+                    chunk = Chunk(work, lines, rows, size, write)
                     if chunk.decode(found, bar, (first, len(todo))):
                         code = EXIT_CODE
                         break
@@ -269,7 +274,8 @@ class Chunk:
 
         def run(batch: Prompts) -> Output:
             bar.among(place[0] * copies, len(asked.rows), place[1] * copies)
-            return self.work.run(batch, Ended(self.work.model, batch, tell, bar.update))
+            more = {} if good[0].constraint is None else {"constraint": good[0].constraint}
+            return self.work.run(batch, Ended(self.work.model, batch, tell, bar.update), **more)
 
         for batch, output, stopped in in_batches(run, asked, self.size):
             kept = completed(output) if stopped else range(len(batch.rows))
@@ -287,6 +293,15 @@ class Chunk:
             with held_back():
                 self.write(new)
                 self.written |= {entry["line"] for entry in new}
+
+
+def _together(lines: Sequence[Line], most: int) -> Iterator[tuple[int, list[Line]]]:
+    """The lines, at most so many together, which have one constraint; and how many are before them."""
+    first = 0
+    for _, same in itertools.groupby(lines, lambda line: line.constraint):
+        while some := [*itertools.islice(same, most)]:
+            yield first, some
+            first += len(some)
 
 
 def _said(error: Exception) -> str:
@@ -339,9 +354,12 @@ def _line_of(number: int, text: str) -> Line:
         return Line(number, None, name, '"prompt" must be a text, or "messages" a list of {"role", "content"}')
     try:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
-    except ValueError as error:
+        asked = data.get("constraint")
+        if asked is not None:
+            constraint_of("constraint", asked)
+    except (ValueError, TypeError) as error:
         return Line(number, prompt, name, str(error))
-    return Line(number, prompt, name)
+    return Line(number, prompt, name, constraint=asked)
 
 
 def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -350,7 +368,8 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
     Raises:
         ValueError: something else, answers to other prompts, or lines that do not say their settings.
     """
-    prompts = {line.number: json_bytes(line.prompt) for line in lines}
+    asked = {line.number: line.entry({}) for line in lines if line.error is None}
+    prompts = {line.number: _question(asked.get(line.number, {"prompt": line.prompt})) for line in lines}
     found: list[dict[str, Any]] = []
     texts = path.read_bytes().split(b"\n")
     for place, text in enumerate(texts, 1):
@@ -359,7 +378,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
         try:
             entry = parse_json(decoded(text, "the line"))
             number = entry["line"]
-            other = number not in prompts or json_bytes(entry["prompt"]) != prompts[number]
+            other = number not in prompts or _question(entry) != prompts[number]
         except (ValueError, KeyError, TypeError):
             # a part of a line, after which there is no line end
             if place == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
@@ -374,6 +393,10 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
             raise ValueError(f"--out {str(path)!r} does not say the settings of line {number}; give another file")
         found.append(entry)
     return found
+
+
+def _question(entry: dict[str, Any]) -> bytes:
+    return json_bytes([entry["prompt"], entry.get("constraint")])
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], inside: str = "") -> list[str]:

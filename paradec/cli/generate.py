@@ -55,7 +55,8 @@ In = Annotated[
     typer.Option(
         "--in",
         metavar="FILE",
-        help='Prompts of a file in the place of PROMPT: one a line, in .jsonl {"prompt": ...} or {"messages": [...]}.',
+        help='Prompts of a file in the place of PROMPT: one a line, in .jsonl {"prompt": ...} or {"messages": [...]}, '
+        'optionally "constraint".',
     ),
 ]
 Out = Annotated[

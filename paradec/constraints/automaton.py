@@ -7,13 +7,39 @@ from functools import cached_property
 
 import numpy as np
 
+STRETCH = 2048
+"""Ids whose logits a core's first cache holds."""
+
 
 class Grouped:
-    """Edges in the order of a key, so that sums over equal keys are sums over stretches."""
+    """Entries in the order of a key, so that those of equal keys are together."""
 
     def __init__(self, keys: np.ndarray):
         self.order = np.argsort(keys, kind="stable")
-        self.keys, self.starts, self.sizes = np.unique(keys[self.order], return_index=True, return_counts=True)
+        self.keys, self.starts, sizes = np.unique(keys[self.order], return_index=True, return_counts=True)
+        self.owner = np.repeat(np.arange(len(sizes)), sizes)
+        """[E]: the place among the keys of each entry, in order."""
+
+
+class Runs:
+    """Tokens of one class within one stretch of ids: sums over runs [P] give those over classes and over stretches.
+
+    Attributes:
+        tokens: [A] int32: all ids that some text has, run by run, ascending in each. begins: [P + 1], where each run
+            begins there. classes: [P]. stretches: where the runs of each stretch begin, and P. by_class: the runs of
+            each class, of lower ids first.
+    """
+
+    def __init__(self, class_of: np.ndarray):
+        ids = np.flatnonzero(class_of >= 0)
+        classes, stretch = class_of[ids], ids // STRETCH
+        order = np.lexsort((classes, stretch))  # stable: ids ascend
+        self.tokens, classes, stretch = ids[order].astype(np.int32), classes[order], stretch[order]
+        first = np.append(True, (classes[1:] != classes[:-1]) | (stretch[1:] != stretch[:-1]))[: len(ids)]
+        self.begins = np.append(np.flatnonzero(first), len(ids))
+        self.classes, of_runs = classes[first], stretch[first]
+        self.stretches = np.append(np.unique(of_runs, return_index=True)[1], len(of_runs))
+        self.by_class = Grouped(self.classes)
 
 
 class TokenAutomaton:
@@ -37,7 +63,9 @@ class TokenAutomaton:
         self.members = [np.sort(members[index]) for index in kept]
         self.accept = accept[number >= 0]
         self.end = int(number[end]) if end >= 0 else -1
-        self.edges = np.stack((number[edges[:, 0]], np.searchsorted(kept, edges[:, 1]), number[edges[:, 2]]), 1)
+        edges = np.stack((number[edges[:, 0]], np.searchsorted(kept, edges[:, 1]), number[edges[:, 2]]), 1)
+        self.edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
+        self._begins = np.searchsorted(self.edges[:, 0], np.arange(self.states + 1))
         self.class_of = np.full(vocab_size, -1, np.int32)
         for index, ids in enumerate(self.members):
             self.class_of[ids] = index
@@ -55,27 +83,14 @@ class TokenAutomaton:
         """[C] int64: tokens in each class."""
         return np.array([len(ids) for ids in self.members], np.int64)
 
-    @cached_property
-    def table(self) -> np.ndarray:
-        """[S, C] int32: the next state, -1 where there is none."""
-        found = np.full((self.states, self.classes), -1, np.int32)
-        found[self.edges[:, 0], self.edges[:, 1]] = self.edges[:, 2]
-        return found
+    def after(self, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """The classes [k] that lead on from a state, ascending, and where each leads [k]."""
+        _, classes, following = self.edges[self._begins[state] : self._begins[state + 1]].T
+        return classes, following
 
     @cached_property
-    def tokens(self) -> np.ndarray:
-        """[A] int64: all ids that some text has, class by class, ascending in each."""
-        return np.concatenate([*self.members, np.zeros(0, np.int64)])
-
-    @cached_property
-    def begins(self) -> np.ndarray:
-        """[C] int64: where each class begins in `tokens`."""
-        return np.cumsum(self.sizes) - self.sizes
-
-    @cached_property
-    def ascending(self) -> np.ndarray:
-        """[A] int64: `tokens`, ascending."""
-        return np.sort(self.tokens)
+    def runs(self) -> Runs:
+        return Runs(self.class_of)
 
     @cached_property
     def by_state(self) -> Grouped:
@@ -92,9 +107,9 @@ class TokenAutomaton:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables that decoding reads."""
-        return sum(
-            array.nbytes for array in (self.edges, self.class_of, self.table, self.tokens, self.ascending, self.accept)
-        ) + sum(group.order.nbytes for group in (self.by_state, self.by_class, self.by_next))
+        groups, runs = (self.by_state, self.by_class, self.by_next, self.runs.by_class), self.runs
+        arrays = [self.edges, self.class_of, self.accept, *self.members, runs.tokens, runs.begins]
+        return sum(array.nbytes for array in arrays) + sum(2 * group.order.nbytes for group in groups)
 
     def reach(self, most: int) -> np.ndarray:
         """[>= most + 1, S] bool: from which states so many tokens lead to an accepting one. It is kept."""
@@ -112,7 +127,11 @@ class TokenAutomaton:
     def step(self, state: int, token: int) -> int:
         """The state after a token; -1 where the token is in no text, or the state is -1."""
         index = self.class_of[token] if 0 <= token < self.vocab_size else -1
-        return -1 if state < 0 or index < 0 else int(self.table[state, index])
+        if state < 0 or index < 0:
+            return -1
+        classes, following = self.after(state)
+        at = int(np.searchsorted(classes, index))
+        return int(following[at]) if at < len(classes) and classes[at] == index else -1
 
     def ended(self, ids: Iterable[int]) -> TokenAutomaton:
         """The same where a text may be followed by any number of the end tokens `ids`."""
@@ -129,7 +148,7 @@ class TokenAutomaton:
         """The same language without the texts that have one of the tokens `ids`."""
         gone = np.zeros(self.vocab_size, bool)
         gone[[*ids]] = True
-        if not self.states or not gone[self.tokens].any():
+        if not self.states or not gone[self.runs.tokens].any():
             return self
         members = [found[~gone[found]] for found in self.members]
         left = np.array([len(found) > 0 for found in members])

@@ -43,44 +43,76 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
     for index, (*numbers, following) in enumerate(kinds.tolist()):
         for place, number in enumerate(numbers):
             if number >= 0:
-                to = maps[place][number]
-                live = np.flatnonzero(to >= 0)
-                edges.append(
-                    np.stack((offsets[place] + live, np.full_like(live, index), offsets[following] + to[live]), 1)
-                )
+                live, to = maps[place].of(number)
+                parts = (offsets[place] + live, np.full(len(live), index), offsets[following] + to)
+                edges.append(np.stack(parts, 1))
     accept = np.concatenate([source.accept[begin] for begin in states])
     return TokenAutomaton(vocab_size, members, np.concatenate(edges), accept)
 
 
+class _Maps:
+    """Maps from states to states, each of them as the states that it maps and where to: most map few."""
+
+    def __init__(self, begin: np.ndarray):
+        self.source, self.target = np.arange(len(begin), dtype=np.int32), begin.astype(np.int32)
+        self.begins = np.array([0, len(begin)], np.int64)
+
+    def sizes(self, number: np.ndarray) -> np.ndarray:
+        return self.begins[number + 1] - self.begins[number]
+
+    def of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The states [k] that a map maps, and where to."""
+        inside = slice(self.begins[number], self.begins[number + 1])
+        return self.source[inside], self.target[inside]
+
+    def stepped(
+        self, number: np.ndarray, letter: np.ndarray, step: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The maps `number` [n] and a letter [n] more each: states, where to, and how many of each, [n]."""
+        sizes = self.sizes(number)
+        at = np.arange(sizes.sum()) + np.repeat(self.begins[number] - (np.cumsum(sizes) - sizes), sizes)
+        target = step[self.target[at], np.repeat(letter, sizes)]
+        live = target >= 0
+        owner = np.repeat(np.arange(len(number)), sizes)[live]
+        return self.source[at[live]], target[live], np.bincount(owner, minlength=len(number))
+
+    def add(self, maps: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        sources, targets = zip(*maps, strict=True)
+        self.source = np.concatenate((self.source, *sources))
+        self.target = np.concatenate((self.target, *targets))
+        self.begins = np.append(self.begins, self.begins[-1] + np.cumsum([len(each) for each in sources]))
+
+
 def _walked(
     source: ByteAutomaton, begin: np.ndarray, texts: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, _Maps]:
     """Walk texts from the states `begin` [s]: ids [N], the number of each one's map (-1: from no state to any), and the
-    maps [M, s] int32, -1 where there is no way."""
+    maps, which are of places in `begin`."""
     ids, length, joined, starts = texts
-    letters = source.letter_of[joined]
-    count = source.step.shape[1]
-    step = np.concatenate((source.step, np.full((1, count), -1, np.int32)))  # -1 stays -1
-    known: dict[bytes, int] = {}
-    maps = begin.astype(np.int32)[None]
-    number = np.zeros(len(ids), np.int64)
+    letters, count, known = source.letter_of[joined], source.step.shape[1], dict[bytes, int]()
+    maps, number = _Maps(begin), np.zeros(len(ids), np.int64)
     for at in range(int(length.max(initial=0))):
         live = np.flatnonzero(number[: np.searchsorted(-length, -at, side="left")] >= 0)
         pair, back = np.unique(number[live] * count + letters[starts[live] + at], return_inverse=True)
-        found = np.empty(len(pair), np.int64)
-        fresh: list[np.ndarray] = []
-        for some in np.array_split(np.arange(len(pair)), -(-len(pair) * len(begin) // MOST_ENTRIES) or 1):
-            reached = step[maps[pair[some] // count], (pair[some] % count)[:, None]]
-            for place, row in zip(some.tolist(), reached, strict=True):
-                if (row < 0).all():
-                    found[place] = -1
+        found, fresh, first = (
+            np.full(len(pair), -1, np.int64),
+            list[tuple[np.ndarray, np.ndarray]](),
+            len(maps.begins) - 1,
+        )
+        chunks = np.cumsum(maps.sizes(pair // count)) // MOST_ENTRIES
+        for some in np.split(np.arange(len(pair)), np.flatnonzero(np.diff(chunks)) + 1):
+            states, targets, sizes = maps.stepped(pair[some] // count, pair[some] % count, source.step)
+            ends = np.cumsum(sizes)
+            for place, stop, size in zip(some.tolist(), ends.tolist(), sizes.tolist(), strict=True):
+                if not size:
                     continue
-                key = row.tobytes()
+                one = states[stop - size : stop], targets[stop - size : stop]
+                key = one[0].tobytes() + one[1].tobytes()
                 if key not in known:
-                    known[key] = len(maps) + len(fresh)
-                    fresh.append(row)
+                    known[key] = first + len(fresh)
+                    fresh.append(one)
                 found[place] = known[key]
         if fresh:
-            maps = np.concatenate((maps, np.stack(fresh)))
+            maps.add(fresh)
         number[live] = found[back]
     return ids, number, maps

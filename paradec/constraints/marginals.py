@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paradec.constraints import passes
-from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.automaton import Runs, TokenAutomaton
 
 NEAR = 60.0
 """Logits whose exponentials float32 holds together."""
@@ -26,15 +26,23 @@ class Marginals:
     def __init__(self, automaton: TokenAutomaton, logits: Tensor, held: list[int | None], first: int, last: np.ndarray):
         self.automaton, self.logits, self.held, self.first, self.last = automaton, logits.detach(), held, first, last
         self._open = [slot for slot, token in enumerate(held) if token is None]
-        tops, sums = _class_sums(automaton, self.logits)
-        self.broken = bool(np.isnan(sums).any() or (tops == np.inf).any())
+        self._runs = _run_sums(automaton.runs, self.logits)
+        self.broken = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
         """Whether logits are NaN or +inf; nothing else may be asked then."""
-        fixed = [None if token is None else passes.certain(automaton, token) for token in held]
-        self.sums, self._tops = (_filled(fixed, found, automaton.classes) for found in (sums, tops))
-        """[n, C] float64: the logarithm of each class's probability in each slot, up to the constant `norms` says."""
         if not self.broken:
+            self.sums = self._of_classes(self._runs[1], passes.summed)
+            """[n, C] float64: the logarithm of each class's probability in each slot, up to the constant `norms`
+            says."""
             self.total, self._log_g, self._backward = passes.conditioned(automaton, self.sums, first, last)
             """ln Z, up to the constants of the slots."""
+
+    def _of_classes(self, runs: np.ndarray, among: passes.Sums) -> np.ndarray:
+        """[n, C] of values [m, P] of runs; of what is decided, that it is certain."""
+        by_class = self.automaton.runs.by_class
+        with np.errstate(divide="ignore"):
+            rows = iter(among(runs[:, by_class.order], by_class, self.automaton.classes))
+        each = [next(rows) if token is None else passes.certain(self.automaton, token) for token in self.held]
+        return np.array(each).reshape(len(self.held), self.automaton.classes)
 
     def conditioned(self) -> Tensor:
         """Logits [m, V] of the conditioned marginals r; in the dtype of the logits."""
@@ -55,7 +63,8 @@ class Marginals:
 
     def best(self) -> Tensor:
         """The tokens [m] of the likeliest text; of several the lowest ids, from the left."""
-        found = passes.best(self.automaton, self._tops, self._lowest, self.first, self.last)
+        tops = self._of_classes(self._runs[0], passes.highest)
+        found = passes.best(self.automaton, tops, self._lowest, self.first, self.last)
         return torch.tensor([found[slot] for slot in self._open], device=self.logits.device)
 
     def drawn(self, uniform: np.ndarray) -> Tensor:
@@ -63,6 +72,7 @@ class Marginals:
         rows = {slot: row for row, slot in enumerate(self._open)}
         found = passes.drawn(
             self.automaton,
+            lambda slot: self._runs[1, rows[slot]],
             lambda slot, ids: self._values(rows[slot], ids),
             self._backward,
             self.held,
@@ -82,55 +92,52 @@ class Marginals:
         return self.total - float(self.norms(self._open).sum())
 
     def _values(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """A copy of the logits of a slot's tokens [k], in float32 at least."""
-        found = self.logits[row].index_select(0, torch.as_tensor(ids, device=self.logits.device))
-        return found.to(torch.promote_types(found.dtype, torch.float32)).cpu().numpy()
+        """The logits of a slot's tokens [k], in float64."""
+        found: np.ndarray = self.logits[row][torch.as_tensor(ids, device=self.logits.device)].double().cpu().numpy()
+        return found
 
     def _lowest(self, slot: int, index: int) -> int:
         """The likeliest token of a class in a slot, the lowest of several."""
-        held, members = self.held[slot], self.automaton.members[index]
-        if held is not None:
+        if (held := self.held[slot]) is not None:
             return held
-        return int(members[self._values(self._open.index(slot), members).argmax()])
+        row, runs = self._open.index(slot), self.automaton.runs
+        own = runs.by_class.order[runs.by_class.owner == index]
+        run = int(own[self._runs[0, row, own].argmax()])
+        ids = runs.tokens[runs.begins[run] : runs.begins[run + 1]]
+        return int(ids[self._values(row, ids).argmax()])
 
 
-def _filled(fixed: list[np.ndarray | None], found: np.ndarray, classes: int) -> np.ndarray:
-    """[n, C]: rows of `found` [m, C] where nothing is fixed."""
-    rows = iter(found)
-    return np.array([next(rows) if row is None else row for row in fixed]).reshape(len(fixed), classes)
-
-
-def _class_sums(automaton: TokenAutomaton, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Of logits [m, V]: the largest of each class, and the logarithms of the sums of their exponentials [m, C]; float64
-    on the host."""
-    tokens = torch.as_tensor(automaton.tokens, device=logits.device)
+def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:
+    """Of logits [m, V]: the largest of each run, and the logarithms of the sums of their exponentials, [2, m, P]
+    float64 on the host."""
+    tokens = torch.as_tensor(runs.tokens, device=logits.device)
     if not logits.is_cpu:
-        return _scattered_sums(automaton, logits.index_select(-1, tokens), tokens)
+        return _scattered_sums(runs, logits.index_select(-1, tokens))
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     values = torch.empty(len(tokens), dtype=logits.dtype)  # one row's, which fits a cache
-    array, found = values.numpy(), np.empty((2, len(logits), automaton.classes))
-    with np.errstate(divide="ignore", invalid="ignore"):  # of classes without a finite logit
+    array, found = values.numpy(), np.empty((2, len(logits), len(runs.classes)))
+    with np.errstate(divide="ignore", invalid="ignore"):  # of runs without a finite logit
         for row, own in enumerate(logits):
             torch.index_select(own, 0, tokens, out=values)
-            tops = found[0, row] = np.maximum.reduceat(array, automaton.begins)
-            base = np.where(tops > -np.inf, tops, 0)
-            if base.max() - base.min() < NEAR:  # one number for all classes loses none of them
+            tops = found[0, row] = np.maximum.reduceat(array, runs.begins[:-1])
+            base = np.where(tops > -np.inf, tops, tops.max())
+            if base.max() - base.min() < NEAR:  # one number for all runs loses none of them
                 base[:] = base.max()
                 values -= float(base[0])
             else:
-                array -= np.repeat(base, automaton.sizes)
+                array -= np.repeat(np.maximum(base, passes.LEAST), np.diff(runs.begins))
             values.exp_()
-            found[1, row] = np.log(np.add.reduceat(array, automaton.begins, dtype=np.float64)) + base
-    return found[0], found[1]
+            found[1, row] = np.log(np.add.reduceat(array, runs.begins[:-1])) + base
+    return found
 
 
-def _scattered_sums(automaton: TokenAutomaton, values: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The same of values [m, A], those of `tokens` [A], on their device: sums over classes alone come to the host."""
-    owner = torch.as_tensor(automaton.class_of, device=values.device)[tokens].long().expand(len(values), -1)
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    top = wide.new_full((len(values), automaton.classes), -torch.inf).scatter_reduce_(1, owner, wide, "amax")
+def _scattered_sums(runs: Runs, values: Tensor) -> np.ndarray:
+    """The same of values [m, A], those of `runs.tokens`, on their device: sums over runs alone come to the host."""
+    owner = torch.as_tensor(np.repeat(np.arange(len(runs.classes)), np.diff(runs.begins)), device=values.device)
+    owner, wide = owner.expand(len(values), -1), values.to(torch.promote_types(values.dtype, torch.float32))
+    top = wide.new_full((len(values), len(runs.classes)), -torch.inf).scatter_reduce_(1, owner, wide, "amax")
     floor = top.where(top > -torch.inf, 0)
     total = torch.zeros_like(floor, dtype=torch.float64)
     total.scatter_add_(1, owner, (wide - floor.gather(1, owner)).exp().double())
-    return top.double().cpu().numpy(), (total.log() + floor).cpu().numpy()
+    return np.stack((top.double().cpu().numpy(), (total.log() + floor).cpu().numpy()))

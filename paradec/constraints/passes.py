@@ -20,8 +20,7 @@ import numpy as np
 from paradec.constraints.automaton import Grouped, TokenAutomaton
 
 NOTHING = -np.inf
-STRETCH = 512
-"""Tokens whose probabilities are summed together where one is looked for."""
+LEAST = np.finfo(np.float64).min
 
 
 def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
@@ -32,34 +31,46 @@ def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
     return found
 
 
-def summed(values: np.ndarray, group: Grouped, size: int) -> np.ndarray:
-    """ln of the sum of exp(values [E]) over the edges of each key, [size] float64."""
-    found = np.full(size, NOTHING)
-    ordered = values[group.order]
-    top = np.maximum.reduceat(ordered, group.starts)
-    base = np.where(top > NOTHING, top, 0)
-    sums = np.add.reduceat(np.exp(ordered - np.repeat(base, group.sizes)), group.starts)
-    with np.errstate(divide="ignore"):
-        found[group.keys] = np.log(sums) + base
+def summed(ordered: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+    """ln of the sum of exp of the entries of each key, [..., size] float64; what is given is overwritten.
+
+    Args:
+        ordered: [..., E] float64, in the group's order.
+    """
+    top = np.maximum.reduceat(ordered, group.starts, axis=-1)
+    np.maximum(top, LEAST, out=top)
+    ordered -= top.take(group.owner, axis=-1)
+    sums = np.add.reduceat(np.exp(ordered, out=ordered), group.starts, axis=-1)
+    return _placed(np.log(sums, out=sums) + top, group, size)
+
+
+def highest(ordered: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+    """The largest of the entries of each key, [..., size] float64; as for `summed`."""
+    return _placed(np.maximum.reduceat(ordered, group.starts, axis=-1), group, size)
+
+
+def _placed(values: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+    if values.shape[-1] == size:
+        return values
+    found = np.full((*values.shape[:-1], size), NOTHING)
+    found[..., group.keys] = values
     return found
 
 
-def highest(values: np.ndarray, group: Grouped, size: int) -> np.ndarray:
-    """The largest of values [E] over the edges of each key, [size] float64."""
-    found = np.full(size, NOTHING)
-    found[group.keys] = np.maximum.reduceat(values[group.order], group.starts)
-    return found
+Sums = Callable[[np.ndarray, Grouped, int], np.ndarray]
 
 
-def ahead(automaton: TokenAutomaton, masses: np.ndarray, last: np.ndarray, among: object = summed) -> np.ndarray:
+def ahead(automaton: TokenAutomaton, masses: np.ndarray, last: np.ndarray, among: Sums = summed) -> np.ndarray:
     """[n + 1, S] float64: b of every slot, and of the states after the last one. among: `summed`, or `highest` for the
     likeliest text instead."""
-    source, index, target = automaton.edges.T
+    _, index, target = np.ascontiguousarray(automaton.edges.T)  # in the order of `by_state`
     found = np.full((len(masses) + 1, automaton.states), NOTHING)
     found[-1, last] = 0
-    for slot in range(len(masses) - 1, -1, -1):
-        values = masses[slot, index] + found[slot + 1, target]
-        found[slot] = among(values, automaton.by_state, automaton.states)  # type: ignore[operator]
+    with np.errstate(divide="ignore"):
+        for slot in range(len(masses) - 1, -1, -1):
+            values = masses[slot].take(index)
+            values += found[slot + 1].take(target)
+            found[slot] = among(values, automaton.by_state, automaton.states)
     return found
 
 
@@ -75,13 +86,19 @@ def conditioned(
     total = float(backward[0, first])
     if total == NOTHING:
         return total, np.full((len(masses), automaton.classes), NOTHING), backward
-    source, index, target = automaton.edges.T
+    by_class, by_next, edges = automaton.by_class, automaton.by_next, np.ascontiguousarray(automaton.edges.T)
+    (source, _, target), (before, index, _) = edges[:, by_class.order], edges[:, by_next.order]
     forward = np.full(automaton.states, NOTHING)
     forward[first] = -total  # so that what is found is divided by Z
     found = np.empty((len(masses), automaton.classes))
-    for slot in range(len(masses)):
-        found[slot] = summed(forward[source] + backward[slot + 1, target], automaton.by_class, automaton.classes)
-        forward = summed(forward[source] + masses[slot, index], automaton.by_next, automaton.states)
+    with np.errstate(divide="ignore"):
+        for slot in range(len(masses)):
+            values = forward.take(source)
+            values += backward[slot + 1].take(target)
+            found[slot] = summed(values, by_class, automaton.classes)
+            values = forward.take(before)
+            values += masses[slot].take(index)
+            forward = summed(values, by_next, automaton.states)
     return total, found, backward
 
 
@@ -96,16 +113,18 @@ def best(
     """
     backward, state, found = ahead(automaton, tops, last, highest), first, []
     for slot in range(len(tops)):
-        after = automaton.table[state]
-        values = np.where(after >= 0, tops[slot] + backward[slot + 1, after], NOTHING)
-        token, index = min((lowest(slot, index), index) for index in np.flatnonzero(values == values.max()).tolist())
+        classes, following = automaton.after(state)
+        values = tops[slot, classes] + backward[slot + 1, following]
+        best = np.flatnonzero(values == values.max()).tolist()
+        token, at = min((lowest(slot, int(classes[at])), at) for at in best)
         found.append(token)
-        state = int(after[index])
+        state = int(following[at])
     return found
 
 
 def drawn(
     automaton: TokenAutomaton,
+    sums: Callable[[int], np.ndarray],
     logs: Callable[[int, np.ndarray], np.ndarray],
     backward: np.ndarray,
     fixed: list[int | None],
@@ -115,43 +134,36 @@ def drawn(
     """Tokens [n] of one text, drawn from the product of the slots' distributions conditioned on the language.
 
     From the left, with weights p_i(v) b_{i+1}(next state): of tokens in ascending order the first whose running sum
-    exceeds `uniform[i]` times the whole.
+    exceeds `uniform[i]` times the whole. Stretches of ids are looked at first, and the tokens of one alone.
 
     Args:
-        logs: called with a slot and ids [k]: the logarithms of their probabilities, up to a constant of the slot.
+        sums: called with a slot: the logarithms of the probabilities of runs [P] (`Runs`), up to a constant of the
+            slot. logs: called with a slot and ids [k]: those of tokens.
         backward: [n + 1, S]: the b of `conditioned`. fixed: what slots hold that are decided, or None.
     """
-    state, found = first, []
+    state, found, runs = first, [], automaton.runs
     for slot, token in enumerate(fixed):
         if token is None:
-            after = automaton.table[state]
-            weight = np.where(after >= 0, backward[slot + 1, after], NOTHING)
-            live = np.flatnonzero(weight > NOTHING)
-            if 8 * automaton.sizes[live].sum() < len(automaton.tokens):  # few of them are sorted anew
-                ids = np.sort(np.concatenate([automaton.members[index] for index in live]))
-            else:
-                ids = automaton.ascending
-            values = logs(slot, ids)
-            values += weight.astype(values.dtype)[automaton.class_of[ids]]
-            values -= values.max()
-            token = int(ids[_reaching(np.exp(values, out=values), uniform[slot])])
+            classes, following = automaton.after(state)
+            weight = np.full(automaton.classes, NOTHING)
+            weight[classes] = backward[slot + 1, following]
+            shares = sums(slot) + weight.take(runs.classes)
+            top = shares.max()
+            running = np.add.reduceat(np.exp(shares - top), runs.stretches[:-1]).cumsum()
+            goal = uniform[slot] * running[-1]
+            at = _reaching(running, goal)
+            ids = np.sort(runs.tokens[slice(*runs.begins[runs.stretches[at : at + 2]])])
+            inside = np.exp(logs(slot, ids) + weight.take(automaton.class_of[ids]) - top).cumsum()
+            token = int(ids[_reaching(inside, goal - (running[at - 1] if at else 0.0))])
         found.append(token)
         state = automaton.step(state, token)
     return found
 
 
-def _reaching(shares: np.ndarray, uniform: float) -> int:
-    """The first entry of shares [k] up to which the sum exceeds `uniform` times the whole."""
-    begins = np.arange(0, len(shares), STRETCH)  # their sums first: running sums of all take ten times as long
-    sums = np.add.reduceat(shares, begins, dtype=np.float64).cumsum()
-    goal = uniform * sums[-1]
-    stretch = min(int(np.searchsorted(sums, goal, side="right")), len(begins) - 1)
-    before = sums[stretch - 1] if stretch else 0.0
-    inside = shares[begins[stretch] : begins[stretch] + STRETCH]
-    at = int(np.searchsorted(before + inside.cumsum(dtype=np.float64), goal, side="right"))
-    if at == len(inside):  # rounding alone leads there
-        at = int(np.flatnonzero(inside)[-1])
-    return int(begins[stretch]) + at
+def _reaching(running: np.ndarray, goal: float) -> int:
+    """The first entry of running sums [k] that exceeds a number, the first of the largest where rounding keeps it
+    from that."""
+    return min(int(np.searchsorted(running, goal, side="right")), int(np.searchsorted(running, running[-1])))
 
 
 # ---- what is possible at all: sets of states, whatever the probabilities ---------------------------------------------

@@ -1,11 +1,11 @@
-"""What callers give: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`."""
+"""What callers give: `paradec.Choice`, `paradec.Regex`, `paradec.JsonSchema`, `paradec.Grammar`."""
 
 from __future__ import annotations
 
 import json
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,26 +117,32 @@ class Choice(Constraint):
         Raises:
             ValueError: a text that the tokenizer cannot write.
         """
-        import numpy as np
-
-        from paradec.constraints.automaton import TokenAutomaton
-
-        after: dict[tuple[int, int], int] = {}
-        accept, classes = [False], dict[int, int]()
-        for text in self.choices:
-            state = 0
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.choices]
+        for text, ids in zip(self.choices, found, strict=True):
             if tokenizer.decode(ids, skip_special_tokens=True) != text:
                 raise ValueError(f"choices: the tokenizer cannot write {text!r}")
-            for token in ids:
-                step = (state, classes.setdefault(token, len(classes)))
-                if step not in after:
-                    after[step] = len(accept)
-                    accept.append(False)
-                state = after[step]
-            accept[state] = True
-        edges = np.array([(state, token, to) for (state, token), to in after.items()], np.int64)
-        return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
+        return of_sequences(found, vocab_size)
+
+
+def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
+    """The automaton of some sequences of ids."""
+    import numpy as np
+
+    from paradec.constraints.automaton import TokenAutomaton
+
+    after: dict[tuple[int, int], int] = {}
+    accept, classes = [False], dict[int, int]()
+    for ids in sequences:
+        state = 0
+        for token in ids:
+            step = (state, classes.setdefault(token, len(classes)))
+            if step not in after:
+                after[step] = len(accept)
+                accept.append(False)
+            state = after[step]
+        accept[state] = True
+    edges = np.array([(state, token, to) for (state, token), to in after.items()], np.int64)
+    return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class JsonSchema(Constraint):
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"schema={shown(schema)} is no JSON: {error}") from None
         if not isinstance(schema, (Mapping, bool)):
             raise ValueError(f"schema={shown(schema)} must be a JSON schema: a mapping, its text or a pydantic class")
@@ -183,6 +189,37 @@ class JsonSchema(Constraint):
         return expression(self.schema, self.depth)
 
 
+@dataclass(frozen=True)
+class Grammar(Constraint):
+    """Texts of a context-free grammar, for causal models alone; needs llguidance (the extra `grammar`).
+
+    Args:
+        grammar: Lark as llguidance reads it, with a rule or terminal `start`.
+
+    Raises:
+        ValueError: no such grammar; the message says where. ModuleNotFoundError: llguidance is not installed.
+    """
+
+    grammar: str
+
+    def __post_init__(self) -> None:
+        from paradec.constraints.grammar import check_grammar
+
+        if not isinstance(self.grammar, str):
+            raise ValueError(f"grammar={shown(self.grammar)} must be a text")
+        check_text("grammar", self.grammar)
+        check_grammar(self.grammar)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"grammar": self.grammar}
+
+    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+        raise ValueError(
+            f"constraint={shown(self)} is for causal models: a grammar has no list of states, by which what is decided "
+            "in any order could be completed; give a paradec.Regex or paradec.JsonSchema"
+        )
+
+
 def constraint_of(name: str, value: Any) -> Any:
     """What a request keeps: a constraint, or for holes a tuple of them and None. Data that `to_dict` makes are read.
 
@@ -192,25 +229,32 @@ def constraint_of(name: str, value: Any) -> Any:
     if isinstance(value, Constraint):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple(None if entry is None else _one(name, entry) for entry in value)
-    return _one(name, value)
+        return tuple(one_constraint(name, entry) for entry in value)
+    return one_constraint(name, value)
 
 
-def _one(name: str, value: Any) -> Constraint:
-    if isinstance(value, Constraint):
+def one_constraint(name: str, value: Any) -> Constraint | None:
+    """The same of a constraint for a whole answer, and None where there is none.
+
+    Raises:
+        ValueError, TypeError: anything else.
+    """
+    if value is None or isinstance(value, Constraint):
         return value
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex or paradec.JsonSchema; for holes a list of "
-            "them and None"
+            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar; "
+            "for holes a list of them and None"
         )
-    kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}}
+    kinds = {"regex": {"regex"}, "choice": {"choice"}, "json_schema": {"json_schema", "depth"}, "grammar": {"grammar"}}
     kind = next((key for key in kinds if key in value), None)
     for key in value:
         if kind is None or key not in kinds[kind]:
             raise ValueError(unknown(f"key of {name}", key, kinds if kind is None else kinds[kind]))
     if kind == "regex":
         return Regex(value["regex"])
+    if kind == "grammar":
+        return Grammar(value["grammar"])
     if kind == "choice":
         return Choice(value["choice"])
     if kind is None:

@@ -376,3 +376,29 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     numbers = [entry["line"] for entry in found]
     assert numbers == sorted(set(numbers)) and len(found) < 400
     assert f"interrupted at {len(found)} of 400: --resume goes on" in stdout
+
+
+def test_a_constraint_of_a_line_s_own(tmp_path: Path) -> None:
+    first, second = {"choice": ["fig owl", "owl fig"]}, {"regex": "fox [a-z]+"}
+    entries = [
+        {"prompt": "Copy: kiwi fig"},
+        {"prompt": "Sort: owl fig", "constraint": first},
+        {"prompt": "Sort: fig owl", "constraint": first},
+        {"prompt": "Copy: fox cow", "id": "a", "constraint": second},
+        {"prompt": "Copy: fox cow", "constraint": {"regex": "(?=a)b"}},
+        {"prompt": "Copy: fox cow", "constraint": {"regex": "(fox ){9}fox"}},
+    ]
+    source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
+    asked = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
+    assert run(*asked).exit_code == 1
+    found = lines(out)
+    assert found[0]["text"].startswith("kiwi") and "constraint" not in found[0]
+    model, together = paradec.load(), [entry["prompt"] for entry in entries[1:3]]
+    wanted = paradec.generate(model, together, constraint=first, max_new_tokens=6)
+    assert [entry["text"] for entry in found[1:3]] == wanted.text and {*wanted.text} <= {*first["choice"]}
+    assert [entry["constraint"] for entry in found[1:4]] == [first, first, second]
+    assert found[3]["text"].startswith("fox ") and found[3]["id"] == "a"
+    assert "lookahead" in found[4]["error"] and "max_new_tokens=6" in found[5]["error"]
+    entries[3]["constraint"] = first
+    prompts(tmp_path, entries)
+    assert "the answer to another prompt than that of line 4" in refused(*asked, "--resume")

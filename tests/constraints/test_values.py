@@ -205,6 +205,7 @@ def test_bounds_of_integers(low: int | None, high: int | None) -> None:
         ({"type": "string", "format": "regex"}, "must be one of"),
         ({"type": "word"}, "must be one of object"),
         ("{", "is no JSON"),
+        ("[" * 10**5, "is no JSON"),
         (3, "must be a JSON schema"),
         ({"enum": []}, "must be a list of values"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "allows no text"),

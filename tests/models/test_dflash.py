@@ -16,6 +16,7 @@ import torch
 from eagle_drafters import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
 from image_models import CODES, tiny_llamagen
 from safetensors.torch import save_file
+from structured import assert_masked, reading_letters
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -142,6 +143,12 @@ def test_drafts_tokens_and_forwards_are_those_of_transformers(loaded: Any, tmp_p
         accepted += 20 - out.nfe
         calls.clear(), drafts.clear()
     assert accepted > 8
+
+
+def test_answers_under_a_constraint(loaded: Any) -> None:
+    base = reading_letters(tiny_base(layers=4), 2)
+    out = assert_masked(speculative(loaded(base)), base, "(ab|b)a?", 4, 600)
+    assert max(out.row_nfe) < 4
 
 
 # ---- the maths ------------------------------------------------------------------------------------------------------

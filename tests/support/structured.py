@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,7 +133,7 @@ def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
 
 def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, ...]]:
     """All texts of the language that agree with a canvas, in order."""
-    everything = sorted(automaton.tokens.tolist())
+    everything = sorted(automaton.runs.tokens.tolist())
     for text in itertools.product(*(everything if token is None else [token] for token in canvas)):
         if accepts(automaton, text):
             yield text
@@ -160,6 +162,74 @@ def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], tex
         left = {other: mass for other, mass in left.items() if other[at] == token}
         found.append((below + math.fsum(left.values()) / 2) / total)
     return np.array(found)
+
+
+def masked_distribution(
+    automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
+) -> dict[tuple[int, ...], float]:
+    """Of token-by-token decoding, by a plain recursion over all prefixes. p_after: called with a prefix: the model's
+    distribution."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def ends_well(state: int, left: int) -> bool:
+        if left == 0:
+            return bool(automaton.accept[state])
+        after = {automaton.step(state, token) for token in range(automaton.vocab_size)} - {-1}
+        return any(ends_well(state, left - 1) for state in after)
+
+    def go(prefix: tuple[int, ...], state: int, mass: float) -> None:
+        if len(prefix) == slots:
+            found[prefix] = mass
+            return
+        row = p_after(prefix)
+        after = {token: automaton.step(state, token) for token in range(len(row))}
+        fits = [t for t, q in after.items() if q >= 0 and ends_well(q, slots - len(prefix) - 1)]
+        total = sum(row[token] for token in fits)
+        for token in fits:
+            go((*prefix, token), after[token], mass * row[token] / total)
+
+    go((), 0, 1.0)
+    return found
+
+
+def assert_drawn(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
+    """Whether texts [N, n] occur as often as a distribution says."""
+    counts, rows = collections.Counter(map(tuple, texts.tolist())), len(texts)
+    assert counts.keys() <= expected.keys()
+    for text, mass in expected.items():
+        deviation = (rows * mass * (1 - mass)) ** 0.5
+        assert abs(counts[text] - rows * mass) < 4.5 * deviation + 1, (text, mass, counts[text])
+
+
+def reading_letters(model: Model, end: int) -> Model:
+    """The model, whose tokens read different letters, but for the last two; `end` is the end token."""
+    size = model.facts.vocab_size
+    letters = [chr(97 + token) if token < 26 else chr(256 + token) for token in range(size - 2)]
+    model.tokenizer = tokenizer_of(letters, end)
+    model.facts = dataclasses.replace(model.facts, eos_token_ids=(end,))
+    return model
+
+
+def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
+    """Answers of a causal model to one prompt have the distribution of token-by-token decoding under a pattern, and are
+    those of it at temperature 0; returns the output."""
+    prompt, value = [3, 1, 2], paradec.Regex(pattern)
+    ends, size = model.facts.eos_token_ids, model.facts.vocab_size
+
+    def p_after(text: tuple[int, ...]) -> list[float]:
+        with torch.no_grad():
+            return model.module(torch.tensor([[*prompt, *text]])).logits[0, -1].double().softmax(-1).tolist()
+
+    automaton = token_automaton(value, model.tokenizer, size, ends, ())
+    asked: dict[str, Any] = {"sampler": sampler, "constraint": value, "max_new_tokens": slots, "eos_early_stop": False}
+    out = paradec.generate(model, input_ids=[prompt] * rows, temperature=1.0, seed=[*range(rows)], **asked | request)
+    assert_drawn(torch.stack(list(out.new_tokens)), masked_distribution(automaton, p_after, slots))
+    greedy = [
+        paradec.generate(model, input_ids=[prompt], **asked | {"sampler": each}).new_tokens.tolist()
+        for each in (sampler, paradec.samplers.create("sjd", window=1))
+    ]
+    assert greedy[0] == greedy[1]
+    return out
 
 
 # ---- random models over texts of one or a few characters ------------------------------------------------------------

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec.constraints.expressions import Node, either, sequence, text
+from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.json_schema import expression
-from paradec.constraints.values import Choice, Constraint, JsonSchema, Regex, constraint_of, token_automaton
+from paradec.constraints.values import (
+    Choice,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Regex,
+    constraint_of,
+    token_automaton,
+)
 from paradec.core.checks import shown
 from paradec.integrations.server.asked import OWN, Refused
 
@@ -18,6 +27,8 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 """vLLM's former fields, and the keys of `structured_outputs` that say the same."""
 FIELDS = ("response_format", "structured_outputs", *GUIDED)
 """The body's fields; one of them at most."""
+KINDS = (*GUIDED.values(), "json_object")
+"""Keys of `structured_outputs`."""
 OPEN = {"type": "object"}
 """Any object, three levels deep."""
 
@@ -38,7 +49,7 @@ def read(body: Mapping[str, Any]) -> tuple[str, Constraint] | None:
     for name, value in given.items():
         try:
             return name, _read(name, value)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ModuleNotFoundError) as error:
             if isinstance(error, Refused):
                 raise
             raise Refused(f"{name}: {error}", 422, name) from error
@@ -52,7 +63,7 @@ def _read(name: str, value: Any) -> Constraint:
         return _response_format(value)
     parts = {GUIDED[name]: value} if name in GUIDED else value
     if not isinstance(parts, Mapping) or len(parts) != 1:
-        raise ValueError(f"{shown(value)} must be an object with one of the keys json, regex, choice and json_object")
+        raise ValueError(f"{shown(value)} must be an object with one of the keys {', '.join(KINDS)}")
     kind, said = next(iter(parts.items()))
     if kind == "json":
         return JsonSchema(said)
@@ -60,9 +71,11 @@ def _read(name: str, value: Any) -> Constraint:
         return Regex(said)
     if kind == "choice":
         return Choice(said)
+    if kind == "grammar":
+        return Grammar(said)
     if kind == "json_object" and said is True:
         return JsonSchema(OPEN)
-    raise ValueError(f"{kind}={shown(said)} is not offered; give json, regex, choice, or json_object with true")
+    raise ValueError(f"{kind}={shown(said)} is not offered; give one of {', '.join(KINDS)}, json_object with true")
 
 
 def _one(value: Any) -> Constraint:
@@ -124,8 +137,12 @@ def prepare(name: str, value: Constraint, model: Any) -> None:
     Raises:
         Refused: the model's tokenizer cannot write its texts, or they need too large an automaton.
     """
+    facts = model.facts
     try:
-        found = token_automaton(value, model.tokenizer, model.facts.vocab_size, (), ())
+        if isinstance(value, Grammar) and facts.topology == "causal":
+            GrammarTexts(value.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
+            return
+        found = token_automaton(value, model.tokenizer, facts.vocab_size, (), ())
     except ValueError as error:
         raise Refused(f"{name}: {error}", 422, name) from error
     if not found.states:
@@ -135,6 +152,8 @@ def prepare(name: str, value: Constraint, model: Any) -> None:
 def check_room(value: Constraint, model: Any, new: int) -> None:
     """Raise ValueError where no text of a constraint fits so many new tokens."""
     facts = model.facts
+    if isinstance(value, Grammar):  # whose texts have no shortest one that is known
+        return
     found = token_automaton(value, model.tokenizer, facts.vocab_size, tuple(sorted(facts.eos_token_ids)), ())
     if not found.reach(new)[new, 0]:
         raise ValueError(f"max_tokens={new} is too few: no answer of the asked form is that short")

@@ -10,36 +10,89 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.constraints.values import Constraint
+from paradec.constraints.grammar import GrammarTexts
+from paradec.constraints.values import Constraint, Grammar
 from paradec.core import rows as of_rows
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT
 from paradec.samplers.spans import Span, no_texts, refused, span_of
 
 
+class Texts(Protocol):
+    """The texts that an answer may be, token by token. States are values."""
+
+    @property
+    def begin(self) -> Any:
+        """The state before the first token."""
+
+    def after(self, state: Any, token: int) -> Any | None:
+        """The state after a token; None where no text goes on with it."""
+
+    def excluded(self, state: Any, read: int, device: torch.device) -> Tensor | None:
+        """[V] bool: the tokens with which no text can be completed, after `read` tokens; None where none can in any
+        case."""
+
+    def certain(self, state: Any, read: int) -> int | None:
+        """The only token with which one can."""
+
+
+@dataclass(frozen=True)
+class SpanTexts:
+    """The texts of an automaton that fit the tokens that are left."""
+
+    span: Span
+    begin: int = 0
+
+    def after(self, state: int, token: int) -> int | None:
+        found = self.span.automaton.step(state, token)
+        return None if found < 0 else found
+
+    def _fitting(self, state: int, read: int) -> np.ndarray:
+        """[k] int64: the classes that do."""
+        classes, following = self.span.automaton.after(state)
+        found: np.ndarray = classes[self.span.after[read + 1, following]]
+        return found
+
+    def excluded(self, state: int, read: int, device: torch.device) -> Tensor | None:
+        span = self.span
+        if span.stop - span.first <= read or not span.after[read, state]:
+            return None
+        class_of, out = torch.as_tensor(span.automaton.class_of).to(device), np.ones(span.automaton.classes + 1, bool)
+        out[self._fitting(state, read)] = False
+        return torch.as_tensor(out, device=device)[class_of.long()]
+
+    def certain(self, state: int, read: int) -> int | None:
+        fits = self._fitting(state, read)
+        alone = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
+        return int(self.span.automaton.members[fits[0]][0]) if alone else None
+
+
 @dataclass
 class TokenMasks:
     """The text of each row, and how far it has been read. `B` rows."""
 
-    spans: list[Span]
+    texts: list[Texts]
     """[B]."""
+    first: np.ndarray
+    """[B] int64: where each answer begins."""
     read: np.ndarray
     """[B] int64: final tokens of each answer that `state` is after."""
-    state: np.ndarray
-    """[B] int64: of the automaton."""
+    state: list[Any]
+    """[B]."""
 
     @classmethod
     def of(cls, sampler: Any, model: Any, state: CausalState) -> TokenMasks:
         """For a request with a constraint.
 
         Raises:
-            ValueError: a sampler or another argument that it does not work with; no tokenizer; or no text fits.
+            ValueError: a sampler or another argument that it does not work with; no tokenizer, or one that a grammar
+                does not work with; or no text fits.
         """
         value: Any = state.request.constraint
         refused(
@@ -56,21 +109,27 @@ class TokenMasks:
             },
         )
         suppressed = () if state.allowed is None else np.flatnonzero(~state.allowed.cpu().numpy()).tolist()
-        known, spans = dict[Any, Span](), list[Span]()
-        for first, stop in zip(state.prompt_length.tolist(), state.length.tolist(), strict=True):
-            spans.append(span_of(model, value, suppressed, [None] * (stop - first), first, True, stop - first, known))
-        return cls(spans, *np.zeros((2, state.batch), np.int64))
+        known, texts = dict[Any, Span](), list[Texts]()
+        if isinstance(value, Grammar):
+            facts = model.facts
+            texts = [GrammarTexts(value.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)] * state.batch
+        for first, stop in zip(state.prompt_length.tolist(), state.length.tolist(), strict=True) if not texts else ():
+            given: list[int | None] = [None] * (stop - first)
+            texts.append(SpanTexts(span_of(model, value, suppressed, given, first, True, stop - first, known)))
+        begin = [each.begin for each in texts]
+        return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
 
     def taken(self, rows: np.ndarray) -> TokenMasks:
         """A copy that has the `rows` [N] alone."""
-        return TokenMasks([self.spans[row] for row in rows], self.read[rows], self.state[rows])
+        texts, state = ([each[row] for row in rows.tolist()] for each in (self.texts, self.state))
+        return TokenMasks(texts, self.first[rows], self.read[rows], state)
 
     def put(self, slots: np.ndarray, other: TokenMasks) -> None:
         """Replace the rows `slots` [N]."""
-        for slot, span in zip(slots.tolist(), other.spans, strict=True):
-            self.spans[slot] = span
+        for slot, texts, state in zip(slots.tolist(), other.texts, other.state, strict=True):
+            self.texts[slot], self.state[slot] = texts, state
+        of_rows.exchange(self.first, slots, other.first)
         of_rows.exchange(self.read, slots, other.read)
-        of_rows.exchange(self.state, slots, other.state)
 
     # ---- masks ----------------------------------------------------------------------------------------------------
 
@@ -100,47 +159,63 @@ class TokenMasks:
         kept = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
         masked = logits.clone()
         for index, row in enumerate(rows.tolist()):
-            span = self.spans[row]
-            depth, at = [int(state.committed[row]) - span.first], [self._reached(state, row)]
+            texts, read = self.texts[row], [int(state.committed[row] - self.first[row])]
+            at = [self._reached(state, row)]
             for parent, token in zip(above[index if len(above) > 1 else 0][1:], held[index][1:]):
-                depth.append(depth[parent] + 1)
-                at.append(span.automaton.step(at[parent], token))
-            table, class_of = span.automaton.table, torch.as_tensor(span.automaton.class_of).to(logits.device)
+                read.append(read[parent] + 1)
+                at.append(None if at[parent] is None else texts.after(at[parent], token))
             for column, node in enumerate(kept):
-                left = span.stop - span.first - depth[node]
-                if at[node] < 0 or left <= 0 or not span.after[depth[node], at[node]]:
-                    continue
-                fits = np.append((table[at[node]] >= 0) & span.after[depth[node] + 1, table[at[node]]], False)
-                out = torch.as_tensor(~fits, device=logits.device)[class_of.long()]
-                masked[index, column].masked_fill_(out, -torch.inf)
+                out = None if at[node] is None else texts.excluded(at[node], read[node], logits.device)
+                if out is not None:
+                    masked[index, column].masked_fill_(out, -torch.inf)
         return masked
 
-    def _reached(self, state: CausalState, row: int) -> int:
-        """The automaton's state after what is final of a row."""
-        span, read = self.spans[row], int(self.read[row])
-        committed = int(state.committed[row]) - span.first
-        if committed > read:
-            now = int(self.state[row])
-            for token in state.canvas[row, span.first + read : span.first + committed].tolist():
-                now = span.automaton.step(now, token)
-            self.read[row], self.state[row] = committed, now
-        return int(self.state[row])
+    def of_drafts(
+        self,
+        state: CausalState,
+        logits: Tensor,
+        rows: np.ndarray,
+        parents: Tensor,
+        tokens: Tensor,
+        nodes: Sequence[int] | np.ndarray,
+    ) -> Tensor:
+        """As `of_nodes`, of a model that drafts; all tokens that fit are alike where it has none of them."""
+        masked = self.of_nodes(state, logits, rows, parents, tokens, nodes)
+        nothing = (masked == -torch.inf).all(-1, keepdim=True)
+        if nothing.any():  # drafters may have a smaller vocabulary, or candidates
+            alike = self.of_nodes(state, torch.zeros_like(logits), rows, parents, tokens, nodes)
+            masked = torch.where(nothing, alike, masked)
+        return masked
+
+    def of_slot(self, state: CausalState, logits: Tensor, rows: np.ndarray, before: Tensor) -> Tensor:
+        """The same of the slot [R, 1, V] after the drafts [R, n] of a chain."""
+        parents = torch.arange(-1, before.shape[1]).unsqueeze(0)
+        return self.of_drafts(state, logits, rows, parents, torch.nn.functional.pad(before, (1, 0)), [before.shape[1]])
+
+    def _reached(self, state: CausalState, row: int) -> Any:
+        """The state after what is final of a row."""
+        begin = int(self.first[row] + self.read[row])
+        for token in state.canvas[row, begin : int(state.committed[row])].tolist():
+            self.state[row] = self.texts[row].after(self.state[row], token)
+        self.read[row] = state.committed[row] - self.first[row]
+        return self.state[row]
 
     def put_certain(self, state: CausalState, rows: np.ndarray) -> None:
-        """Draft what one token alone fits, in the windows of rows: it is accepted whatever the model says."""
+        """Draft what one token alone fits, in the windows of rows, after what is drafted too: it is accepted whatever
+        the model says."""
         drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
         held, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):
-            span, now = self.spans[row], self._reached(state, row)
-            depth = int(state.committed[row]) - span.first
+            texts, now = self.texts[row], self._reached(state, row)
+            read, reach = int(self.read[row]), int(state.drafted[row])
             for slot in range(min(len(held[index]), int(state.length[row] - state.committed[row]))):
-                after = span.automaton.table[now]
-                fits = np.flatnonzero((after >= 0) & span.after[depth + slot + 1, after])
-                if len(fits) == 1 and span.automaton.sizes[fits[0]] == 1:
-                    held[index][slot] = int(span.automaton.members[fits[0]][0])
-                    sources[index][slot] = ONE_HOT
-                now = span.automaton.step(now, held[index][slot])
-                if now < 0:
+                if (certain := texts.certain(now, read + slot)) is not None:
+                    held[index][slot], sources[index][slot] = certain, ONE_HOT
+                    reach = max(reach, slot + 1)
+                elif slot >= reach:
                     break
+                if (now := texts.after(now, held[index][slot])) is None:
+                    break
+            state.drafted[row] = reach
         state.memory.write("drafts", rows, drafts.new_tensor(held))
         state.memory.write("draft_source", rows, source.new_tensor(sources))

@@ -64,6 +64,8 @@ class PromptLookup(NamedDrafter):
         state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, state.width - drafts.shape[1])))
         state.memory.write("draft_source", rows, torch.full((len(rows), state.width), ONE_HOT, device=tokens.device))
         state.drafted[rows] = count.cpu().numpy()
+        if state.masks is not None:
+            state.masks.put_certain(state, rows)
 
 
 def look_up(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +16,15 @@ import torch
 
 import paradec
 from paradec.api.generate import own_defaults
+from paradec.api.output import Output
 from paradec.batching.many import generate_many
 from paradec.batching.slots import refusal
-from paradec.core.checks import check_bool, check_int, check_model
+from paradec.core.checks import check_bool, check_choice, check_int, check_model
 from paradec.core.prompts import ids_of
 from paradec.request import Preset, Request
 from paradec.tools.evaluation.asked import asked, cut, generation_fields
 from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
+from paradec.tools.evaluation.multiple_choice import CHOICES, decoded
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 """The packaged prompts as tasks ("paradec", or "paradec_copy", ...): a folder for the harness' `--include_path`."""
@@ -37,6 +41,13 @@ class Spent:
     """End tokens and the token that completes a stop string included, padding after them excluded."""
     forwarded_tokens: int = 0
     seconds: float = 0.0
+
+    def add(self, output: Output) -> None:
+        """Count an answer."""
+        self.answers += 1
+        self.row_calls += sum(output.row_nfe)
+        self.tokens += sum(output.tokens)
+        self.forwarded_tokens += output.forwarded_tokens
 
     def report(self) -> dict[str, Any]:
         """The sums, and what follows from them."""
@@ -65,6 +76,8 @@ class Answering:
         mc_num, mc_batch: its `samples` and `stratum`. order: its order of "chain".
         check_greedy: whether log-likelihoods say if the continuation is what greedy decoding writes (a forward per
             token; LAMBADA's accuracy reads it, tasks with choices do not). False answers no.
+        choices: "score", or "decode": where several continuations of one context are asked for, the model answers with
+            one of them, under a constraint; this one's log-likelihood is 0, the others' -inf.
         arguments: fields of `paradec.Request`, and settings of its sampler. `max_new_tokens` is the canvas; where it is
             not given the task's length counts.
 
@@ -90,6 +103,7 @@ class Answering:
         mc_batch: int = 16,
         order: str = "left_to_right",
         check_greedy: bool = True,
+        choices: str = "score",
         **arguments: Any,
     ):
         super().__init__()
@@ -97,6 +111,7 @@ class Answering:
         check_int("batch_size", 1 if batch_size is None else batch_size, low=1)
         check_bool("until", until)
         check_bool("check_greedy", check_greedy)
+        check_choice("choices", choices, CHOICES)
         check_int("max_length", max_length, low=2, none=True)
         said, request = asked(arguments, preset, seed)
         model = pretrained
@@ -114,7 +129,7 @@ class Answering:
         self.tokenizer = model.tokenizer
         if self.tokenizer is None:
             raise ValueError(f"{model.facts.name} has no tokenizer; lm-eval asks in words")
-        self.until, self.check_greedy = until, check_greedy
+        self.until, self.check_greedy, self.choices = until, check_greedy, choices
         self.own_length, self._device = max_length, model.device
         self.estimate: dict[str, Any] = {"method": likelihood, "samples": mc_num, "stratum": mc_batch, "order": order}
         log_likelihoods(model, [], **self.estimate)  # a wrong one is said before anything is decoded
@@ -218,10 +233,7 @@ class Answering:
             for request, (_, until), output in zip(requests, asked_for, many, strict=True):
                 texts.append(cut(str(output.text), until))
                 self.keep("generate_until", request.args, texts[-1])
-                self.spent.answers += 1
-                self.spent.row_calls += sum(output.row_nfe)
-                self.spent.tokens += sum(output.tokens)
-                self.spent.forwarded_tokens += output.forwarded_tokens
+                self.spent.add(output)
                 bar.update()
         self.spent.seconds += time.perf_counter() - begin
         return texts
@@ -234,7 +246,8 @@ class Answering:
             until = []
         new = self.request.max_new_tokens if "max_new_tokens" in self.said else fields.get("max_new_tokens")
         fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
-        if until and "stop_strings" not in self.said:
+        held = fields.get("constraint", self.request.constraint)  # it says itself where an answer ends
+        if until and "stop_strings" not in self.said and held is None:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
         if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
@@ -250,6 +263,36 @@ class Answering:
         for _, context, continuation in requests:
             room = self.max_length - len(continuation)
             pairs.append((self._fitting(context, room) if context else [], continuation))
+        answers = self._decoded([key for key, *_ in requests], pairs) if self.choices == "decode" else {}
+        rest = [number for number in range(len(pairs)) if number not in answers]
+        scored = self._scored(
+            [requests[number][0] for number in rest], [pairs[number] for number in rest], disable_tqdm
+        )
+        answers |= dict(zip(rest, scored, strict=True))
+        return [answers[number] for number in range(len(pairs))]
+
+    def _decoded(self, keys: list[Any], pairs: list[tuple[list[int], list[int]]]) -> dict[int, tuple[float, bool]]:
+        """By number: what is said of continuations that are asked for together with others of their context."""
+        groups = [[*same] for _, same in itertools.groupby(range(len(pairs)), lambda number: pairs[number][0])]
+        groups = [group for group in groups if len(group) > 1]
+        asked_for = [
+            (pairs[group[0]][0] or [self.prefix_token_id], [pairs[number][1] for number in group]) for group in groups
+        ]
+        found, begin = dict[int, tuple[float, bool]](), time.perf_counter()
+        for group, (chosen, output) in zip(
+            groups, decoded(self.model, self.request, asked_for, self.batch_size), strict=True
+        ):
+            self.spent.add(output)
+            for at, number in enumerate(group):
+                found[number] = (0.0, True) if at == chosen else (-math.inf, False)
+                if keys[number] is not None:
+                    self.keep("loglikelihood", keys[number], found[number])
+        self.spent.seconds += time.perf_counter() - begin
+        return found
+
+    def _scored(
+        self, keys: list[Any], pairs: list[tuple[list[int], list[int]]], disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
         greedy: Callable[[int, Likelihood], bool | None] = lambda _, found: found.greedy  # noqa: E731
         scale = self.request.guidance_scale
         if self.model.facts.topology != "causal":
@@ -263,8 +306,8 @@ class Answering:
             for number, found in enumerate(log_likelihoods(self.model, pairs, **how)):
                 answers.append((found.value, bool(greedy(number, found))))
                 self.likelihoods.append(found)
-                if requests[number][0] is not None:
-                    self.keep("loglikelihood", requests[number][0], answers[-1])
+                if keys[number] is not None:
+                    self.keep("loglikelihood", keys[number], answers[-1])
                 bar.update()
         return answers
 

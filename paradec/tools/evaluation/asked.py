@@ -13,7 +13,7 @@ from paradec.request_fields import FIELDS
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the answer's length in a task's generation_kwargs; the first that is there counts, as in the harness."""
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLING = ("temperature", "top_p", "top_k", "constraint")
 """What a task may say of sampling, by the names of `paradec.Request`."""
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_return_sequences": 1}
 """What a task may say because it is what happens anyway."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import os
 import subprocess
 import warnings
@@ -26,6 +27,7 @@ from paradec import caches, samplers
 from paradec.api.generate import generate
 from paradec.attention.sparsed import SparseD
 from paradec.caches.suffix import Suffix
+from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, shown
 from paradec.core.prompts import encode
 from paradec.core.protocol import Interrupted, plain
@@ -309,6 +311,7 @@ def compare(
     seed: int = 0,
     max_new_tokens: int | None = None,
     block_length: int | None = None,
+    constraint: Constraint | None = None,
     resume: Comparison | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -326,6 +329,7 @@ def compare(
             float32, up to near-ties).
         seed: of the samplers that draw.
         max_new_tokens, block_length: as in `paradec.generate`.
+        constraint: what every answer must be whose question does not say it; prompts decoded together have the same.
         resume: an earlier comparison with the same setup; its results are not measured again, except for samplers of a
             file that has changed and those that drew with another version of the draws (a UserWarning names them).
         progress: called after every batch.
@@ -353,8 +357,9 @@ def compare(
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     request: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
     request |= {"max_new_tokens": new, "block_length": block_length}
+    request["constraint"] = one_constraint("constraint", constraint)
     if names is None:
-        asked = {name: value for name, value in request.items() if name != "seed"}
+        asked = {name: value for name, value in request.items() if name != "seed"} | _said(request, questions[0])
         todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
     setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
@@ -405,7 +410,21 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
     own = _digest(type(caches.create(request["cache"])))
     setup |= {} if own is None else {"cache_source": own}
     # None has no entry, as in earlier results
+    if request["constraint"] is not None:
+        setup["constraint"] = request["constraint"].to_dict()
     return setup | {name: plain(request[name]) for name in ("attention", "suffix") if request[name] is not None}
+
+
+def _said(request: Mapping[str, Any], question: Question) -> dict[str, Any]:
+    """The constraint of a question."""
+    return {"constraint": question.constraint or request["constraint"]}
+
+
+def _together(questions: Sequence[Question], batch: int) -> Iterator[Sequence[Question]]:
+    """The questions, in order: at most `batch` with one constraint."""
+    for _, same in itertools.groupby(questions, lambda question: question.constraint):
+        while rows := list(itertools.islice(same, batch)):
+            yield rows
 
 
 def _measure(
@@ -423,11 +442,10 @@ def _measure(
     method = configuration.make()
     policy = block_policy(method, model, None, request["block_length"])
     right: dict[str, list[bool]] = {}
-    for first in range(0, len(questions), batch):
-        rows = questions[first : first + batch]
+    for rows in _together(questions, batch):
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
-        asked = request | configuration.request(new, max(counts))
+        asked = request | _said(request, rows[0]) | configuration.request(new, max(counts))
         result.draws = _draws(configuration, request)
         if result.draws is None:
             asked["seed"] = None
@@ -444,7 +462,7 @@ def _measure(
         result.tokens += sum(output.tokens)
         result.seconds += output.seconds
         result.padding_forwards = (result.padding_forwards or 0) + padding.forwards(output)
-        yield first + len(rows)
+        yield len(result.answers or ())
     result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
 
 

@@ -75,6 +75,7 @@ def evaluate(
         mc_batch=recipe.mc_batch,
         order=recipe.order,
         check_greedy=recipe.check_greedy,
+        choices=recipe.choices,
         **given,
         **arguments,
     )

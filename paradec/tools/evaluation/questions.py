@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, check_text, shown
 from paradec.core.registry import unknown
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
+
+LINE = ("prompt", "answer", "regex", "task", "constraint")
+"""Fields of a line of a file of prompts."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Question:
         right: whether a text (without special tokens) is a right answer.
         many: whether there are several right answers; None when that is not known.
         key: what is asked and how it is judged, as text; a comparison is only resumed on equal questions.
+        constraint: what the answer must be; None takes what is asked of all.
     """
 
     task: str
@@ -31,6 +36,7 @@ class Question:
     right: Callable[[str], bool]
     many: bool | None = None
     key: str = ""
+    constraint: Constraint | None = None
 
 
 def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
@@ -66,9 +72,11 @@ def read_questions(
         {"prompt": "What is 2 + 3?", "answer": "5"}
         {"prompt": "Name a prime.", "answer": ["2", "3", "5", "7"], "task": "primes"}
         {"prompt": "Say hello.", "regex": "(?i)hello|hi"}
+        {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
 
     `answer` (a text, or a list of them) must be the whole answer; spaces around words and empty lines at either end do
     not count. `regex` (Python's) must be found in the answer. `task` groups prompts; it is "prompts" by default.
+    `constraint` says what the answer must be, as `to_dict` of `paradec.Choice`, `Regex` or `JsonSchema`.
 
     Args:
         file: path of the file, UTF-8.
@@ -98,8 +106,8 @@ def _question(line: str) -> Question:
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt and an answer")
     for name in fields:
-        if name not in ("prompt", "answer", "regex", "task"):
-            raise ValueError(unknown("field", name, ("prompt", "answer", "regex", "task")))
+        if name not in LINE:
+            raise ValueError(unknown("field", name, LINE))
     prompt, task = fields.get("prompt"), fields.get("task", "prompts")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"prompt={shown(prompt)} must be a text")
@@ -107,7 +115,7 @@ def _question(line: str) -> Question:
     if not isinstance(task, str) or not task:
         raise ValueError(f"task={shown(task)} must be a text")
     right, many = judge(fields)
-    return Question(task, prompt, right, many, line.strip())
+    return Question(task, prompt, right, many, line.strip(), one_constraint("constraint", fields.get("constraint")))
 
 
 def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:

@@ -30,6 +30,7 @@ from paradec.core.registry import unknown
 from paradec.core.text_files import read_text
 from paradec.request import Request
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS
+from paradec.tools.evaluation.multiple_choice import CHOICES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHAPES = ("LLaDA-8B", "Dream-7B", "LLaDA2.0-mini")
@@ -55,7 +56,7 @@ class Recipe:
         request: fields of `paradec.Request` as `Request.to_dict` writes them, and settings of the sampler.
         preset: a file that `Request.save` wrote; `request` wins over what is in it.
         until: whether the tasks' stop strings end answers.
-        likelihood, mc_num, mc_batch, order, check_greedy: how continuations are judged, see `ParadecLM`.
+        likelihood, mc_num, mc_batch, order, check_greedy, choices: how continuations are judged, see `ParadecLM`.
         batch: rows decoded together.
         limit: prompts of each task; None is all.
         seed: of paradec's draws, and of the harness' own.
@@ -86,6 +87,7 @@ class Recipe:
     mc_batch: int = 16
     order: str = "left_to_right"
     check_greedy: bool = True
+    choices: str = "score"
     batch: int = 1
     limit: int | None = None
     seed: int = 0
@@ -116,6 +118,7 @@ class Recipe:
         if self.likelihood is not None:
             check_choice("likelihood", self.likelihood, METHODS)
         check_choice("order", self.order, ORDERS)
+        check_choice("choices", self.choices, CHOICES)
         for name, low in (("mc_num", 1), ("mc_batch", 1), ("batch", 1)):
             check_int(name, getattr(self, name), low=low)
         check_int("shots", self.shots, low=0, none=True)

@@ -173,7 +173,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
             422,
             "allows no text",
         ),
-        ({"structured_outputs": {"grammar": "root ::= x"}}, 422, "grammar=.* is not offered"),
+        ({"structured_outputs": {"structural_tag": "x"}}, 422, "structural_tag=.* is not offered"),
         ({"structured_outputs": {"regex": "(a)\\1"}}, 422, "a backreference"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "one of the keys"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both say what an answer must be"),

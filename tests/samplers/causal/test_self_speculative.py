@@ -14,6 +14,7 @@ import pytest
 import torch
 from moe_models import MOE
 from places import assert_shown, golden
+from structured import assert_masked, reading_letters
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor
 
@@ -327,3 +328,11 @@ def test_settings_that_are_wrong() -> None:
     model = tiny(2, "block_causal")
     with pytest.raises(ValueError, match="holds the mask id"):
         paradec.generate(model, [[1, MASK, 2]], sampler="self_speculative", max_new_tokens=3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}])
+def test_answers_under_a_constraint(settings: dict[str, Any]) -> None:
+    model = reading_letters(causal(42), 20)
+    sampler = paradec.samplers.create("self_speculative", window=4, **settings)
+    out = assert_masked(sampler, model, "(a|bx)yz[cd](efg)?", 9, 400)
+    assert max(out.row_nfe) < 9

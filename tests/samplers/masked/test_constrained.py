@@ -201,6 +201,8 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
 
     steps: list[dict[str, Any]] = []
     for begin in range(0, case["slots"], block):
+        if ended():
+            break
         stop, count = min(begin + block, case["slots"]), 0
         forced = certain(begin, stop) if settings.get("forced") else []
         masks = canvas[begin:stop].count(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -195,3 +196,30 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
     ):
         with pytest.raises(ValueError, match="max_length=6 leaves no room"):
             ask()
+
+
+def test_a_task_s_constraint_says_where_an_answer_ends(packaged64: Model) -> None:
+    lm = Answering(packaged64, batch_size=2, max_new_tokens=8)
+    prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
+    task = {"until": ["fig"], "constraint": {"regex": "pear [a-z]+ fig"}}
+    assert lm.generate_until(asked((prompt, task), (prompt, {"until": []}))) == ["pear apple ", "apple fig pear"]
+
+
+def test_choices_that_are_decoded(packaged64: Model) -> None:
+    """Of continuations of one context that which constrained decoding writes; what is asked alone is scored."""
+    lm, scoring = Answering(packaged64, choices="decode"), Answering(packaged64)
+    sort, copy = (
+        lm.apply_chat_template([{"role": "user", "content": text}])
+        for text in ("Sort: pear fig apple", "Copy: kiwi fig owl")
+    )
+    orders = ["apple pear fig", "apple fig pear", "apple fig"]
+    pairs = [*((sort, order) for order in orders), (copy, "kiwi fig owl"), (sort, orders[1]), (sort, orders[0])]
+    found = judged(lm, *pairs)
+    no, yes = (-math.inf, False), (0.0, True)
+    assert found[:3] == [no, yes, no] and found[4:] == [yes, no]
+    assert found[3] == judged(scoring, pairs[3])[0]
+    out = paradec.generate(packaged64, "Sort: pear fig apple", constraint=paradec.Choice(orders), max_new_tokens=4)
+    assert out.text == orders[1] and lm.spent.answers == 2
+    assert lm.spent.row_calls <= 4 and len(lm.likelihoods) == 1
+    with pytest.raises(ValueError, match="unknown choices: 'best'"):
+        Answering(packaged64, choices="best")

@@ -569,6 +569,25 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
     assert {text: few[1].right(text) for text in said} == said, "lines count, and spaces around words do not"
 
 
+def test_constraints_of_all_prompts_and_of_a_line_s_own(packaged: Model, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"Sort: {text}", "regex": "."} for text in ("pear fig apple", "fig pear apple", "owl fig")]
+    lines[1] |= {"prompt": "Copy: kiwi fig", "constraint": {"choice": ["kiwi fig", "fig kiwi"]}}
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    questions = evaluation.read_questions(file)
+    every = paradec.Regex("[a-z]+ owl")
+    asked: dict[str, Any] = {"questions": questions, "max_new_tokens": 6, "constraint": every}
+    found = evaluation.compare(packaged, names="low_confidence", defaults=True, batch=3, **asked)
+    for result in found.results:
+        texts = [answer["text"] for answer in result.answers or ()]
+        assert texts[0].endswith(" owl") and texts[1] in ("kiwi fig", "fig kiwi") and texts[2].endswith(" owl")
+    assert found.setup["constraint"] == {"regex": every.pattern}
+    with pytest.raises(ValueError, match="constraint="):
+        evaluation.compare(packaged, names="threshold", resume=found, **asked | {"constraint": None})
+    with pytest.warns(UserWarning, match="wino is left out: .*replaces what it has decided"):
+        evaluation.compare(packaged, questions=questions[:1], defaults=True, max_new_tokens=4, constraint=every)
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -584,6 +603,7 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
         ('{"prompt": "a", "regex": 5}', "regex=5"),
         ('{"prompt": "a", "answer": "b", "task": 1}', "task=1"),
         ('{"prompt": "a", "anwser": "b"}', "did you mean 'answer'"),
+        ('{"prompt": "a", "answer": "b", "constraint": {"regexp": "b"}}', "did you mean 'regex'"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, named: str) -> None:

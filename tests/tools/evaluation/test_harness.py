@@ -167,6 +167,10 @@ def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path,
         assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]
     assert [greedy for row in first for _, greedy in row] == [True, False, False, True, False]
 
+    decoded = running.evaluate(recipe.but(choices="decode"), model=packaged64)
+    assert decoded["results"]["choices"]["acc,none"] == 1.0 and "log_likelihoods" not in decoded["config"]
+    assert decoded["config"]["spent"]["answers"] == 2 and decoded["config"]["spent"]["row_calls"] <= 4
+
 
 def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -> None:
     lm = ParadecLM(packaged64, likelihood="chain", max_length=5)

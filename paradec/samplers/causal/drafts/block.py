@@ -8,6 +8,7 @@ verified as any other: every draft carries its own q.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,49 @@ class DraftBlock:
     ) -> tuple[Tensor, Tensor]:
         """Drafts [R, n] at positions [R, n] and what they are drawn from [R, n, V], of what the drafter made."""
         logits = read_logits(state, [found], [query])
+        if state.masks is not None:
+            return in_turn(state, rows, positions, lambda slot, before: logits[:, slot])
         q = checked(drafting_of(state), rows, state.distribution(logits, rows, positions))
         return draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)), q
+
+
+def in_turn(
+    state: CausalState,
+    rows: np.ndarray,
+    positions: Tensor,
+    logits: Callable[[int, Tensor], Tensor],
+    candidates: Callable[[int], Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Drafts [R, n] at positions [R, n], from left to right, and what they are drawn from [R, n, V].
+
+    Args:
+        logits: called with a slot and the tokens before it [R]: its logits [R, V]. candidates: called with a slot: the
+            ids outside of which these are -inf [R, K]; None for the vocabulary.
+    """
+    own, device = drafting_of(state), positions.device
+    last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
+    token = state.context[torch.as_tensor(rows, device=device), last]
+    uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
+    drafts, every_q = positions[:, :0], []
+    for slot in range(positions.shape[1]):
+        found = logits(slot, token).unsqueeze(1)
+        if state.masks is not None:
+            found = state.masks.of_slot(state, found, rows, drafts)
+        q = state.distribution(found, rows, positions[:, slot : slot + 1])
+        free = candidates is None or state.prescribes or state.masks is not None
+        token = _drawn_from(q, None if free or candidates is None else candidates(slot), uniform[:, slot])
+        drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
+        every_q.append(q)
+    return drafts, checked(own, rows, torch.cat(every_q, 1))
+
+
+def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
+    """[R]: a token of q [R, 1, V] by uniform [R, 1], in the order of candidates [R, K] outside of which q is 0 (None:
+    of the vocabulary), as the public codes draw it."""
+    if candidates is None:
+        return draw(q, uniform).squeeze(1)
+    at = draw(q.squeeze(1).gather(1, candidates).unsqueeze(1), uniform)
+    return candidates.gather(1, at).squeeze(1)
 
 
 def block_query(

@@ -43,9 +43,7 @@ class DraftChain:
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
             logits = read(state, calls)
             if state.masks is not None:
-                parents = torch.arange(-1, slot).unsqueeze(0)
-                before = torch.nn.functional.pad(drafts[index, :slot], (1, 0))
-                logits = state.masks.of_nodes(state, logits, rows, parents, before, [slot])
+                logits = state.masks.of_slot(state, logits, rows, drafts[index, :slot])
             q = checked(own, rows, state.distribution(logits, rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
             every_q[index, slot] = q.squeeze(1).to(every_q.dtype)

@@ -41,7 +41,7 @@ class GrownTree:
             query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
             logits, out = read_tree(state, query, known, last - begin, features, made)
             if state.masks is not None:
-                logits = state.masks.of_nodes(state, logits, rows, parents, tokens, wanted)
+                logits = state.masks.of_drafts(state, logits, rows, parents, tokens, wanted)
             q = checked(own, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
             best = q.topk(top, -1)
             total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)

@@ -19,6 +19,7 @@ from paradec.core.family_queries import CausalQuery, VisibleQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
+from paradec.samplers.causal.drafts.block import in_turn
 from paradec.samplers.causal.drafts.source import checked, drafting_of
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT, probability
@@ -41,15 +42,20 @@ class OwnBlock:
         masks = torch.full((len(rows), state.width - 1), _mask_of(state), device=state.context.device)
         slot = torch.arange(state.width, device=masks.device).expand(len(rows), -1)
         if self.threshold is None:
-            q = self._answers(state, rows, masks)
-            positions = state.positions(rows)[:, :-1]
-            drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+            positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
+            if state.masks is None:
+                q = checked(drafting_of(state), rows, state.distribution(logits, rows, positions))
+                drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+            else:
+                drafts, q = in_turn(state, rows, positions, lambda at, before: logits[:, at])
             state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
         else:
             drafts, slot = self._one_by_one(state, rows, masks), torch.full_like(slot, ONE_HOT)
         state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
         state.memory.write("draft_source", rows, slot)
         state.drafted[rows] = state.width - 1
+        if state.masks is not None:
+            state.masks.put_certain(state, rows)
 
     def _one_by_one(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
         """Tokens [R, W - 1] in the place of masks, those that are surest first."""
@@ -67,12 +73,6 @@ class OwnBlock:
             tokens[index] = torch.where(write, found, tokens[index])
             left[index] &= ~write
         return tokens
-
-    def _answers(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
-        """[R, W - 1, V]: what the tokens at the window's masks are drawn from."""
-        logits = self._logits(state, rows, tokens)
-        q = state.distribution(logits, rows, state.positions(rows)[:, :-1])
-        return checked(drafting_of(state), rows, q)
 
     def _logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
         """Guided logits [R, W - 1, V] of the window, of which tokens [R, W - 1] are known so far."""

@@ -40,7 +40,7 @@ class StaticTree:
             query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
             logits, out = read_tree(state, query, known, last - begin, features, made)
             if state.masks is not None:
-                logits = state.masks.of_nodes(state, logits, rows, tree.layout.parents, drafts, nodes)
+                logits = state.masks.of_drafts(state, logits, rows, tree.layout.parents, drafts, nodes)
             q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
             q = checked(own, rows, q)
             every_q[:, nodes] = q.to(every_q.dtype)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from paradec.core.family_queries import CausalQuery
-from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
-from paradec.samplers.causal.drafts.block import DraftBlock
-from paradec.samplers.causal.drafts.source import checked, drafting_of
+from paradec.samplers.causal.base import read_logits
+from paradec.samplers.causal.drafts.block import DraftBlock, in_turn
+from paradec.samplers.causal.drafts.source import drafting_of
 from paradec.samplers.causal.state import CausalState
 
 
@@ -25,31 +24,17 @@ class DraftWalk(DraftBlock):
     def _drawn(
         self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
     ) -> tuple[Tensor, Tensor]:
-        own, device = drafting_of(state), found.device
-        drafter: Any = own.model
-        last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
-        token = state.context[torch.as_tensor(rows, device=device), last]
-        uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
-        drafts, every_q, sure = [], [], []
+        drafter: Any = drafting_of(state).model
+        sure: list[Tensor] = []
         with torch.no_grad():
             walk = drafter.walk(found, lambda parts: read_logits(state, [parts], [query]), state.allowed)
-            for slot in range(positions.shape[1]):
-                at = positions[:, slot : slot + 1]
+
+            def logits(slot: int, before: Tensor) -> Tensor:
                 if "confidence" in state.memory:
-                    sure.append(walk.confidence(slot, token).sigmoid())
-                q = state.distribution(walk.logits(slot, token).unsqueeze(1), rows, at)
-                token = _drawn_from(q, None if state.prescribes else walk.candidates_of(slot), uniform[:, slot])
-                drafts.append(token)
-                every_q.append(q)
+                    sure.append(walk.confidence(slot, before).sigmoid())
+                return walk.logits(slot, before)
+
+            drawn = in_turn(state, rows, positions, logits, walk.candidates_of)
         if sure:
             state.memory.write("confidence", rows, torch.nn.functional.pad(torch.stack(sure, 1), (0, 1)))
-        return torch.stack(drafts, 1), checked(own, rows, torch.cat(every_q, 1))
-
-
-def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
-    """[R]: a token of q [R, 1, V] by uniform [R, 1], in the order of candidates [R, K] outside of which q is 0 (None:
-    of the vocabulary), as the public codes draw it."""
-    if candidates is None:
-        return draw(q, uniform).squeeze(1)
-    at = draw(q.squeeze(1).gather(1, candidates).unsqueeze(1), uniform)
-    return candidates.gather(1, at).squeeze(1)
+        return drawn

@@ -1,0 +1,170 @@
+"""Grammars for causal models, by llguidance (the extra `grammar`): which tokens may follow what is written.
+
+A grammar has no list of states, so that neither the length of an answer nor the sum over its texts is known: a token
+fits where some text begins with it, however long. Where only one text can follow, llguidance wants it in the tokens
+that the tokenizer makes of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.constraints.spelling import Spelling, spelling_of
+from paradec.core.checks import shown
+
+MOST_MATCHERS = 256
+"""Beginnings of texts that are kept with what may follow them."""
+Tokens = tuple[int, ...]
+
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def library() -> Any:
+    """llguidance.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says what to install.
+    """
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "paradec.Grammar needs llguidance: install paradec's extra 'grammar', e.g. pip install -e '.[grammar]'",
+            name="llguidance",
+        ) from None
+    return llguidance
+
+
+def check_grammar(text: str) -> None:
+    """Raise ValueError for a text that is no grammar of llguidance's Lark, with the place; ModuleNotFoundError without
+    llguidance."""
+    matcher = library().LLMatcher
+    if said := matcher.validate_grammar(matcher.grammar_from_lark(text)):
+        raise ValueError(f"grammar={shown(text)}: {' '.join(said.split())}")
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, spelling: Spelling, size: int, ends: tuple[int, ...]):
+        (texts,) = spelling.texts
+        self.tokens = [texts.get(token, b"") for token in range(size)]
+        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
+        self.eos_token_id, self.bos_token_id = ends[0], None
+        self._tokenizer, self._longest = tokenizer, max(map(len, self.tokens))
+        self._ids = {text: token for token, text in reversed(texts.items()) if token < size}
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text: those of the tokenizer, or where they read something else the longest ones."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[i] for i in ids) == text.encode():
+            return ids
+        ids, left = [], text.encode()
+        while left:
+            size = next((n for n in range(min(self._longest, len(left)), 0, -1) if left[:n] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[left[:size]])
+            left = left[size:]
+        return ids
+
+
+def _compiled(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
+    """The tokenizer as llguidance has it, made once.
+
+    Raises:
+        ValueError: it does not join tokens plainly.
+    """
+    kept = _KNOWN.setdefault(tokenizer, {})
+    if (size, ends) not in kept:
+        spelling = spelling_of(tokenizer)
+        if spelling is None or len(spelling.texts) != 1:
+            raise ValueError(
+                "the tokenizer's tokens read otherwise at the beginning of a text or after others, which llguidance "
+                "does not know of; paradec.Regex and paradec.JsonSchema work with it"
+            )
+        found, vocabulary = library(), _Vocabulary(tokenizer, spelling, size, ends)
+        kept[size, ends] = found.LLTokenizer(found.TokenizerWrapper(vocabulary), n_vocab=size, eos_token=[*ends])
+    return kept[size, ends]
+
+
+class GrammarTexts:
+    """The texts of a grammar, in a model's tokens: see `paradec.samplers.causal.constrained.Texts`. A state is the
+    tokens so far.
+
+    Raises:
+        ValueError: the tokenizer does not fit, no end token, or a grammar that is too much for llguidance.
+    """
+
+    begin: Tokens = ()
+
+    def __init__(self, grammar: str, tokenizer: Any, size: int, ends: tuple[int, ...]):
+        self.grammar, self.tokenizer, self.size, self.ends = grammar, tokenizer, size, ends
+        if not ends:
+            raise ValueError("the model has no end token to end an answer with")
+        self._matchers: OrderedDict[Tokens, Any] = OrderedDict()
+        self._fits: OrderedDict[Tokens, np.ndarray] = OrderedDict()
+        first = self._first()
+        if first.is_error():
+            raise ValueError(f"grammar={shown(grammar)}: {' '.join(first.get_error().split())}")
+
+    def __reduce__(self) -> Any:  # matchers neither travel nor are copied
+        return type(self), (self.grammar, self.tokenizer, self.size, self.ends)
+
+    def __deepcopy__(self, memo: Any) -> GrammarTexts:
+        return type(self)(self.grammar, self.tokenizer, self.size, self.ends)
+
+    def _first(self) -> Any:
+        matcher = library().LLMatcher
+        source = matcher.grammar_from_lark(self.grammar)
+        return matcher(_compiled(self.tokenizer, self.size, self.ends), source, log_level=0)
+
+    def _matcher(self, tokens: Tokens) -> Any:
+        """After these tokens; in an error where they begin no text."""
+        known = next((end for end in range(len(tokens), 0, -1) if tokens[:end] in self._matchers), 0)
+        if known == len(tokens) and known:
+            self._matchers.move_to_end(tokens)
+            return self._matchers[tokens]
+        found = self._matchers[tokens[:known]].deep_copy() if known else self._first()
+        for token in tokens[known:]:
+            found.consume_token(token)
+        self._matchers[tokens] = found
+        if len(self._matchers) > MOST_MATCHERS:
+            self._matchers.popitem(last=False)
+        return found
+
+    def after(self, state: Tokens, token: int) -> Tokens | None:
+        """The state after a token; None where no text goes on with it."""
+        tokens = (*state, token)
+        return None if token < 0 or not self.fits(state)[token] or self._matcher(tokens).is_error() else tokens
+
+    def fits(self, state: Tokens) -> np.ndarray:
+        """[V] bool: which tokens may follow; end tokens alone after an end token."""
+        if state in self._fits:
+            self._fits.move_to_end(state)
+            return self._fits[state]
+        if state and state[-1] in self.ends:
+            found = np.zeros(self.size, bool)
+            found[[*self.ends]] = True
+        else:
+            bits = np.frombuffer(self._matcher(state).compute_bitmask(), np.uint8)
+            found = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
+        self._fits[state] = found
+        if len(self._fits) > MOST_MATCHERS:
+            self._fits.popitem(last=False)
+        return found
+
+    def excluded(self, state: Tokens, read: int, device: torch.device) -> Tensor:
+        """[V] bool: the tokens that do not fit after `read` ones."""
+        return torch.as_tensor(~self.fits(state), device=device)
+
+    def certain(self, state: Tokens, read: int) -> int | None:
+        """The token that alone fits after `read` ones."""
+        found = np.flatnonzero(self.fits(state))
+        return int(found[0]) if len(found) == 1 else None

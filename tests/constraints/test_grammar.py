@@ -1,0 +1,207 @@
+"""Grammars on causal models: a language with brackets, the distribution of masked decoding, copies, refusals; and
+llguidance beside the automata of patterns."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizers import TOKENIZER
+from causal_models import tiny_llama, wrapped
+from structured import VOCAB, assert_drawn, lettered
+
+import paradec
+from paradec import samplers
+from paradec.constraints.grammar import GrammarTexts
+from paradec.constraints.values import constraint_of, token_automaton
+from paradec.core.protocol import decode
+from paradec.integrations.server import formats
+from paradec.integrations.server.asked import Refused
+from paradec.models.adapter import Model
+from paradec.samplers.causal.trees import DynamicTree
+
+llguidance = pytest.importorskip("llguidance", reason='needs the extra "grammar"')
+
+NESTED = paradec.Grammar('start: "a" start "b" | "x" | "y" start "z"')
+ENDS = (39,)
+
+
+def begins(text: str) -> bool:
+    """Whether some text of NESTED begins with it, by hand."""
+    left: list[str] = []
+    for place, sign in enumerate(text):
+        if sign in "ay":
+            left.append("b" if sign == "a" else "z")
+        elif sign == "x":
+            return "".join(reversed(left)).startswith(text[place + 1 :])
+        else:
+            return False
+    return True
+
+
+def whole(text: str) -> bool:
+    return "x" in text and begins(text) and 2 * text.index("x") + 1 == len(text)
+
+
+@pytest.fixture(scope="module")
+def causal() -> Model:
+    module = wrapped(tiny_llama(vocab=VOCAB).double()).module
+    tokenizer = lettered().tokenizer
+    return paradec.wrap(module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tokenizer)
+
+
+def drafter() -> Model:
+    return wrapped(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sjd": {"sampler": "sjd", "window": 4},
+    "one by one": {"sampler": "sjd", "window": 1},
+    "chain": {"sampler": "speculative", "window": 4},
+    "lookup": {"sampler": "speculative", "drafter": "prompt_lookup"},
+    "tree": {"sampler": "speculative", "tree": (3, 2, 1)},
+    "dynamic": {"sampler": "speculative", "tree": DynamicTree(5, 2, 2), "rule": "naive"},
+}
+
+
+def sampler_of(way: str) -> Any:
+    settings = dict(WAYS[way])
+    if way in ("chain", "tree", "dynamic"):
+        settings["drafter"] = drafter()
+    return samplers.create(settings.pop("sampler"), **settings)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("sjd", "tree") else pytest.mark.full) for way in WAYS]
+)
+def test_draws_have_the_distribution_of_masked_decoding(way: str, causal: Model) -> None:
+    """Four tokens of it: at each, the model's distribution over those with which the text begins a text."""
+    reads = {token: causal.tokenizer.decode([token], skip_special_tokens=True) for token in range(38)}
+    expected: dict[tuple[int, ...], float] = {}
+
+    def go(tokens: tuple[int, ...], mass: float) -> None:
+        text = "".join(reads.get(token, "") for token in tokens)
+        if len(tokens) == 4:
+            expected[tokens] = mass
+            return
+        fits = [token for token, read in reads.items() if read and begins(text + read)]
+        fits = [39] if whole(text) else fits
+        with torch.no_grad():
+            row = causal.module(torch.tensor([[1, 2, *tokens]])).logits[0, -1].softmax(-1)
+        total = float(row[fits].sum())
+        for token in fits:
+            go((*tokens, token), mass * float(row[token]) / total)
+
+    go((), 1.0)
+    out = paradec.generate(
+        causal,
+        input_ids=[[1, 2]] * 1000,
+        sampler=sampler_of(way),
+        constraint=NESTED,
+        temperature=1.0,
+        seed=[*range(1000)],
+        max_new_tokens=4,
+        eos_early_stop=False,
+    )
+    assert_drawn(torch.stack(list(out.new_tokens)), expected)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("sjd", "lookup") else pytest.mark.full) for way in WAYS]
+)
+def test_answers_that_end_are_texts_of_the_grammar(way: str, causal: Model) -> None:
+    asked: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 14}
+    drawn = paradec.generate(
+        causal, [[1, 2, 3], [4]] * 8, sampler=sampler_of(way), temperature=1.0, seed=[*range(16)], **asked
+    )
+    for text, finished in zip(drawn.text, drawn.finished, strict=True):
+        assert whole(text) if finished else begins(text), text
+    assert sum(drawn.finished) > 4
+    greedy = [paradec.generate(causal, [[1, 2, 3], [4]], sampler=sampler_of(each), **asked) for each in (way, "sjd")]
+    assert greedy[0].text == greedy[1].text
+
+
+def test_copies_and_rows_that_go_on(causal: Model) -> None:
+    sampler = sampler_of("sjd")
+    request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 8, "temperature": 1.0, "seed": [1, 2, 3]}
+    state = sampler.start(causal, torch.tensor([[1, 2], [3, 4], [5, 6]]), **request)
+    sampler.commit(state, sampler.step(causal, state))
+    copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    for each in (state, *copies):
+        decode(sampler, causal, each)
+        assert each.canvas.equal(state.canvas)
+    entries = [{"prompt": [1, 2], "seed": seed, **({"constraint": NESTED} if seed % 2 else {})} for seed in range(6)]
+    many = [*paradec.generate_many(causal, entries, batch_size=2, sampler=sampler, temperature=1.0, max_new_tokens=6)]
+    for entry, out in zip(entries, many, strict=True):
+        alone = paradec.generate(
+            causal, input_ids=[entry["prompt"]], sampler=sampler, temperature=1.0, max_new_tokens=6,
+            seed=entry["seed"], constraint=entry.get("constraint"),
+        )  # fmt: skip
+        assert out.text == alone.text[0]  # type: ignore[index]
+
+
+def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert constraint_of("constraint", NESTED.to_dict()) == NESTED == pickle.loads(pickle.dumps(NESTED))
+    for text, part in (('start: "a', "lexer error"), ("start: foo", 'unknown name: "foo"'), ("", "Empty"), (3, "text")):
+        with pytest.raises(ValueError, match=f"grammar=.*{part}"):
+            paradec.Grammar(text)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is for causal models.*Regex or paradec.JsonSchema"):
+        paradec.generate(lettered(), [[1, 2]], constraint=NESTED, max_new_tokens=6)
+    with pytest.raises(ValueError, match="read otherwise at the beginning"):
+        GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,))
+    with pytest.raises(ValueError, match="no end token"):
+        GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ())
+    read = formats.read({"structured_outputs": {"grammar": NESTED.grammar}})
+    assert read == ("structured_outputs", NESTED)
+    formats.prepare("guided_grammar", NESTED, causal)
+    formats.check_room(NESTED, causal, 1)
+    with pytest.raises(Refused, match="guided_grammar: .* is for causal models"):
+        formats.prepare("guided_grammar", NESTED, lettered())
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ModuleNotFoundError, match="paradec.Grammar needs llguidance.*'grammar'"):
+        paradec.Grammar("start: /a/")
+    with pytest.raises(Refused, match="needs llguidance"):
+        formats.read({"guided_grammar": "start: /a/"})
+
+
+PATTERNS = [
+    "[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    "(one|two|three|four)( (five|six|seven))*",
+    r"[a-z]+@[a-z]+\.(com|org)",
+    r"-?(0|[1-9][0-9]*)(\.[0-9]+)?",
+    "a(ba)*",
+    r"1+(\.1+)?",
+    "[a-zé]{1,12}",
+    '"([^"\\\\\n]|\\\\["\\\\nt])*"',
+    "the (then|there|three)?",
+]
+
+
+def test_llguidance_allows_nothing_that_the_automata_lack() -> None:
+    """And the same in each state where several texts go on; where one does, it takes one spelling alone."""
+    size, ends, draw, alike, states = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0), 0, 0
+    for pattern in PATTERNS:
+        automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, size, ends, ())
+        escaped = pattern.replace("/", r"\/").replace("\n", r"\n")
+        texts = GrammarTexts(f"start: /{escaped}/", TOKENIZER, size, ends)
+        for _ in range(12):
+            state, theirs = 0, texts.begin
+            for _ in range(12):
+                ours = np.zeros(size, bool)
+                for index in automaton.after(state)[0]:
+                    ours[automaton.members[index]] = True
+                found = texts.fits(theirs)
+                assert not (found & ~ours).any(), (pattern, theirs)
+                assert (found == ours).all() or found.sum() == 1, (pattern, theirs)
+                alike, states = alike + bool((found == ours).all()), states + 1
+                token = int(draw.choice(np.flatnonzero(found)))
+                if token in ends:
+                    break
+                state, theirs = automaton.step(state, token), texts.after(theirs, token)  # type: ignore[assignment]
+                assert theirs is not None and state >= 0
+    assert states > 400 and alike > 0.85 * states, (alike, states)
