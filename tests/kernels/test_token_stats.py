@@ -584,6 +584,27 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
         torch.set_num_threads(threads)
 
 
+def test_memory_is_used_again_when_nothing_holds_it() -> None:
+    """Not while a view of it lives, in whatever order tensors go."""
+    first, shape = portable.recycled((3, 50)), (3, 50)
+    places = {first.data_ptr()}
+    view = first[1:].view(-1)[10:].detach()
+    view.fill_(7.0)
+    del first
+    held = [portable.recycled(shape) for _ in range(5)]
+    assert view.data_ptr() not in {each.data_ptr() + 240 for each in held} and len({*map(Tensor.data_ptr, held)}) == 5
+    for each in held:
+        each.fill_(1.0)
+    assert (view == 7.0).all()
+    del each
+    last = held.pop().data_ptr()
+    assert portable.recycled((150,)).data_ptr() == last not in places
+    assert portable.recycled((2**11, 2**12)).untyped_storage().nbytes() == 4 * 2**23
+    with torch.inference_mode():
+        made = portable.recycled(shape)
+    assert made.data_ptr() == last
+
+
 # ---- what samplers see ----------------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paradec.samplers.averages import Averages
 from paradec.samplers.causal.gsd import around
 from paradec.samplers.distributions import argmax, ascending, divided, log_of, tempered
 from paradec.samplers.divergences import divergence
 from paradec.samplers.filters import HEAD, draw_filtered, filter_logits
-from paradec.samplers.statistics import Raised
+from paradec.samplers.statistics import Raised, statistics_where, token_statistics
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
@@ -196,3 +197,45 @@ def test_the_tokens_around_one_are_those_of_a_stable_sort(size: int, dtype: torc
         found = around(each, token_ids, 7)
         expected = (rank, places, order.gather(-1, places.clamp(0, size - 1)))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [7, 700, 9_001])
+def test_averages_are_read_as_their_logits_would_be(size: int) -> None:
+    """One to three distributions, from flat ones to those so sure that the entropy is 1e-20; ties go to the lowest."""
+    generator, averages = torch.Generator().manual_seed(size), Averages(size)
+    for count in (1, 2, 3):
+        for scale in (0.1, 3.0, 40.0):
+            logits = scale * torch.randn(count, size, generator=generator)
+            logits[:, 3] = -torch.inf
+            logits[:, 5] += scale
+            parts = logits.softmax(-1)
+            token, probability, certainty = averages.of(list(parts))
+            mean = parts.double().mean(0)
+            others = mean.sum() - mean.max() if mean.max() < 0.9 else mean[mean < mean.max()].sum()
+            expected = torch.special.entr(mean / mean.sum()).sum() if scale < 40 else None
+            assert token == int(mean.argmax())
+            assert math.isclose(probability, float(mean.max() / (mean.max() + others)), rel_tol=1e-6)
+            assert expected is None or math.isclose(certainty, -float(expected), rel_tol=1e-5)
+    sure = torch.zeros(size)
+    sure[2], sure[6] = 1.0, 1e-20
+    assert averages.of([sure])[0] == 2 and math.isclose(
+        averages.of([sure])[2], -1e-20 * (1 + math.log(1e20)), rel_tol=1e-5
+    )
+    tied = torch.zeros(size)
+    tied[[6, 1]] = 0.5
+    assert averages.of([tied, tied.clone()])[:2] == (1, 0.5)
+    assert math.isclose(averages.of([tied])[2], -math.log(2), rel_tol=1e-6)
+
+
+def test_statistics_of_chosen_positions_are_those_of_all() -> None:
+    """To the last bit, wherever they lie; the others have the token that is there, and 0."""
+    generator = torch.Generator().manual_seed(2)
+    logits, reads = 5 * torch.randn(3, 9, 9_001, generator=generator), ("confidence", "minus_entropy", "margin")
+    current = torch.arange(27).view(3, 9)
+    tokens, found = token_statistics(logits, reads)
+    for share in (0.0, 0.3, 0.8, 1.0):
+        chosen = torch.rand(3, 9, generator=generator) < share
+        own_tokens, own = statistics_where(logits, reads, chosen, current)
+        assert torch.equal(own_tokens, torch.where(chosen, tokens, current))
+        for name in reads:
+            assert torch.equal(own[name], torch.where(chosen, found[name], 0)), name

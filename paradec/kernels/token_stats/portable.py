@@ -175,13 +175,20 @@ def recycled(shape: tuple[int, ...]) -> Tensor:
     if size > MOST_RECYCLED:
         return torch.empty(shape, dtype=torch.float32)
     spare: list[np.ndarray] = _kept.__dict__.setdefault("spare", [])
-    # held by the list, the variable and the call; by torch while there is a tensor of it
-    numbers = next((each for each in spare if each.size == size and sys.getrefcount(each) == 3), None)
-    if numbers is None:
-        numbers = np.empty(size, np.float32)
-        spare.append(numbers)
-        del spare[:-SPARE]
-    return torch.from_numpy(numbers).view(shape)
+    free = [at for at in range(len(spare)) if spare[at].size == size and _references(spare, at) == _OF_ITS_LIST]
+    if free:
+        return torch.from_numpy(spare[free[0]]).view(shape)
+    spare.append(np.empty(size, np.float32))
+    del spare[:-SPARE]
+    return torch.from_numpy(spare[-1]).view(shape)
+
+
+def _references(arrays: list[np.ndarray], at: int) -> int:
+    """How many there are to one of the arrays; tensors of its memory, views too, have one together."""
+    return sys.getrefcount(arrays[at])
+
+
+_OF_ITS_LIST = _references([np.empty(0)], 0)
 
 
 class RowReader(Protocol):
