@@ -309,7 +309,7 @@ def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:
             load_protein_mpnn(file, structure)
 
     refused("missing weights: W_out.bias", **{"W_out.bias": None})
-    refused("unexpected weights: features.node_embedding.weight", **{"features.node_embedding.weight": torch.ones(2)})
+    refused("unexpected weights: features.extra.weight", **{"features.extra.weight": torch.ones(2)})
     refused("mismatched weights: W_s.weight", **{"W_s.weight": torch.ones(20, 8)})
     refused("W_out.bias is int64", **{"W_out.bias": torch.ones(21, dtype=torch.int64)})
 
