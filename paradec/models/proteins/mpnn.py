@@ -196,7 +196,7 @@ class ProteinMPNNModel(Opaque):
         those before it in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
         Args:
-            prompt: a row with masks. What it gives comes first.
+            prompt: a row with masks. What it gives comes first, from the first residue to the last, as in a decode.
             designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
             orders: of each row its L residues, from 0, each once; columns, where residues are tied.
 
@@ -206,7 +206,8 @@ class ProteinMPNNModel(Opaque):
         masked = torch.tensor(prompt[1:]) == MASK_ID
         letters, number = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
         columns, of = self.columns[number], self.columns[number].of.to(self.device)
-        rank = torch.tensor([list(order) for order in orders]).argsort(1) + masked * len(masked)
+        place = torch.arange(len(masked))
+        rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), place)
         with torch.no_grad(), Evaluation(self.module):
             logits = self.module(self.encodings[number], letters[:, of], rank.to(self.device)[:, of])
         row, residue = torch.ones_like(letters[:, of]).nonzero(as_tuple=True)
