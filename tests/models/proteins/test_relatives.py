@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import ROOT, golden
+from places import GOLDEN, ROOT, golden, golden_file
 from test_network import wheel
 from torch import Tensor
 
@@ -21,19 +21,20 @@ from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.structure import ELEMENTS, LETTERS, Structure, read_pdb
 
 FOLDER = golden("ligands")
+OWN = GOLDEN / "ligands"
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
 CASES = {case["name"]: case for case in map(json.loads, (FOLDER / "cases.jsonl").read_text("utf-8").splitlines())}
 BOUND = [name for name, case in CASES.items() if case["model"] == "ligand_mpnn"]
 
 
 def structure_of(case: dict[str, Any]) -> Structure:
-    own = FOLDER / case["file"]
+    own = golden_file("ligands", case["file"])
     found = read_pdb(own if own.exists() else BACKBONES / own.name)
     return dataclasses.replace(found, membrane=case["membrane"]) if "membrane" in case else found
 
 
 def weights_of(case: dict[str, Any]) -> Path:
-    return FOLDER / f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt"
+    return golden_file("ligands", f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt")
 
 
 def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
@@ -125,10 +126,10 @@ def test_the_published_weights_give_the_public_codes_probabilities(file: str, ca
 def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
     with pytest.raises(ValueError, match="membrane of bound-two has no meaning for small_ligand, which is no membrane"):
-        load_protein_mpnn(FOLDER / "small_ligand.pt", labelled)
+        load_protein_mpnn(OWN / "small_ligand.pt", labelled)
     # the name of the published file tells the two membrane models apart, which have the same weights
     named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
-    named.write_bytes((FOLDER / "small_membrane.pt").read_bytes())
+    named.write_bytes((OWN / "small_membrane.pt").read_bytes())
     with pytest.raises(ValueError, match=r"has the labels \[0, 1, 2\]; global_label_membrane_mpnn_v_48_020 has one"):
         load_protein_mpnn(named, labelled)
     both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
@@ -137,7 +138,7 @@ def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) ->
     assert (out[0] - out[1]).abs().max() > 0.02
     # labels that nobody gave are 0, as in the public code
     assert torch.equal(out[0], said(load_protein_mpnn(named, plain), order))
-    data = torch.load(FOLDER / "small_ligand.pt", weights_only=True)
+    data = torch.load(OWN / "small_ligand.pt", weights_only=True)
     torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
     with pytest.raises(CheckpointError, match="does not hold LigandMPNN: 'atom_context_num' is needed"):
         load_protein_mpnn(tmp_path / "without.pt", plain)
@@ -146,7 +147,7 @@ def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) ->
 def test_atoms_that_are_no_context() -> None:
     """Hydrogen and molybdenum are left out, as in the public code; and more atoms than the network reads are."""
     structure = structure_of(CASES["bound-ligand"])
-    model, order = load_protein_mpnn(FOLDER / "small_ligand.pt", structure), list(range(len(structure)))
+    model, order = load_protein_mpnn(OWN / "small_ligand.pt", structure), list(range(len(structure)))
     assert structure.atoms is not None
     more = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
     near = dataclasses.replace(structure, atoms=more, elements=(*structure.elements, "h", "Mo"))
@@ -194,6 +195,6 @@ def test_elements_of_files(tmp_path: Path) -> None:
 
 
 def test_a_ligand_model_decodes_from_a_file() -> None:
-    model = paradec.load_protein_mpnn(FOLDER / "small_ligand.pt", FOLDER / "bound-metal.pdb")
+    model = paradec.load_protein_mpnn(OWN / "small_ligand.pt", OWN / "bound-metal.pdb")
     out = paradec.generate(model, model.prompt(), sampler="jacobi", temperature=0.1, seed=0)
     assert len(out.text) == 20 and out.nfe < 20
