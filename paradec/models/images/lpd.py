@@ -27,10 +27,12 @@ from paradec.core.orders import LPD as LPDOrder
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query
 from paradec.core.registry import unknown
+from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit, read_json
 from paradec.models.images.adapter import ImageModel, ImageRequest, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
-from paradec.models.images.grouped import GroupQuery
+from paradec.models.images.grouped import GroupQuery, RankedQuery
+from paradec.models.images.ranked import answer
 from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import read_weights
 
@@ -323,6 +325,23 @@ class LPDModel(ImageModel):
 
     def codebook(self) -> Tensor | None:
         return None if self.vq is None else self.vq.quantize.codes
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        if not isinstance(query, RankedQuery):
+            return super().__call__(query, store)
+        with torch.no_grad(), Evaluation(self.module):
+            return answer(self.module, query, store)
+
+    def in_any_order(self, branches: int) -> LPDModel:
+        """The model as one of any order: rows are the class and a mask, `blank_id`, at every undecided cell."""
+        facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
+        return self._bound(facts=facts, any_order=True, first_place=1, branches=branches)
+
+    branches = 1
+
+    def keep_decided(self, rows: int, length: int) -> Any:
+        """A store for so many rows of each branch, whose slots are ranks."""
+        return self.make_store(self.branches * rows, length)
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         return self.module.embed(ids, None if query is None else query.positions)

@@ -1,6 +1,7 @@
 """ProteinMPNN as a model that masked samplers decode with: which residues for a given backbone.
 
-A row is the token of a structure, then a letter or the mask for each of its residues. In a call the residues that were
+A row is the token of a structure, then a letter or the mask for each of its residues (for each tie, where residues
+share a letter: `paradec.models.proteins.rules`). In a call the residues that were
 given come first, then those that were decided, step by step, and every other residue is asked what it would be if it
 came next. Within a step, and among the given ones, residues come in the order of the chain. That is the published
 model's own distribution for this order: its decoder was trained on random orders, and the public code (`ligandmpnn`)
@@ -28,7 +29,9 @@ from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
 from paradec.models.calls import Evaluation, ModuleCall, take_columns
 from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
+from paradec.models.proteins.context import LigandMPNN, MembraneMPNN
 from paradec.models.proteins.network import Encoding, ProteinMPNN
+from paradec.models.proteins.rules import Columns, DesignRules
 from paradec.models.proteins.states import DecidedStates
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 
@@ -92,29 +95,38 @@ class ProteinMPNNModel(Opaque):
         module: the network.
         structures: one or several; of one name, the second is told apart by a number.
         name: what messages call it.
+        rules: bias, excluded letters and ties of all structures, or of each.
 
     Raises:
-        ValueError, TypeError: no structures, or something else.
+        ValueError, TypeError: no structures, rules that do not fit them, or something else.
     """
 
     module: ProteinMPNN
     reads_order = any_order = True
     first_place = 1  # after the structure's own token
 
-    def __init__(self, module: ProteinMPNN, structures: Structure | Sequence[Structure], name: str = "ProteinMPNN"):
+    def __init__(
+        self,
+        module: ProteinMPNN,
+        structures: Structure | Sequence[Structure],
+        name: str = "ProteinMPNN",
+        rules: DesignRules | Sequence[DesignRules] | None = None,
+    ):
         given = [structures] if isinstance(structures, Structure) else list(structures)
         if not given:
             raise ValueError("structures is empty; give at least one")
         for structure in given:
             if not isinstance(structure, Structure):
                 raise TypeError(f"structures holds {shown(structure)}, which is no paradec Structure")
-        self.structures = tuple(given)
+            _check_membrane(module, structure, name)
+        self.structures, self.rules = tuple(given), _each(rules, len(given))
+        self.columns = [Columns.make(*pair) for pair in zip(given, self.rules, strict=True)]
         self.names = _distinct([structure.name for structure in given])
         facts = ModelFacts(
             vocab_size=FIRST_STRUCTURE + len(given),
             mask_token_id=MASK_ID,
             pad_token_id=LETTERS.index("X"),
-            max_length=1 + max(map(len, given)),
+            max_length=1 + max(map(len, self.columns)),
             name=name,
         )
         super().__init__(module, facts, tokenizer=Residues(self.names), default_max_new_tokens=1)
@@ -126,9 +138,13 @@ class ProteinMPNNModel(Opaque):
         """Raises ValueError: weights stay in their published file; `torch.save` keeps a model with its structures."""
         raise ValueError(f"{self.facts.name} is read from its published file; torch.save(model, ...) keeps a model")
 
-    def on(self, structures: Structure | Sequence[Structure]) -> ProteinMPNNModel:
-        """A model of other structures with the same network."""
-        return type(self)(self.module, structures, self.facts.name)
+    def on(
+        self,
+        structures: Structure | Sequence[Structure],
+        rules: DesignRules | Sequence[DesignRules] | None = None,
+    ) -> ProteinMPNNModel:
+        """A model of other structures, or under other rules, with the same network."""
+        return type(self)(self.module, structures, self.facts.name, rules)
 
     def prompt(
         self, structure: int | str = 0, *, fixed: Iterable[int] = (), chains: Iterable[str] | None = None
@@ -139,11 +155,13 @@ class ProteinMPNNModel(Opaque):
 
         Args:
             structure: its number or name.
-            fixed: residues that keep the structure's own letter, counted from 0 over all chains.
+            fixed: residues that keep the structure's own letter, counted from 0 over all chains. With one residue of a
+                tie the others have its letter.
             chains: those to design; the others keep their letters. None designs all.
 
         Raises:
-            ValueError: no such structure, residue or chain, or nothing left to design.
+            ValueError: no such structure, residue or chain, a tie whose kept residues differ, or nothing left to
+                design.
         """
         number = self._number(structure)
         at = self.structures[number]
@@ -156,34 +174,65 @@ class ProteinMPNNModel(Opaque):
             if chain not in labels:
                 raise ValueError(unknown("chain", chain, labels))
         row = [FIRST_STRUCTURE + number]
-        known = at.complete.tolist()
-        for residue, (letter, chain) in enumerate(zip(at.sequence, at.chains or (), strict=True)):
-            designed = chain in wanted and known[residue] and residue not in kept
-            row.append(MASK_ID if designed else LETTERS.index(letter))
+        known, of = at.complete.tolist(), at.chains or ()
+        for residues in self.columns[number].residues:
+            letters = {
+                at.sequence[residue]
+                for residue in residues
+                if of[residue] not in wanted or not known[residue] or residue in kept
+            }
+            if len(letters) > 1:
+                raise ValueError(
+                    f"residues {', '.join(map(str, residues))} of {self.names[number]} are tied, and keep several "
+                    f"letters: {', '.join(sorted(letters))}"
+                )
+            row.append(LETTERS.index(*letters) if letters else MASK_ID)
         if MASK_ID not in row:
             raise ValueError(f"fixed, chains and the backbone of {self.names[number]} leave no residue to design")
         return row
 
     def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:
         """How likely designs of a prompt are: the mean log-probability of the residues that it leaves open, each given
-        those before it in an order, at temperature 1 and without X.
+        those before it in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
         Args:
-            prompt: a row with masks. What it gives comes first.
+            prompt: a row with masks. What it gives comes first, from the first residue to the last, as in a decode.
             designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
-            orders: of each row its L residues, from 0, each once.
+            orders: of each row its L residues, from 0, each once; columns, where residues are tied.
 
         Returns:
             [R] float64.
         """
         masked = torch.tensor(prompt[1:]) == MASK_ID
-        letters = designs[:, 1:].to(self.device)
-        rank = torch.tensor([list(order) for order in orders]).argsort(1) + masked * len(masked)
+        letters, number = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
+        columns, of = self.columns[number], self.columns[number].of.to(self.device)
+        place = torch.arange(len(masked))
+        rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), place)
         with torch.no_grad(), Evaluation(self.module):
-            logits = self.module(self.encodings[prompt[0] - FIRST_STRUCTURE], letters, rank.to(self.device))
-        chosen = logits[..., :RESIDUES].double().log_softmax(-1)
+            logits = self.module(self.encodings[number], letters[:, of], rank.to(self.device)[:, of])
+        row, residue = torch.ones_like(letters[:, of]).nonzero(as_tuple=True)
+        logits = columns.averaged(logits[..., :RESIDUES].double().flatten(0, 1), row, residue, len(letters))
+        chosen = logits.log_softmax(-1)
         where = masked.to(self.device)
         return chosen[:, where].gather(2, letters[:, where].unsqueeze(2)).squeeze(2).mean(1).cpu()
+
+    def letters(self, rows: Tensor) -> list[str]:
+        """The letters of all residues, L of each row: what `Structure.by_chain` splits. They differ from a row's text
+        where residues are tied.
+
+        Args:
+            rows: [R, 1 + C] int64, as in `Output.sequences`; padding before a structure's token or after its columns is
+                left out.
+        """
+        found = []
+        for row in rows.tolist():
+            first = next((at for at, token in enumerate(row) if token >= FIRST_STRUCTURE), None)
+            if first is None:
+                raise ValueError(f"rows hold no structure: {shown(row)}")
+            columns = self.columns[row[first] - FIRST_STRUCTURE]
+            letters = row[first + 1 : first + 1 + len(columns)]
+            found.append(self.tokenizer.decode([letters[column] for column in columns.of.tolist()]))
+        return found
 
     def _number(self, structure: int | str) -> int:
         if isinstance(structure, str):
@@ -201,12 +250,17 @@ class ProteinMPNNModel(Opaque):
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
         """What keeps the states of decided residues, for so many rows of so many columns."""
         layers, width = len(self.module.decoder_layers) - 1, self.module.W_s.embedding_dim
-        return DecidedStates(rows, length, layers, width, self.device, self.dtype)
+        return DecidedStates(rows, length, layers, width, self.device, self.dtype, self._tied_residues)
 
     def store_bytes(self, rows: int, length: int, dtype: Any = None) -> int:
         """Bytes that `keep_decided` takes."""
         width = (len(self.module.decoder_layers) - 1) * self.module.W_s.embedding_dim
-        return rows * length * (16 + width * self.dtype.itemsize)
+        return rows * (length * 16 + (length + self._tied_residues) * width * self.dtype.itemsize)
+
+    @property
+    def _tied_residues(self) -> int:
+        """How many more residues a row has than columns, at most."""
+        return max(len(columns.of) - len(columns) for columns in self.columns)
 
     def _structures_of(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
         """The structure of each row of tokens [R, Q], of which so many are its own.
@@ -222,10 +276,10 @@ class ProteinMPNNModel(Opaque):
                     f"one of {', '.join(self.tokenizer.tokens[FIRST_STRUCTURE:])}: make prompts with model.prompt()"
                 )
             number = first - FIRST_STRUCTURE
-            if lengths[row] - 1 != len(self.structures[number]):
+            if lengths[row] - 1 != len(self.columns[number]):
                 raise ValueError(
                     f"row {row} of a call has {lengths[row] - 1} residues; {self.names[number]} has "
-                    f"{len(self.structures[number])}"
+                    f"{len(self.columns[number])}"
                 )
             found.append(number)
         if (tokens[:, 1:] >= FIRST_STRUCTURE).any():
@@ -249,18 +303,24 @@ class ProteinMPNNModel(Opaque):
         logits[..., :RESIDUES] = 0  # finite where nothing is asked: of the structure's own token, of padding
         for number in dict.fromkeys(of_rows):
             rows = torch.tensor([row for row, of in enumerate(of_rows) if of == number], device=tokens.device)
-            here = slice(1, 1 + len(self.structures[number]))
+            columns, of = self.columns[number], self.columns[number].of.to(tokens.device)
+            here = slice(1, 1 + len(columns))
             letters = tokens[rows, here]
             decided, place = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
             rank = torch.where(decided, place, torch.iinfo(torch.int64).max)
             if decided_at is not None:
                 rank = torch.where(decided, (decided_at[rows, here] + 1) * len(place) + place, rank)
-            row, column = asked[rows, here].nonzero(as_tuple=True)
-            states = [each[rows, : len(place)] for each in kept] or None
-            found = self.module.decode(self.encodings[number], letters.where(decided, 0), rank, row, column, states)
-            logits[rows[row], column + 1, :RESIDUES] = found[:, :RESIDUES].to(logits.dtype)
+            wanted, letters = asked[rows, here], letters.where(decided, 0)
+            row, residue = wanted[:, of].nonzero(as_tuple=True)
+            states = [each[rows, : len(of)] for each in kept] or None
+            found = self.module.decode(self.encodings[number], letters[:, of], rank[:, of], row, residue, states)
+            said = columns.averaged(found[:, :RESIDUES], row, residue, len(rows))
+            if columns.bias is not None:
+                said = said + columns.bias.to(said.device, said.dtype)
+            row_at, column = wanted.nonzero(as_tuple=True)
+            logits[rows[row_at], column + 1, :RESIDUES] = said[row_at, column].to(logits.dtype)
             for own, new in zip(kept, states or (), strict=True):
-                own[rows[row], column] = new[row, column]
+                own[rows[row], residue] = new[row, residue]
         if store is None:
             return logits
         store.keep(query, kept)
@@ -271,20 +331,23 @@ def load_protein_mpnn(
     source: str | os.PathLike[str],
     structures: Any,
     *,
+    rules: DesignRules | Sequence[DesignRules] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> ProteinMPNNModel:
-    """Load ProteinMPNN for some structures. Weights are `ligandmpnn`'s files proteinmpnn_v_48_* or solublempnn_v_48_*.
+    """Load ProteinMPNN, LigandMPNN or a membrane model for some structures. Weights are `ligandmpnn`'s files
+    proteinmpnn_v_48_*, solublempnn_v_48_*, ligandmpnn_v_32_*, and per_residue_label_ and global_label_membrane_mpnn_*.
 
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
     >>> out = paradec.generate(model, model.prompt(), sampler="margin", steps=16, temperature=0.1)
 
-    The file is read with `weights_only=True`. Files of the ligand and membrane models have other weights, and are
-    refused.
+    The file is read with `weights_only=True`. LigandMPNN reads the atoms of a structure that are no protein, membrane
+    models its labels (`Structure.membrane`). That of side chains (ligandmpnn_sc_*) designs nothing, and is refused.
 
     Args:
         source: the file of weights.
         structures: a `paradec.models.proteins.structure.Structure`, a file in PDB format, or a list of these.
+        rules: `paradec.models.proteins.rules.DesignRules` of all structures, or of each: bias, excluded letters, ties.
         dtype: of the network; float32 by default. Distances are found in float32 at least.
         device: where to put it; the CPU by default.
 
@@ -297,13 +360,14 @@ def load_protein_mpnn(
         read_pdb(entry) if isinstance(entry, (str, os.PathLike)) else entry
         for entry in (structures if several else [structures])
     ]
-    weights, neighbours = _read(Path(source))
-    module = _network(weights, neighbours, str(source)).to(dtype=dtype or torch.float32, device=device)
-    return ProteinMPNNModel(module.eval().requires_grad_(False), found, Path(source).stem)
+    weights, sizes = _read(Path(source))
+    module = _network(weights, sizes, str(source)).to(dtype=dtype or torch.float32, device=device)
+    return ProteinMPNNModel(module.eval().requires_grad_(False), found, Path(source).stem, rules)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], int]:
-    """The weights of a file, and how many neighbours a residue has."""
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The weights of a file; how many neighbours a residue has ("num_edges"), and for LigandMPNN atoms around it
+    ("atom_context_num")."""
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
     try:
@@ -317,17 +381,25 @@ def _read(path: Path) -> tuple[dict[str, Tensor], int]:
     if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:
         raise CheckpointError(f"{str(path)!r} does not hold ProteinMPNN: 'model_state_dict' and 'num_edges' are needed")
     check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items()})
-    return weights, data["num_edges"]
+    around = data.get("atom_context_num")
+    if "W_c.weight" in weights and (not isinstance(around, int) or around < 1):
+        raise CheckpointError(f"{str(path)!r} does not hold LigandMPNN: 'atom_context_num' is needed")
+    return weights, {"num_edges": data["num_edges"], "atom_context_num": around or 0}
 
 
-def _network(weights: dict[str, Tensor], neighbours: int, source: str) -> ProteinMPNN:
-    """A network with these weights; all sizes follow from them."""
+def _network(weights: dict[str, Tensor], given: dict[str, int], source: str) -> ProteinMPNN:
+    """A network with these weights; all other sizes follow from them."""
     width = weights["W_e.weight"].shape[0] if "W_e.weight" in weights else 128
     layers = [
         len({name.split(".")[1] for name in weights if name.startswith(f"{half}_layers.")})
         for half in ("encoder", "decoder")
     ]
-    module = ProteinMPNN(width, (layers[0], layers[1]), neighbours)
+    sizes = (width, (layers[0], layers[1]), given["num_edges"])
+    module: ProteinMPNN
+    if "W_c.weight" in weights:
+        module = LigandMPNN(*sizes, given["atom_context_num"])
+    else:
+        module = MembraneMPNN(*sizes) if "features.node_embedding.weight" in weights else ProteinMPNN(*sizes)
     needed = module.state_dict()
     wrong = {
         "missing": [name for name in needed if name not in weights],
@@ -338,6 +410,35 @@ def _network(weights: dict[str, Tensor], neighbours: int, source: str) -> Protei
         raise CheckpointError(f"{source!r} does not hold ProteinMPNN's weights: {listed(wrong)}")
     module.load_state_dict(weights)
     return module
+
+
+def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> None:
+    """Raise ValueError for labels that a model does not read; a file's name says which of the two kinds it is."""
+    if structure.membrane is None:
+        return
+    if not isinstance(module, MembraneMPNN):
+        raise ValueError(f"membrane of {structure.name} has no meaning for {name}, which is no membrane model")
+    labels = {*structure.membrane} if not isinstance(structure.membrane, int) else {structure.membrane}
+    if name.startswith("global_label") and (len(labels) > 1 or max(labels) > 1):
+        raise ValueError(
+            f"membrane of {structure.name} has the labels {shown(sorted(labels))}; {name} has one for the whole "
+            "protein: 1 (transmembrane) or 0"
+        )
+
+
+def _each(rules: DesignRules | Sequence[DesignRules] | None, count: int) -> list[DesignRules]:
+    """The rules of each structure.
+
+    Raises:
+        ValueError, TypeError: another number of them, or something else.
+    """
+    found = [rules or DesignRules()] * count if rules is None or isinstance(rules, DesignRules) else list(rules)
+    for each in found:
+        if not isinstance(each, DesignRules):
+            raise TypeError(f"rules holds {shown(each)}, which is no DesignRules")
+    if len(found) != count:
+        raise ValueError(f"rules has {len(found)} entries for {count} structures; give one, or one for each")
+    return found
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -87,9 +87,10 @@ class ProteinMPNN(nn.Module):
         complete = structure.complete.to(weight.device)
         edges, neighbours = self.features(structure, self.neighbours, weight.device)
         edges = [self.W_e(part) for part in edges]
-        nodes = edges[0].new_zeros(len(structure), edges[0].shape[-1])
+        nodes = self.before(structure, edges[0])
         for layer in self.encoder_layers:
             nodes, edges = layer(nodes, edges, neighbours, complete)
+        nodes = self.after(structure, nodes, complete)
         return Encoding(
             neighbours=neighbours,
             nodes=nodes,
@@ -97,6 +98,14 @@ class ProteinMPNN(nn.Module):
             unseen=[layer.of_nodes(nodes) for layer in self.decoding],
             complete=complete,
         )
+
+    def before(self, structure: Structure, like: Tensor) -> Tensor:
+        """Nodes [L, D] that the encoder begins with; like: of their width and dtype."""
+        return like.new_zeros(len(structure), like.shape[-1])
+
+    def after(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
+        """Nodes [L, D] of what the encoder made; complete: [L] bool."""
+        return nodes
 
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
         """Logits of every residue given the letters of those that come before it.
@@ -165,13 +174,7 @@ class Features(nn.Module):
         dtype = self.edge_embedding.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         complete = structure.complete.to(device)
-        # missing atoms are put at the origin, as in the public code: incomplete residues are heard by nobody in the
-        # encoder, but their edges reach the decoder
-        at = structure.coordinates.to(device, wide).nan_to_num(nan=0.0)
-        atoms = dict(zip(ATOMS, at.unbind(1), strict=True))
-        along, out = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
-        across = torch.linalg.cross(along, out)
-        atoms["CB"] = CB[0] * across + CB[1] * along + CB[2] * out + atoms["CA"]
+        atoms = with_cb(structure, device, wide)
 
         both = complete[:, None] & complete
         apart = _distance(atoms["CA"], atoms["CA"][None].expand(len(structure), -1, -1)) * both
@@ -196,7 +199,7 @@ class Features(nn.Module):
         near, far = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
         offsets = linear(self.embeddings(torch.eye(2 * REACH + 2, dtype=near.dtype, device=device)), near)
         edges = []
-        for some in _parts(distances):
+        for some in parts(distances):
             bases = (distances[some] - centres).square_().neg_().clamp_(min=LEAST).exp_().flatten(2)
             edges.append(self.norm_edges(linear(bases.to(dtype), far).add_(embedding(offset[some], offsets))))
         return edges, neighbours
@@ -218,7 +221,7 @@ class Layer(nn.Module):
             OrderedDict(W_in=nn.Linear(width, 4 * width), act=nn.GELU(), W_out=nn.Linear(4 * width, width))
         )
 
-    def _added(self, nodes: Tensor, messages: Tensor) -> Tensor:
+    def added(self, nodes: Tensor, messages: Tensor) -> Tensor:
         """Nodes [..., D] after messages [..., D], which are added up already."""
         nodes = self.norm1(nodes + messages / SCALE)
         return self.norm2(nodes + self.dense(nodes))
@@ -239,12 +242,12 @@ class EncoderLayer(Layer):
         """nodes [L, D], edges [L, K, D] in parts, neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete
         residues are heard by nobody."""
         heard = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
-        heard_in = [heard[some] for some in _parts(heard)]
+        heard_in = [heard[some] for some in parts(heard)]
         messages_in = _messages(self.W1, self.W2, nodes, edges, neighbours)
         sums = [(message * some).sum(-2) for message, some in zip(messages_in, heard_in, strict=True)]
         # the last product is linear, so that messages are added up before it
         messages = torch.cat(sums) @ self.W3.weight.T + heard.sum(-2) * self.W3.bias
-        nodes = self._added(nodes, messages) * complete.unsqueeze(-1)
+        nodes = self.added(nodes, messages) * complete.unsqueeze(-1)
         messages_in = _messages(self.W11, self.W12, nodes, edges, neighbours)
         return nodes, [self.norm3(part + self.W13(message)) for part, message in zip(edges, messages_in, strict=True)]
 
@@ -278,13 +281,13 @@ class DecoderLayer(Layer):
         """nodes [N, D] -> [N, D]. What neighbours add is table [T, D] at heard [N, K], what edges add is edges
         [L, K, D] at place [N]."""
         part, sums = self._part(0, nodes).unsqueeze(1), []
-        for some in _parts(nodes):
+        for some in parts(nodes):
             message = embedding(heard[some], table)
             message += edges.index_select(0, place[some])
             message += part[some]
             sums.append(gelu(self.W2(gelu(message))).sum(1))
         messages = torch.cat(sums) @ self.W3.weight.T + heard.shape[1] * self.W3.bias
-        return self._added(nodes, messages)
+        return self.added(nodes, messages)
 
 
 def _messages(
@@ -294,18 +297,36 @@ def _messages(
     is a sum of three, of which two are found residue by residue, and not edge by edge."""
     own, along, other = first.weight.chunk(3, 1)
     mine, theirs = linear(nodes, own, first.bias).unsqueeze(1), linear(nodes, other)
-    for part, some in zip(edges, _parts(nodes), strict=True):
+    for part, some in zip(edges, parts(nodes), strict=True):
         found = linear(part, along)
         found += mine[some]
         found += embedding(neighbours[some], theirs)
         yield gelu(second(gelu(found)))
 
 
-def _parts(residues: Tensor) -> list[slice]:
+def parts(residues: Tensor) -> list[slice]:
     """Residues [L, ...] whose messages, the most that there is, are made together: on the CPU as many as its cache
     holds."""
     size = AT_ONCE if residues.is_cpu else max(len(residues), 1)
     return [slice(first, first + size) for first in range(0, len(residues), size)]
+
+
+def with_cb(structure: Structure, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Coordinates [L, 3] of the four atoms of each residue, and of its ideal CB. Missing atoms are put at the origin,
+    as in the public code: incomplete residues are heard by nobody in the encoder, but their edges reach the decoder."""
+    at = structure.coordinates.to(device, dtype).nan_to_num(nan=0.0)
+    atoms = dict(zip(ATOMS, at.unbind(1), strict=True))
+    along, out = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
+    across = torch.linalg.cross(along, out)
+    return atoms | {"CB": CB[0] * across + CB[1] * along + CB[2] * out + atoms["CA"]}
+
+
+def bases(squares: Tensor) -> Tensor:
+    """Radial basis functions [..., BASES] of squared distances [...]."""
+    width = (FARTHEST - NEAREST) / BASES
+    centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=squares.dtype, device=squares.device) / width
+    distances = ((squares + 1e-6).sqrt() / width).unsqueeze(-1)
+    return (distances - centres).square_().neg_().clamp_(min=LEAST).exp_()
 
 
 def _distance(own: Tensor, other: Tensor) -> Tensor:

@@ -24,17 +24,24 @@ class DecidedStates:
     Args:
         layers: of the decoder, but the last one, whose states nothing reads.
         width: D, of a state.
+        more: residues that a row has beside its columns, at most, where residues are tied.
     """
 
     def __init__(
-        self, rows: int, length: int, layers: int, width: int, device: torch.device, dtype: torch.dtype
+        self, rows: int, length: int, layers: int, width: int, device: torch.device, dtype: torch.dtype, more: int = 0
     ) -> None:
+        self.more = more
         self.tokens = torch.full((rows, length), -1, device=device)
         """[B, L] int64: -1 after a row's end."""
         self.decided_at = torch.full((rows, length), -1, device=device)
         """[B, L] int64: as in the query that said it last."""
-        self.states = [torch.zeros((rows, length - 1, width), device=device, dtype=dtype) for _ in range(layers)]
-        """[B, L - 1, D] for each layer."""
+        self.states = [
+            torch.zeros((rows, self._residues(length), width), device=device, dtype=dtype) for _ in range(layers)
+        ]
+        """[B, L - 1 + more, D] for each layer."""
+
+    def _residues(self, length: int) -> int:
+        return length - 1 + self.more
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
         """Note what a query says, and return the whole rows that it is about: tokens and `decided_at` [R, L] int64, and
@@ -51,7 +58,7 @@ class DecidedStates:
         return tokens, self.decided_at[rows], asked
 
     def keep(self, query: AnyOrderQuery, states: list[Tensor]) -> None:
-        """Keep the states [R, L - 1, D] of each layer of a query's rows."""
+        """Keep the states [R, L - 1 + more, D] of each layer of a query's rows."""
         for own, new in zip(self.states, states, strict=True):
             own[query.store_rows] = new
 
@@ -69,6 +76,7 @@ class DecidedStates:
 
     def _of(self, tensors: list[Tensor]) -> DecidedStates:
         other = object.__new__(DecidedStates)
+        other.more = self.more
         other.tokens, other.decided_at, *other.states = tensors
         return other
 
@@ -80,7 +88,7 @@ class DecidedStates:
         found = [(of_rows.taken(tensor, rows), fill) for tensor, fill in self._tensors]
         if length is None:
             return self._of([tensor for tensor, _ in found])
-        sizes = (length, length, *(length - 1 for _ in self.states))
+        sizes = (length, length, *(self._residues(length) for _ in self.states))
         pairs = zip(found, sizes, strict=True)
         return self._of([of_rows.fitted(tensor, size, fill) for (tensor, fill), size in pairs])
 

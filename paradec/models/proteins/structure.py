@@ -1,4 +1,4 @@
-"""Backbones of proteins: coordinates of N, CA, C and O, and where they come from."""
+"""Backbones of proteins: coordinates of N, CA, C and O, what is bound to them, and where they come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paradec.core.checks import shown
+from paradec.core.checks import check_int, shown
+from paradec.core.registry import unknown
 from paradec.core.text_files import lines_of
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
@@ -22,8 +23,19 @@ NAMES = dict(
     )
 )
 """Letters by the names of residues in files."""
-MODIFIED = ("MSE",)
+MODIFIED = ("ASX", "CSO", "GLX", "HIP", "HSD", "HSE", "HSP", "MSE", "PTR", "SEC", "SEP", "TPO", "XAA", "XLE")
 """Residues that files list among the ligands (HETATM). Like every other name of their kind they are an X."""
+WATER = ("HOH", "DOD", "WAT", "H2O", "OH2", "TIP", "TIP2", "TIP3", "TIP4")
+"""What files call water, which is no ligand."""
+ELEMENTS = (
+    *"H HE LI BE B C N O F NE NA MG AL SI P S CL AR K CA SC TI V CR MN FE CO NI CU ZN GA GE AS SE BR KR".split(),
+    *"RB SR Y ZR NB MO TC RU RH PD AG CD IN SN SB TE I XE CS BA LA CE PR ND PM SM EU GD TB DY HO ER TM YB LU".split(),
+    *"HF TA W RE OS IR PT AU HG TL PB BI PO AT RN FR RA AC TH PA U NP PU AM CM BK CF ES FM MD NO LR".split(),
+    *"RF DB SG BH HS MT DS RG CN NH FL MC LV TS OG".split(),
+)
+"""Symbols of the elements by their numbers, from 1."""
+MEMBRANE = {0: "none of the others", 1: "interface", 2: "buried"}
+"""Labels of residues for the models of membrane proteins; the model with one label for all takes 0 (soluble) and 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +48,10 @@ class Structure:
         chains: L labels, the chain of each residue.
         numbers: L residue numbers, as the file has them; a number may be repeated (insertion codes).
         name: what messages call it.
+        atoms: [A, 3] float, in angstrom: atoms of ligands, metals and nucleic acids, which LigandMPNN reads.
+        elements: A symbols of `ELEMENTS`, theirs.
+        membrane: L labels for membrane models: 2 buried in the membrane, 1 at its interface, 0 neither; for the model
+            with a label for the whole protein 1 (transmembrane) or 0 for all. An integer is all residues' label.
 
     Raises:
         ValueError, TypeError: parts that do not fit each other; the message names them.
@@ -46,6 +62,9 @@ class Structure:
     chains: Sequence[str] | None = None
     numbers: Sequence[int] | None = None
     name: str = "structure"
+    atoms: Tensor | None = None
+    elements: Sequence[str] = ()
+    membrane: Sequence[int] | int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.coordinates, Tensor) or not self.coordinates.is_floating_point():
@@ -72,6 +91,34 @@ class Structure:
                 )
         if wrong := sorted({*self.sequence} - {*LETTERS}):
             raise ValueError(f"sequence of {self.name} holds {', '.join(wrong)}; allowed are {LETTERS}")
+        self._check_atoms()
+        if self.membrane is not None:
+            self._check_membrane(self.membrane)
+
+    def _check_atoms(self) -> None:
+        atoms = torch.zeros(0, 3, dtype=self.coordinates.dtype) if self.atoms is None else self.atoms
+        if not isinstance(atoms, Tensor) or not atoms.is_floating_point():
+            raise TypeError(f"atoms of {self.name} must be a floating-point tensor, not {_kind(atoms)}")
+        elements = tuple(str(element).upper() for element in self.elements)
+        if tuple(atoms.shape) != (len(elements), 3):
+            raise ValueError(
+                f"atoms of {self.name} have shape {tuple(atoms.shape)}; expected [{len(elements)}, 3], one for each of "
+                "its elements"
+            )
+        if not atoms.isfinite().all():
+            raise ValueError(f"atoms of {self.name} hold NaN or infinite coordinates; leave such atoms out")
+        if wrong := sorted({*elements} - {*ELEMENTS}):
+            raise ValueError(f"elements of {self.name} hold {shown(wrong)}; allowed are the symbols of elements")
+        object.__setattr__(self, "atoms", atoms)
+        object.__setattr__(self, "elements", elements)
+
+    def _check_membrane(self, given: Sequence[int] | int) -> None:
+        labels = (given,) * len(self) if isinstance(given, int) else tuple(given)
+        if len(labels) != len(self):
+            raise ValueError(f"membrane of {self.name} has {len(labels)} entries; it has {len(self)} residues")
+        for label in labels:
+            check_int("membrane", label, low=min(MEMBRANE), high=max(MEMBRANE))
+        object.__setattr__(self, "membrane", labels)
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -92,6 +139,36 @@ class Structure:
             before = number
         return found
 
+    def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
+        """Residues that chains of a homo-oligomer have in common, by their numbers: what `DesignRules` calls ties.
+
+        Args:
+            chains: the copies; None takes all chains.
+
+        Returns:
+            Of every number that two or more of the chains have, the residues, from 0.
+
+        Raises:
+            ValueError: no such chain, or chains without a number in common.
+        """
+        labels = dict.fromkeys(self.chains or ())
+        wanted = [*labels] if chains is None else list(chains)
+        for chain in wanted:
+            if chain not in labels:
+                raise ValueError(unknown("chain", chain, labels))
+        found: dict[tuple[int, int], list[int]] = {}
+        seen: dict[tuple[str, int], int] = {}
+        for residue, place in enumerate(zip(self.chains or (), self.numbers or (), strict=True)):
+            seen[place] = seen.get(place, 0) + 1
+            if place[0] in wanted:
+                found.setdefault((place[1], seen[place]), []).append(residue)
+        ties = [tie for tie in found.values() if len(tie) > 1]
+        if not ties:
+            raise ValueError(
+                f"chains {', '.join(wanted)} of {self.name} have no residue number in common; list the ties instead"
+            )
+        return ties
+
     def by_chain(self, text: str) -> dict[str, str]:
         """The parts of a text of L letters, by chain.
 
@@ -107,11 +184,13 @@ class Structure:
 
 
 def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
-    """Read the backbone out of a file in PDB format (wwPDB, format 3.3, ATOM records).
+    """Read the backbone, and what is bound to it, out of a file in PDB format (wwPDB, format 3.3).
 
     Of several models the first is taken, of alternative locations the first of each atom. Atoms of occupancy 0 count as
-    missing. A residue without a CA is left out; one without another of the four atoms is kept, with what it has. Names
-    beyond the twenty amino acids read as X; of HETATM records those of selenomethionine are read.
+    missing. Residues are ATOM records with a CA, and those of modified residues among the HETATM records (`MODIFIED`);
+    one without another of the four atoms is kept, with what it has. Names beyond the twenty amino acids read as X.
+    Everything else but water and hydrogen is an atom of the structure's context: ligands, metals, nucleic acids. An
+    atom without an element has the one that its name begins with; atoms of unknown elements are left out.
 
     Args:
         source: the file.
@@ -122,41 +201,60 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
     """
     wanted = None if chains is None else {*chains}
     path = Path(source)
-    residues: dict[tuple[str, str], dict[str, list[float]]] = {}
-    letters: dict[tuple[str, str], str] = {}
+    # of each residue, and of each other molecule, its atoms: where they are, and their elements
+    groups: dict[tuple[str, str, str], dict[str, tuple[list[float], str]]] = {}
+    letters: dict[tuple[str, str, str], str] = {}
+    protein = set[tuple[str, str, str]]()
     for line_number, line in lines_of(path.read_bytes().decode("utf-8-sig", "replace")):
-        record, chain = line[:6].strip(), line[21:22]
+        record, chain, residue = line[:6].strip(), line[21:22], line[17:20].strip()
         if record == "ENDMDL":
             break
-        if record not in ("ATOM", "HETATM") or wanted is not None and chain not in wanted:
+        if record not in ("ATOM", "HETATM") or wanted is not None and chain not in wanted or residue in WATER:
             continue
-        atom, residue = line[12:16].strip(), line[17:20].strip()
-        if atom not in ATOMS or record == "HETATM" and residue not in MODIFIED:
-            continue
-        place = (chain, line[22:27])
+        element = _element(line)
+        atom = f"{line[12:16].strip()} of calcium" if element == "CA" else line[12:16].strip()
+        is_residue = record == "ATOM" or residue in MODIFIED
+        place = (chain, line[22:27], "" if is_residue else residue)
         try:
-            number = [float(line[first : first + 8]) for first in (30, 38, 46)]
-            int(line[22:26])
+            at = [float(line[first : first + 8]) for first in (30, 38, 46)]
+            if is_residue:
+                int(line[22:26])
             occupied = float(line[54:60].strip() or 1) > 0
         except ValueError:
             raise ValueError(f"line {line_number} of {path.name} is no ATOM record of the PDB format") from None
-        atoms = residues.setdefault(place, {})
         letters.setdefault(place, NAMES.get(residue, "X"))
+        if is_residue and atom == "CA":
+            protein.add(place)  # and no ligand, even where the CA counts as missing
         if occupied:
-            atoms.setdefault(atom, number)
-    places = [place for place, atoms in residues.items() if "CA" in atoms]
-    if wanted is not None and (absent := sorted(wanted - {chain for chain, _ in places})):
+            groups.setdefault(place, {}).setdefault(atom, (at, element))
+    places = [place for place, atoms in groups.items() if place in protein and "CA" in atoms]
+    if wanted is not None and (absent := sorted(wanted - {place[0] for place in places})):
         raise ValueError(f"chains={shown(absent)} are not in {path.name}")
     if not places:
         raise ValueError(f"{path.name} has no residues with a CA atom")
     missing = [float("nan")] * 3
+    kept = {*ELEMENTS} - {"H"}
+    bound = [atom for place, atoms in groups.items() if place not in protein for atom in atoms.values()]
+    bound = [(at, element) for at, element in bound if element in kept]
+    found = [[groups[place].get(atom, (missing, ""))[0] for atom in ATOMS] for place in places]
     return Structure(
-        torch.tensor([[residues[place].get(atom, missing) for atom in ATOMS] for place in places], dtype=torch.float64),
+        torch.tensor(found, dtype=torch.float64),
         "".join(letters[place] for place in places),
-        [chain for chain, _ in places],
-        [int(number[:4]) for _, number in places],
+        [chain for chain, *_ in places],
+        [int(number[:4]) for _, number, _ in places],
         path.stem,
+        torch.tensor([at for at, _ in bound], dtype=torch.float64).reshape(-1, 3),
+        [element for _, element in bound],
     )
+
+
+def _element(line: str) -> str:
+    """The symbol of an atom's element, or its name's where the file has none: names have it in their first two columns,
+    one letter in the second."""
+    if said := line[76:78].strip():
+        return said.upper()
+    name = "".join(letter for letter in line[12:14] if letter.isalpha()).upper()
+    return name if name in ELEMENTS else name[:1]
 
 
 def _kind(value: object) -> str:

@@ -54,8 +54,16 @@ def check(sampler: Any, model: Any) -> None:
         raise ValueError(f"group={group} makes blocks of a text; {name} is a model of any order: leave it out")
 
 
-def start(sampler: Any, model: Any, encoded: Prompts, request: Request, *others: Any) -> OrderedState:
-    """The state of a request whose prompts hold masks. others: what means something to causal models alone.
+def start(
+    sampler: Any,
+    model: Any,
+    encoded: Prompts,
+    request: Request,
+    *others: Any,
+    kind: type[OrderedState] | None = None,
+) -> OrderedState:
+    """The state of a request whose prompts hold masks. others: what means something to causal models alone. kind: of
+    state.
 
     Raises:
         ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
@@ -72,7 +80,7 @@ def start(sampler: Any, model: Any, encoded: Prompts, request: Request, *others:
     lengths = np.array([len(row) for row in rows], np.int64)
     starts = np.array([row.index(mask) for row in rows], np.int64)
     shift, width = np.zeros((1, len(rows)), np.int64), int(lengths.max())
-    state = sampler._state(model, request, encoded, rows, shift, starts, lengths, width, kind=OrderedState)
+    state = sampler._state(model, request, encoded, rows, shift, starts, lengths, width, kind=kind or OrderedState)
     undecided = [np.array(row) == mask for row in rows]
     state.order = np.tile(np.arange(width), (len(rows), 1))
     for row, places in enumerate(_orders(request.order, state.keys, undecided, model.first_place)):

@@ -209,21 +209,8 @@ class GroupSampler(GroupWriter):
         request = request_for(self, request, arguments)
         facts, device = model.facts, model.device
         grid = model.grid() if grid is None else grid
-        rows = _rows("prompt", prompt)
-        model.check_prompts("prompt", rows)
-        branches, contexts = 1, rows
-        if request.guidance_scale != 1:
-            if negative_prompt is None:
-                raise ValueError(
-                    f"guidance_scale={request.guidance_scale} needs negative_prompt, for the unconditional branch"
-                )
-            negative = _rows("negative_prompt", negative_prompt)
-            model.check_prompts("negative_prompt", negative)
-            if len(negative) != len(rows) or len(negative[0]) != len(rows[0]):
-                raise ValueError(f"negative_prompt has {len(negative)} rows of {len(negative[0])} ids; prompt others")
-            branches, contexts = 2, [*rows, *negative]
-        elif negative_prompt is not None:
-            raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
+        rows, negative = checked_rows(model, prompt, request, negative_prompt)
+        branches, contexts = 1 + bool(negative), [*rows, *negative]
         keys, _ = keys_of(request, rows, torch.device("cpu"))
         groups = self.order_for(request.steps).groups(grid.height, grid.width, keyed(keys))
         length = len(rows[0])
@@ -274,6 +261,29 @@ class GroupSampler(GroupWriter):
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
         return draw(p, uniform.squeeze(-1))
+
+
+def checked_rows(
+    model: Any, prompt: Any, request: Request, negative_prompt: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The rows of a request, and those of its unconditional branch, of which there are none without guidance.
+
+    Raises:
+        ValueError: rows that the model does not take, or that do not fit each other or the guidance.
+    """
+    rows = _rows("prompt", prompt)
+    model.check_prompts("prompt", rows)
+    if request.guidance_scale == 1:
+        if negative_prompt is not None:
+            raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
+        return rows, []
+    if negative_prompt is None:
+        raise ValueError(f"guidance_scale={request.guidance_scale} needs negative_prompt, for the unconditional branch")
+    negative = _rows("negative_prompt", negative_prompt)
+    model.check_prompts("negative_prompt", negative)
+    if len(negative) != len(rows) or len(negative[0]) != len(rows[0]):
+        raise ValueError(f"negative_prompt has {len(negative)} rows of {len(negative[0])} ids; prompt others")
+    return rows, negative
 
 
 def _rows(name: str, given: Any) -> list[list[int]]:

@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from paradec.core import orders
-from paradec.core.checks import check_choice
+from paradec.core.checks import check_bool, check_choice, check_int
 from paradec.core.orders import Order
+from paradec.core.protocol import Commit, Proposal
 from paradec.core.query import StoreCall
+from paradec.core.trace import Notes
 from paradec.models.images.grouped import GroupQuery
+from paradec.request import Request, request_for
+from paradec.samplers.groups import lossless
 from paradec.samplers.groups.base import GroupSampler, GroupState
+from paradec.samplers.groups.lossless import RankedState
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,12 @@ class Groups(GroupSampler):
             published sizes, and other orders have groups of one position.
         guidance_schedule: "linear" grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published; "constant"
             does not grow.
+        lossless: decide what groups of one position decide in this order, in fewer calls: each call asks for all
+            undecided positions, given drafts for them, and those drafts become final that the order bears out
+            (`paradec.samplers.groups.lossless`). The order's sizes shape the order alone.
+        verify: how. "jacobi": the noise of a position is kept, and the tokens are those of one position a call with
+            the same noise. "sjd", "scd": drafts are accepted by their probabilities; the same distribution.
+        window: with `lossless`, how many positions a call may decide; None is all, 1 one a call.
 
     Raises:
         ValueError: a setting out of its range. TypeError: no order.
@@ -44,6 +55,9 @@ class Groups(GroupSampler):
 
     order: str | Order | Mapping[str, Any] = "lpd"
     guidance_schedule: str = "linear"
+    lossless: bool = False
+    verify: str = "jacobi"
+    window: int | None = None
 
     name = "groups"
     paper = "LPD"
@@ -54,12 +68,53 @@ class Groups(GroupSampler):
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", orders.resolve(self.order))
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
+        check_bool("lossless", self.lossless)
+        check_choice("verify", self.verify, lossless.METHODS)
+        check_int("window", self.window, low=1, none=True)
+        if not self.lossless and (self.verify != "jacobi" or self.window is not None):
+            name = "window" if self.window is not None else "verify"
+            raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without lossless=True: leave it out")
+
+    @property
+    def exact(self) -> Any:
+        """The method that verifies drafts."""
+        return lossless.METHODS[self.verify](window=self.window)
+
+    def start(
+        self,
+        model: Any,
+        prompt: Any,
+        request: Request | None = None,
+        *,
+        grid: Any = None,
+        negative_prompt: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        """As for all (`GroupSampler.start`); with `lossless` a state of the causal family's loop."""
+        if not self.lossless:
+            return super().start(model, prompt, request, grid=grid, negative_prompt=negative_prompt, **arguments)
+        self.check_model(model)
+        return lossless.start(self, model, prompt, request_for(self, request, arguments), grid, negative_prompt)
 
     def order_for(self, steps: int | None) -> Order:
         assert isinstance(self.order, Order)
         return self.order.planned(steps)
 
-    def query(self, state: GroupState) -> list[GroupQuery]:
+    def query(self, state: Any) -> list[Any]:
+        return self.exact.query(state) if isinstance(state, RankedState) else self._groups(state)
+
+    def propose(self, state: Any, outputs: list[Tensor], queries: list[Any]) -> Proposal:
+        method = self.exact if isinstance(state, RankedState) else super()
+        return method.propose(state, outputs, queries)
+
+    def commit(self, state: Any, proposal: Proposal) -> Commit:
+        return self.exact.commit(state, proposal) if isinstance(state, RankedState) else super().commit(state, proposal)
+
+    def observe(self, state: Any, proposal: Any) -> Notes:
+        method = self.exact if isinstance(state, RankedState) else super()
+        return method.observe(state, proposal)
+
+    def _groups(self, state: GroupState) -> list[GroupQuery]:
         last, now = state.index - 1, state.index
         read, asked = state.positions(last), state.positions(now)
         positions = state.both(torch.cat((read, asked), 1))

@@ -10,29 +10,17 @@ from typing import Any
 import pytest
 import torch
 from fitting import MASKED, fits, taken
-from places import GOLDEN, ROOT
+from places import GOLDEN
+from protein_pieces import UBIQUITIN, piece
 from torch import Tensor
 
 import paradec
 from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
-from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.models.proteins.structure import LETTERS, read_pdb
 
 WEIGHTS = GOLDEN / "proteins" / "small.pt"
-UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
-
-
-def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
-    """Some residues of ubiquitin."""
-    whole = read_pdb(UBIQUITIN)
-    parts = {
-        "coordinates": whole.coordinates[first:stop],
-        "sequence": whole.sequence[first:stop],
-        "numbers": (whole.numbers or ())[first:stop],
-        "name": name,
-    }
-    return Structure(**(parts | changes))
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +297,7 @@ def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:
             load_protein_mpnn(file, structure)
 
     refused("missing weights: W_out.bias", **{"W_out.bias": None})
-    refused("unexpected weights: features.node_embedding.weight", **{"features.node_embedding.weight": torch.ones(2)})
+    refused("unexpected weights: features.extra.weight", **{"features.extra.weight": torch.ones(2)})
     refused("mismatched weights: W_s.weight", **{"W_s.weight": torch.ones(20, 8)})
     refused("W_out.bias is int64", **{"W_out.bias": torch.ones(21, dtype=torch.int64)})
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from places import GOLDEN, ROOT
-from scipy.stats import chisquare
+from protein_pieces import fits
 from torch import Tensor
 
 import paradec
@@ -168,15 +168,6 @@ def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_
 
 
 # ---- the distribution -----------------------------------------------------------------------------------------------
-
-
-def fits(found: Tensor, expected: Tensor) -> float:
-    """How likely counts [N] are for probabilities [N]; what is rare is taken together."""
-    wanted = expected * found.sum()
-    rare = wanted < 5
-    pairs = [torch.cat((each[~rare], each[rare].sum()[None])).double() for each in (found, wanted)]
-    keep = pairs[1] > 0
-    return float(chisquare(pairs[0][keep].numpy(), pairs[1][keep].numpy()).pvalue)
 
 
 @pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])

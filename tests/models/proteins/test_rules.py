@@ -1,0 +1,255 @@
+"""What designers set: bias, excluded letters and ties, beside plain loops and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import GOLDEN
+from protein_pieces import fits, piece
+from torch import Tensor
+
+import paradec
+from paradec.core import rng
+from paradec.core.protocol import decode
+from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
+from paradec.models.proteins.rules import DesignRules
+from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.samplers.causal.base import NOISE_STREAM
+from paradec.samplers.causal.verification import token_distribution
+
+BOUND = GOLDEN / "ligands"
+TIES = ((0, 6), (1, 7), (2, 8, 10), (9, 4))
+
+
+def dimer(name: str = "dimer", **changes: Any) -> Structure:
+    """Eleven residues in two chains."""
+    return piece(20, 31, name, chains="AAAAAABBBBB", **changes)
+
+
+@pytest.fixture(scope="module")
+def model() -> ProteinMPNNModel:
+    return load_protein_mpnn(GOLDEN / "proteins" / "small.pt", dimer(), dtype=torch.float64)
+
+
+def loop(
+    model: ProteinMPNNModel, row: list[int], order: list[int], key: Tensor, temperature: float, number: int = 0
+) -> tuple[list[int], float]:
+    """One tie after the other: its residues' logits, averaged, with the bias; the noise of its column. And the mean
+    log-probability without bias."""
+    groups, rules = model.columns[number].residues, model.rules[number]
+    row, size = list(row), len(model.structures[number])
+    decided, total = [at for at, token in enumerate(row[1:]) if token != MASK_ID], []
+    for column in (column for column in order if row[1 + column] == MASK_ID):
+        letters, rank = torch.zeros(1, size, dtype=torch.int64), torch.full((1, size), 99)
+        for when, known in enumerate(decided):
+            letters[0, groups[known]], rank[0, groups[known]] = row[1 + known], when
+        mean = model.module(model.encodings[number], letters, rank)[0, groups[column], :20].mean(0)
+        bias = [
+            np.mean(
+                [
+                    rules.bias.get(letter, 0) + rules.bias_at.get(residue, {}).get(letter, 0)
+                    for residue in groups[column]
+                ]
+            )
+            for letter in LETTERS[:20]
+        ]
+        logits = mean + torch.tensor(bias)
+        for residue in groups[column]:
+            logits[[LETTERS.index(letter) for letter in rules.omit + rules.omit_at.get(residue, "")]] = -torch.inf
+        logits = torch.nn.functional.pad(logits, (0, model.facts.vocab_size - 20), value=-torch.inf)
+        noise = rng.uniform(key[None], torch.tensor([0]), torch.tensor([[column + 1]]), len(logits), NOISE_STREAM)
+        request = paradec.Request(temperature=temperature)
+        drawn = logits if temperature == 0 else token_distribution(logits, request).log() + rng.gumbel(noise)[0, 0]
+        row[1 + column] = int(drawn.argmax())
+        total.append(float(mean.log_softmax(-1)[row[1 + column]]))
+        decided.append(column)
+    return row, sum(total) / max(len(total), 1)
+
+
+def drawn_rules(draw: random.Random, structure: Structure) -> DesignRules:
+    ties: list[list[int]] = []
+    free = list(range(len(structure)))
+    draw.shuffle(free)
+    for size in draw.choice(([], [2], [2, 3], [4], [2, 2, 2])):
+        ties.append([free.pop() for _ in range(size)])
+    residue = draw.randrange(len(structure))
+    return DesignRules(
+        bias={letter: draw.uniform(-3, 3) for letter in draw.sample(LETTERS[:20], draw.randint(0, 4))},
+        omit="".join(draw.sample(LETTERS[:20], draw.randint(0, 8))),
+        ties=ties,
+        bias_at={residue: {"G": draw.uniform(-5, 5)}} if draw.random() < 0.5 else {},
+        omit_at={residue: "".join(draw.sample(LETTERS[:20], 5))} if draw.random() < 0.5 else {},
+    )
+
+
+QUICK = range(3)
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(each, marks=() if each in QUICK else pytest.mark.full) for each in range(40)]
+)
+def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, first: int) -> None:
+    """Rows of unequal structures under unequal rules, with gaps and given residues; a tie is one rank."""
+    for number in range(5 * first, 5 * first + 5):
+        draw = random.Random(number)
+        gaps = dimer("gaps").coordinates.clone()
+        gaps[[3, 8], 1] = torch.nan
+        structures = [dimer(), piece(3, 9, "short"), dimer("gaps", coordinates=gaps)]
+        some = model.on(structures, [drawn_rules(draw, structure) for structure in structures])
+        rows, orders, of = [], [], [draw.randrange(3) for _ in range(draw.randint(1, 3))]
+        for each in of:
+            free = [own[0] for own in some.columns[each].residues if len(own) == 1]
+            rows.append(some.prompt(each, fixed=draw.sample(free, min(len(free) - 1, 2)) if len(free) > 1 else ()))
+            orders.append(draw.sample(range(len(rows[-1]) - 1), len(rows[-1]) - 1))
+        temperature = draw.choice((0.0, 0.1, 1.0))
+        out = paradec.generate(some, rows, sampler="jacobi", temperature=temperature, order=orders, seed=number)
+        keys = torch.as_tensor(rng.row_keys([number] * len(rows), rows))
+        for index, (row, order) in enumerate(zip(rows, orders, strict=True)):
+            wanted, mean = loop(some, row, order, keys[index], temperature, of[index])
+            assert out.sequences[index, -len(row) :].tolist() == wanted, (number, index)
+            assert out.row_nfe[index] <= row.count(MASK_ID)
+            design = out.sequences[index, -len(row) :][None]
+            assert some.score(row, design, [order])[0] == pytest.approx(mean, abs=1e-9)
+            text = some.letters(out.sequences[index][None])[0]
+            assert len(text) == len(structures[of[index]])
+            for own in some.columns[of[index]].residues:
+                assert len({text[residue] for residue in own}) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["sjd", "jacobi", *(pytest.param(each, marks=pytest.mark.full) for each in ("scd", "random"))]
+)
+def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNNModel, name: str) -> None:
+    """All designs of five residues, of which two pairs are tied, with three letters and a bias."""
+    letters, temperature = "LPS", 0.5
+    omit = "".join(letter for letter in LETTERS[:20] if letter not in letters)
+    rules = DesignRules(bias={"P": 0.4}, omit=omit, ties=[(0, 3), (1, 4)])
+    four = model.on(piece(12, 17, "five"), rules)
+    prompt, order = four.prompt(), [2, 0, 1]
+    assert prompt == [22, MASK_ID, MASK_ID, MASK_ID] and four.columns[0].residues == [[0, 3], [1, 4], [2]]
+    expected = torch.zeros(27, dtype=torch.float64)
+    orders = [order] if name != "random" else list(itertools.permutations(range(3)))
+    bias = torch.tensor([0.0, 0.4, 0.0])
+    at = [LETTERS.index(letter) for letter in letters]
+    for index, design in enumerate(itertools.product(range(3), repeat=3)):
+        for places in orders:
+            chance = 1.0
+            for k, column in enumerate(places):
+                shown, rank = torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), 9)
+                for when, known in enumerate(places[:k]):
+                    own = four.columns[0].residues[known]
+                    shown[0, own], rank[0, own] = at[design[known]], when
+                own = four.columns[0].residues[column]
+                mean = four.module(four.encodings[0], shown, rank)[0, own].mean(0)[at]
+                chance *= float(((mean + bias) / temperature).softmax(-1)[design[column]])
+            expected[index] += chance / len(orders)
+    count = 2_000
+    asked = {"temperature": temperature, "seed": 3, "num_return_sequences": count}
+    asked |= {"order": order} if name != "random" else {}
+    out = paradec.generate(four, prompt, sampler=name, **asked)
+    index = {token: number for number, token in enumerate(at)}
+    numbers = torch.tensor([[index[token] for token in row] for row in out.sequences[:, 1:].tolist()])
+    found = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
+    assert expected.sum() == pytest.approx(1) and fits(found, expected) > 1e-3
+    # residues that were not tied, or a tie without the bias, are told apart
+    assert fits(found, expected.flip(0)) < 1e-6
+
+
+def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
+    """More rows than slots, of tied and untied structures; and the state itself, of which rows are replaced."""
+    some = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
+    prompts = [some.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
+    given = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
+    together = paradec.generate(some, prompts, **given)
+    for out in paradec.generate_many(some, prompts, batch_size=2, **given):
+        assert out.error is None
+        row = together.sequences[out.index, -len(prompts[out.index]) :]
+        assert torch.equal(out.sequences[0, -len(row) :], row)
+    sampler = paradec.samplers.create("jacobi")
+    asked = {"temperature": 0.7, "seed": 5}
+    alone = paradec.generate(some, prompts[0], **(given | {"seed": 5}))
+    state = sampler.start(some, [prompts[1], prompts[2]], **asked)
+    decode(sampler, some, state, lambda *_: True)
+    state.put(np.array([0]), sampler.start(some, prompts[0], **asked))
+    decode(sampler, some, state)
+    assert state.canvas[0, : len(prompts[0])].tolist() == alone.sequences[0].tolist()
+
+
+def test_ligands_in_any_order_and_with_masked_samplers() -> None:
+    """A LigandMPNN decodes as ProteinMPNN does: the tokens of one residue a step, with what is bound in mind."""
+    structure = read_pdb(BOUND / "bound-two.pdb")
+    rules = DesignRules(ties=structure.copies(), omit="C")
+    model = load_protein_mpnn(BOUND / "small_ligand.pt", structure, rules=rules, dtype=torch.float64)
+    assert len(model.columns[0]) == 24 - len(structure.copies()) and model.facts.name == "small_ligand"
+    prompt = model.prompt()
+    asked = {"temperature": 0.5, "seed": 2, "order": "chain"}
+    out = paradec.generate(model, prompt, sampler="jacobi", **asked)
+    one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **asked)
+    assert torch.equal(out.sequences, one.sequences) and out.nfe < one.nfe == len(prompt) - 1
+    for name in ("margin", "threshold"):
+        design = model.letters(paradec.generate(model, prompt, sampler=name, temperature=0.5, seed=1).sequences)[0]
+        assert "C" not in design and all(design[a] == design[b] for a, b in structure.copies())
+
+
+def test_given_letters_of_ties(model: ProteinMPNNModel) -> None:
+    tied = model.on(dimer(sequence="AAACDEAAGHI"), DesignRules(ties=TIES))
+    assert tied.columns[0].residues == [[0, 6], [1, 7], [2, 8, 10], [3], [4, 9], [5]]
+    row = tied.prompt(fixed=[0, 6, 1, 5])
+    assert [token for token in row[1:] if token != MASK_ID] == [LETTERS.index(letter) for letter in "AAE"]
+    assert tied.letters(torch.tensor([[22, 0, 1, 2, 3, 4, 5]])) == ["ACDEFGACDFD"]
+    with pytest.raises(ValueError, match="residues 2, 8, 10 of dimer are tied, and keep several letters: A, G"):
+        tied.prompt(fixed=[2, 8])
+    with pytest.raises(ValueError, match="are tied, and keep several letters"):
+        tied.prompt(chains="A", fixed=[4])
+    # an incomplete residue takes no part
+    gaps = dimer().coordinates.clone()
+    gaps[8, 0] = torch.nan
+    free = model.on(dimer("gaps", coordinates=gaps), DesignRules(ties=TIES))
+    assert free.columns[0].residues == [[0, 6], [1, 7], [2, 10], [3], [4, 9], [5], [8]]
+    with pytest.raises(ValueError, match="rows hold no structure"):
+        free.letters(torch.tensor([[1, 2]]))
+
+
+def test_copies() -> None:
+    """Residues of one number, of repeated numbers the same one; what a copy lacks is tied among the others."""
+    numbers = [1, 2, 2, 4, 5, 6, 2, 2, 4, 7, 1]
+    assert dimer(numbers=numbers).copies() == [[0, 10], [1, 6], [2, 7], [3, 8]]
+    assert dimer(numbers=numbers).copies("AB") == dimer(numbers=numbers).copies()
+    with pytest.raises(ValueError, match="chains A, B of dimer have no residue number in common"):
+        dimer(numbers=range(11)).copies()
+    with pytest.raises(ValueError, match="unknown chain: 'C'"):
+        dimer().copies("AC")
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "words"),
+    [
+        ({"bias": {"B": 1}}, ValueError, "bias: unknown letter: 'B'"),
+        ({"bias": {"AC": 1}}, ValueError, "bias: unknown letter: 'AC'"),
+        ({"bias": {"X": 1}}, ValueError, "bias: unknown letter: 'X'"),
+        ({"bias": {"A": float("nan")}}, ValueError, r"bias\['A'\]=nan"),
+        ({"bias_at": {3: {"A": "1"}}}, (ValueError, TypeError), r"bias_at\[3\]\['A'\]"),
+        ({"omit": "AZ"}, ValueError, "omit: unknown letter: 'Z'"),
+        ({"omit": LETTERS[:20]}, ValueError, "omit and omit_at leave no letter for residue 0 of dimer"),
+        ({"omit": LETTERS[:19], "omit_at": {6: "Y"}, "ties": [(0, 6)]}, ValueError, "leave no letter for residue 0, 6"),
+        ({"omit_at": {11: "A"}}, ValueError, "omit_at=11 must be an integer from 0 to 10"),
+        ({"ties": [(0, 11)]}, ValueError, "ties=11 must be an integer from 0 to 10"),
+        ({"ties": [(0, 1), (1, 2)]}, ValueError, "name residue 1 more than once"),
+        ({"ties": [(0.5, 1)]}, (ValueError, TypeError), "ties=0.5 must be"),
+    ],
+)
+def test_rules_that_are_none(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        model.on(dimer(), DesignRules(**rules))
+
+
+def test_rules_of_several_structures(model: ProteinMPNNModel) -> None:
+    with pytest.raises(ValueError, match="rules has 1 entries for 2 structures"):
+        model.on([dimer(), dimer()], [DesignRules()])
+    with pytest.raises(TypeError, match="which is no DesignRules"):
+        model.on(dimer(), ["A"])

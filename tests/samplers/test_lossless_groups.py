@@ -1,0 +1,210 @@
+"""Pictures in any order, exactly: the tokens, or the distribution, of one position a call of an LPD."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from image_models import tiny_lpd
+from protein_pieces import fits
+from torch import Tensor
+
+import paradec
+from paradec.core import orders, rng
+from paradec.core.protocol import Sampler, decode
+from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
+from paradec.request import Request
+from paradec.samplers.causal.base import NOISE_STREAM
+from paradec.samplers.filters import filtered_distribution
+from paradec.samplers.groups.groups import Groups
+
+
+def made(seed: int, **sizes: Any) -> LPDModel:
+    """A network whose positions hear of each other."""
+    torch.manual_seed(seed)
+    module = LPD(LPDConfig(**sizes)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.35)
+    return LPDModel(module.requires_grad_(False), defaults={"guidance_scale": 1.0})
+
+
+MODELS: dict[str, Callable[[], LPDModel]] = {
+    "tiny": tiny_lpd,
+    "square": lambda: made(3, dim=8, n_layer=1, n_head=1, grid=3, vocab_size=6, num_classes=2),
+    "deep": lambda: made(5, dim=12, n_layer=3, n_head=3, grid=4, vocab_size=20, num_classes=4, inner=10),
+}
+
+
+def law(model: LPDModel, label: int, codes: Tensor, order: Tensor, scale: float, grows: bool) -> Tensor:
+    """[S, V] guided logits of each rank, given the codes of lower ranks: groups of one in a call, as in training."""
+    size, none = order.shape[0], model.module.config.num_classes
+    given, without = (
+        model.module(codes[None], torch.tensor([of]), order[None], (1,) * size)[0] for of in (label, none)
+    )
+    scales = 1 + (scale - 1) * torch.arange(size, dtype=given.dtype) / size if grows else torch.full((size,), scale)
+    return without + scales.unsqueeze(1) * (given - without)
+
+
+def sequential(model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool) -> Tensor:
+    """One position a step, each with the noise of its place."""
+    codes, count = torch.zeros(len(order), dtype=torch.int64), model.facts.vocab_size
+    for rank, cell in enumerate(order.tolist()):
+        logits = law(model, label, codes, order, request.guidance_scale, grows)[rank]
+        p = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
+        drawn = rng.uniform(key[None], torch.tensor([0]), torch.tensor([[cell + 1]]), count + 1, NOISE_STREAM)
+        noise = rng.gumbel(drawn)[0, 0, :count] if request.temperature else 0
+        codes[cell] = (p.log() + noise).argmax()
+    return codes
+
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.0, "guidance_scale": 3.0},
+    {"temperature": 0.7, "guidance_scale": 2.5, "top_k": 4},
+    {"temperature": 1.3, "guidance_scale": 1.5, "top_p": 0.8, "top_k": 5},
+]
+
+
+@pytest.mark.parametrize("setting", range(len(SETTINGS)))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) -> None:
+    """Row by row, whatever the window, in orders of each row's own; and in no more calls than cells."""
+    model, asked = MODELS[name](), SETTINGS[setting]
+    labels = [0, 1, 1]
+    schedule = ("linear", "constant")[setting % 2]
+    for order in ("random", "lpd" if setting == 0 else "raster"):
+        sampler = Groups(order=order, lossless=True, guidance_schedule=schedule, window=(None, 3)[setting // 2])
+        out = paradec.generate_images(
+            model, class_labels=labels, sampler=sampler, seed=setting, output_type="latent", **asked
+        )
+        size, blank = model.module.config.grid**2, model.blank_id
+        rows = [[blank + 1 + label] for label in labels]
+        named = orders.create(order).groups(
+            model.module.config.grid, model.module.config.grid, keyed_rows([setting] * 3, rows)
+        )
+        keys = torch.as_tensor(rng.row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
+        for row, label in enumerate(labels):
+            wanted = sequential(
+                model,
+                label,
+                torch.as_tensor(named.order[row].copy()),
+                keys[row],
+                Request(**asked),
+                schedule == "linear",
+            )
+            assert out.tokens[row].tolist() == wanted.tolist(), (order, row)
+            assert out.row_nfe[row] <= size
+        assert out.row_forwards == sum(out.row_nfe) * (2 if "guidance_scale" in asked else 1)
+    if setting == 0:
+        assert max(out.row_nfe) < size or name == "deep"
+
+
+def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
+    from paradec.core.order_draws import keyed
+
+    return keyed(torch.as_tensor(rng.row_keys(seeds, rows)))
+
+
+@pytest.mark.parametrize("verify", ["jacobi", "sjd", pytest.param("scd", marks=pytest.mark.full)])
+def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
+    """Every picture of four cells with three codes, by enumeration, in one order with guidance that grows."""
+    model = made(1, dim=8, n_layer=2, n_head=2, grid=2, vocab_size=3, num_classes=2)
+    order, count = torch.tensor([2, 0, 3, 1]), 2_000
+    expected = torch.zeros(81, dtype=torch.float64)
+    for number, codes in enumerate(itertools.product(range(3), repeat=4)):
+        picture = torch.tensor(codes)
+        said = law(model, 1, picture, order, 2.0, True).log_softmax(-1)
+        expected[number] = said.gather(1, picture[order].unsqueeze(1)).sum().exp()
+    given = orders.create("given", cells=order.tolist())
+    found = []
+    for sampler in (Groups(order=given, lossless=True, verify=verify), Groups(order=given)):
+        out = paradec.generate_images(
+            model,
+            class_labels=1,
+            num_images=count,
+            sampler=sampler,
+            seed=3,
+            guidance_scale=2.0,
+            output_type="latent",
+        )
+        numbers = (out.tokens * torch.tensor([27, 9, 3, 1])).sum(1)
+        found.append(torch.bincount(numbers, minlength=81))
+        assert fits(found[-1], expected) > 1e-3
+    assert expected.sum() == pytest.approx(1) and fits(found[0], expected.flip(0)) < 1e-6
+    alone = law(model, 1, torch.zeros(4, dtype=torch.int64), torch.tensor([0, 1, 2, 3]), 2.0, True)
+    assert alone.shape == (4, 3)
+
+
+def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:
+    model = MODELS["deep"]()
+    sampler = Groups(lossless=True)
+    asked = {"guidance_scale": 2.0, "seed": [3, 4, 5], "sampler": sampler, "output_type": "latent"}
+    together = paradec.generate_images(model, class_labels=[0, 1, 2], **asked)
+    for row in range(3):
+        alone = paradec.generate_images(model, class_labels=row, **(asked | {"seed": 3 + row}))
+        assert torch.equal(alone.tokens[0], together.tokens[row]) and alone.row_nfe[0] == together.row_nfe[row]
+    laid = model.request([0, 1, 2], model.grid())
+    request = Request(sampler=sampler, guidance_scale=2.0, seed=[3, 4, 5], temperature=1.0)
+    state = sampler.start(model, laid.prompts, request, grid=model.grid(), negative_prompt=laid.unconditional)
+    decode(sampler, model, state, lambda *_: True)
+    first, second = sampler.step(model, state), sampler.step(model, state)
+    assert torch.equal(first.values, second.values) and torch.equal(first.quantities["p"], second.quantities["p"])
+    again = pickle.loads(pickle.dumps(state))
+    for each in (state, again):
+        decode(sampler, model, each)
+        assert torch.equal(each.canvas[:, 1:], together.tokens)
+
+
+def test_traces_and_what_is_counted() -> None:
+    """A step asks for what is undecided, and reads the drafts beside it; a picture says when each code was decided."""
+    model = tiny_lpd()
+    out = paradec.generate_images(
+        model,
+        class_labels=[1, 2],
+        sampler=Groups(lossless=True, order="random"),
+        seed=1,
+        trace=True,
+        guidance_scale=1.0,
+    )
+    assert out.trace is not None and len(out.images) == 2
+    assert sum(made.sum() for made in out.accepted) == 32
+    assert sorted(at for step in out.trace.steps for row, at, *_ in step.commits if row == 0) == list(range(1, 17))
+    assert out.trace.steps[0].forwarded == [17, 17] and len(out.trace.steps) == max(out.row_nfe)
+
+
+def test_orders_are_those_of_the_groups() -> None:
+    """LPD's order with its sizes: what the groups would decide together is decided near each other in rank."""
+    model = MODELS["deep"]()
+    laid = model.request([1], model.grid())
+    for order, steps in (("lpd", 6), ("lpd", None), ("halton", None)):
+        request = Request(sampler=Groups(order=order), seed=7, steps=steps, temperature=1.0)
+        lossy = Groups(order=order).start(model, laid.prompts, request, grid=model.grid())
+        exact = Groups(order=order, lossless=True).start(model, laid.prompts, request, grid=model.grid())
+        assert exact.order[0, 1:17].tolist() == lossy.cells[0].tolist()
+
+
+def test_what_is_refused() -> None:
+    for settings, words in (
+        ({"verify": "sjd"}, "verify='sjd' has no meaning without lossless=True"),
+        ({"window": 4}, "window=4 has no meaning without lossless=True"),
+        ({"lossless": 1}, "lossless=1 must be"),
+        ({"lossless": True, "verify": "gsd"}, "unknown verify: 'gsd'"),
+        ({"lossless": True, "window": 0}, "window=0 must be an integer"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            Groups(**settings)
+    model = tiny_lpd()
+    laid = model.request([1], model.grid())
+    with pytest.raises(ValueError, match="guidance_scale=2.0 needs negative_prompt"):
+        Groups(lossless=True).start(model, laid.prompts, Request(guidance_scale=2.0, temperature=1.0))
+    broken = made(3, dim=8, n_layer=1, n_head=1, grid=3, vocab_size=6, num_classes=2)
+    broken.module.mask_token.data[0, 0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
+        paradec.generate_images(broken, class_labels=0, sampler=Groups(lossless=True), output_type="latent")
+    assert Sampler.from_dict(Groups(lossless=True, window=2).to_dict()) == Groups(lossless=True, window=2)
+    assert replace(Groups(lossless=True), verify="sjd").exact.name == "sjd"
