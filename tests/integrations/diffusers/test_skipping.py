@@ -24,6 +24,7 @@ from torch import Tensor
 import paradec
 from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks.blocks import residual_blocks
+from paradec.integrations.diffusers.hooks.cells import unpacked
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
 
@@ -171,6 +172,10 @@ def test_seacache_is_refused(wan: Any) -> None:
     with accelerate(flux, SeaCache()):
         with pytest.raises(ValueError, match=r"LoopPipeline gives its transformer cells in one row, .*\(1, 16, 4\)"):
             flux(inputs)
+    # a picture of 2 x 1 cells and one of 1 x 2 beside it, as FLUX Kontext gives them, are no picture of 2 x 2
+    two = {"img_ids": torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]]), "hidden_states": torch.randn(1, 4, 4)}
+    with pytest.raises(ValueError, match=r"FluxPipeline gives its transformer cells in one row, .*\(1, 4, 4\)"):
+        unpacked(flux_pipeline(), (), two)
     conditioned, _ = loop_pipeline("Wan")
     conditioned.transformer.register_to_config(in_channels=36)
     with pytest.raises(ValueError, match="given 36 channels and returns 4"):

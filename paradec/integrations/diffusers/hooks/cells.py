@@ -42,7 +42,7 @@ def unpacked(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 def _grid(kwargs: dict[str, Any]) -> tuple[int, int]:
     """Rows and columns of the cells, or (0, 0)."""
     ids, shapes = kwargs.get("img_ids"), kwargs.get("img_shapes")
-    if isinstance(ids, Tensor) and ids.shape[-1] == 3:  # [(B,) cells, (picture, row, column)]
+    if isinstance(ids, Tensor) and ids.shape[-1] == 3 and not ids[..., 0].any():  # [(B,) cells, (picture, row, column)]
         return int(ids[..., 1].max()) + 1, int(ids[..., 2].max()) + 1
     if shapes:  # of every row of the batch: [(frames, rows, columns), ...]
         shape = shapes[0] if isinstance(shapes[0], tuple) else shapes[0][0]
