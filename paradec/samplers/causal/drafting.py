@@ -36,7 +36,7 @@ from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting, Spans
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.verification import DraftWindow, Verified, probability
+from paradec.samplers.causal.verification import DraftWindow, Verified
 
 PROBED = 256
 """Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""
@@ -288,22 +288,27 @@ class DraftingSampler(ChainSampler):
         memory = state.memory.read(rows)
         if state.masks is not None:
             logits = state.masks.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
-        p = state.distribution(logits, rows, committed + depths)
+        every, places = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
+
+        def target(node: Tensor) -> Tensor:
+            own = logits[every, node].unsqueeze(1), rows, places[every, node].unsqueeze(1)
+            return state.distribution(*own).squeeze(1)
+
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = memory["drafts"].masked_fill(depths >= left, -1)
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
-        found = walk(tree, drafts, p, memory["draft_distribution"], self.node_rule(state), uniform, self.hits)
+        found = walk(tree, drafts, target, memory["draft_distribution"], self.node_rule(state), uniform, self.hits)
         node = found.nodes.clamp(min=0)
-        scores = probability(p.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
         if state.logprobs is not None:
-            log_p = state.log_distribution(p, logits, rows, committed + depths)
-            quantities["log_p"] = log_p.take_along_dim(node.unsqueeze(-1), 1)
+            reached, at = logits.take_along_dim(node.unsqueeze(-1), 1), places.gather(1, node)
+            p = state.distribution(reached, rows, at)
+            quantities["log_p"] = state.log_distribution(p, reached, rows, at)
         if self._reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left
-        return proposed(state, queries, found.tokens, positions, scores, available, quantities)
+        return proposed(state, queries, found.tokens, positions, found.scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """[branches * R, F, D]: of a tree's call, the prompts' hidden states at first, then those of the root and the
