@@ -40,7 +40,7 @@ from paradec.samplers.causal.recycling import TokenRecycling
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.verification import DraftWindow, Verified, probability
+from paradec.samplers.causal.verification import DraftWindow, Verified
 
 FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
 """How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""
@@ -322,27 +322,32 @@ class DraftingSampler(ChainSampler):
         memory, guided = state.memory.read(rows), logits
         if state.masks is not None:
             logits = state.masks.of_nodes(state, logits, rows, tree.parents, memory["drafts"])
-        p = state.distribution(logits, rows, committed + depths)
+        every, places = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
+
+        def target(node: Tensor) -> Tensor:
+            own = logits[every, node].unsqueeze(1), rows, places[every, node].unsqueeze(1)
+            return state.distribution(*own).squeeze(1)
+
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = memory["drafts"].masked_fill(depths >= left, -1)
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
-        q = memory["draft_distribution"].expand_as(p)
-        found = walk(tree, drafts, p, q, self.node_rule(state), uniform, self.hits)
+        q = memory["draft_distribution"].expand(len(rows), *logits.shape[1:])
+        found = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.hits)
         node = found.nodes.clamp(min=0)
-        scores = probability(p.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
         if self._named:
             quantities["logits"] = logits
         if state.logprobs is not None:
-            log_p = state.log_distribution(p, logits, rows, committed + depths)
-            quantities["log_p"] = log_p.take_along_dim(node.unsqueeze(-1), 1)
+            reached, at = logits.take_along_dim(node.unsqueeze(-1), 1), places.gather(1, node)
+            p = state.distribution(reached, rows, at)
+            quantities["log_p"] = state.log_distribution(p, reached, rows, at)
         if state.rollout is not None:
             quantities["logits"] = guided.take_along_dim(node.unsqueeze(-1), 1)
         if self._reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left
-        return proposed(state, queries, found.tokens, positions, scores, available, quantities)
+        return proposed(state, queries, found.tokens, positions, found.scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """[branches * R, F, D]: of a tree's call, the hidden states of the prompts of rows that begin, and those of the

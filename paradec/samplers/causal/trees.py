@@ -21,7 +21,7 @@ For distributions that are spread out (images) "k_seq" is the best of the indepe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol
@@ -418,16 +418,26 @@ class Walk:
     """[R] int64."""
     weights: Tensor
     """[R, V]: what the last token was drawn from; not normalised."""
+    scores: Tensor
+    """[R, D + 1]: the tokens' target probabilities; after the last, that of token 0 after the root."""
 
 
 def walk(
-    tree: Tree | TreeLayout, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True
+    tree: Tree | TreeLayout,
+    drafts: Tensor,
+    p: Tensor | Callable[[Tensor], Tensor],
+    q: Tensor,
+    rule: Rule,
+    uniform: Tensor,
+    hits: bool = True,
 ) -> Walk:
     """Verify a tree of drafts from the root down.
 
     Args:
         drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
-        p, q: [R, N, V]: the target and the draft distribution of what follows each node.
+        p: [R, N, V]: the target distribution of what follows each node; or a function that says those [R, V] of nodes
+            [R], and is asked for the nodes that are reached alone.
+        q: [R, N, V]: the draft distributions of what follows each node.
         uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw when none is accepted.
         hits: whether a token that was drawn because no child was accepted, and equals a child, leads on to it; exact
             for every rule of `RULES`.
@@ -437,16 +447,26 @@ def walk(
     children = layout.children.to(device).expand(rows, -1, -1)
     node = torch.zeros(rows, dtype=torch.int64, device=device)
     going = torch.ones(rows, dtype=torch.bool, device=device)
-    nodes, tokens = [node], []
-    accepted, weights = torch.zeros_like(node), p[:, 0]
-    row = torch.arange(rows, device=device)
+    nodes, tokens, scores = [node], [], []
+    row, none = torch.arange(rows, device=device), torch.full_like(node, -1)
+
+    def target(at: Tensor) -> Tensor:
+        return p[row, at] if isinstance(p, Tensor) else p(at)
+
+    weights = root = target(node)
+    accepted = torch.zeros_like(node)
     for depth in range(tree.depth + 1):
+        if going.is_cpu and not going.any():  # nobody waits for it
+            nodes.append(none)
+            tokens.append(none)
+            scores.append(root[:, 0])
+            continue
         below = children[row, node]
         candidates = torch.where(below >= 0, drafts.gather(1, below.clamp(min=0)), -1)
         if rule.distinct:
             again = (candidates.unsqueeze(2) == candidates.unsqueeze(1)).tril(-1).any(-1)
             candidates = candidates.masked_fill(again, -1)
-        here = p[row, node]
+        here = target(node) if depth else root
         chosen, left = rule.verify(here, q[row, node], candidates, uniform[:, depth, :-1])
         left = torch.where((candidates >= 0).any(1, keepdim=True), left, here)
         token = draw(left, uniform[:, depth, -1])
@@ -457,9 +477,11 @@ def walk(
         at = chosen.clamp(min=0).unsqueeze(1)
         token = torch.where(accept, candidates.gather(1, at).squeeze(1), token)
         tokens.append(torch.where(going, token, -1))
+        scores.append(torch.where(going, probability(here, token), root[:, 0]))
         weights = torch.where(going.unsqueeze(1), left, weights)
         going = going & accept
         accepted = accepted + going.long()
         node = torch.where(going, below.gather(1, at).squeeze(1), node)
         nodes.append(torch.where(going, node, -1))
-    return Walk(torch.stack(nodes[:-1], 1), torch.stack(tokens, 1), accepted, weights)
+    found, said, scored = (torch.stack(each, 1) for each in (nodes[:-1], tokens, scores))
+    return Walk(found, said, accepted, weights, scored)
