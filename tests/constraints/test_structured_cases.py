@@ -11,7 +11,7 @@ import torch
 from structured import CASES, automaton_of, distribution, named
 
 from paradec.constraints import passes
-from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.automaton import STRETCH, TokenAutomaton
 from paradec.constraints.marginals import Marginals, _run_sums, _scattered_sums
 
 
@@ -99,3 +99,38 @@ def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
     logits[0, ours.runs.tokens[0]] = -torch.inf
     found = _scattered_sums(ours.runs, logits.index_select(-1, torch.as_tensor(ours.runs.tokens)))
     np.testing.assert_allclose(found, _run_sums(ours.runs, logits), rtol=1e-12)
+
+
+def test_vocabularies_of_several_stretches() -> None:
+    """Best texts and draws, where ids are looked at stretch by stretch, beside sums over all tokens."""
+    size, draw = 3 * STRETCH + 100, np.random.default_rng(0)
+    owner = draw.integers(0, 4, size)  # class 3: tokens that no text has
+    members = [np.flatnonzero(owner == index) for index in range(3)]
+    edges = np.array([[0, 0, 0], [0, 1, 1], [1, 2, 0], [1, 1, 1]])
+    automaton = TokenAutomaton(size, members, edges, np.array([False, True]))
+    logits = torch.as_tensor(4 * draw.standard_normal((3, size)))
+    found = Marginals(automaton, logits, [None] * 3, 0, automaton.accept)
+    p = logits.softmax(-1).numpy()
+    step = np.full((2, size), -1)
+    for state, index, target in edges.tolist():
+        step[state, members[index]] = target
+
+    def weights(slot: int, state: int, among: Any) -> np.ndarray:
+        """[V]: of a slot's tokens with what may come after them."""
+        if slot == 3:
+            return automaton.accept[state]
+        after = np.array([among(weights(slot + 1, to, among)) for to in range(2)])
+        return np.where(step[state] >= 0, p[slot] * after[step[state]], 0)
+
+    def text(choose: Any, among: Any) -> list[int]:
+        state, tokens = 0, list[int]()
+        for slot in range(3):
+            tokens.append(int(choose(slot, weights(slot, state, among))))
+            state = step[state, tokens[-1]]
+        return tokens
+
+    assert found.best().tolist() == text(lambda slot, w: w.argmax(), np.max)
+    assert math.exp(found.log_z()) == pytest.approx(weights(0, 0, np.sum).sum(), rel=1e-9)
+    for uniform in draw.random((60, 3)):
+        chosen = text(lambda slot, w: np.searchsorted(w.cumsum(), uniform[slot] * w.sum(), side="right"), np.sum)  # noqa: B023
+        assert found.drawn(uniform).tolist() == chosen
