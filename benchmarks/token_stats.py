@@ -12,7 +12,7 @@ For [16, 126,464] a step's draws are measured beside the greedy read and the dra
 written here from their formulas (`--draws` measures these alone).
 
 `--steps` measures steps of samplers outside of the model's forward, the third of a block of 16 positions, over one of
-`threshold`, and statistics over a softmax of the same logits.
+`threshold`, and statistics over a softmax of the same logits; it writes benchmarks/results/token_stats_steps.json.
 
 All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
 (`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
@@ -266,11 +266,19 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def processor() -> str:
+    """As the system calls it, with its model where Linux says one."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    said = dict(line.split("\t: ", 1) for line in reversed(lines) if "\t: " in line)
+    names = [said[key] for key in ("model name", "cpu family", "model\t") if key in said]
+    return ", ".join(names) or platform.processor()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--draws", action="store_true", help="measure draws alone, and write nothing")
-    parser.add_argument("--steps", action="store_true", help="measure steps and statistics alone, and write nothing")
+    parser.add_argument("--steps", action="store_true", help="measure steps and statistics alone")
     parser.add_argument(
         "--memory-of", nargs=2, metavar=("PATH", "VOCABULARY"), help="print what one call adds, in bytes"
     )
@@ -283,6 +291,9 @@ def main() -> None:
     show(steps["steps"], "threshold")
     show(over_softmax["laws"], "softmax")
     print(f"load {steps['load']} {over_softmax['load']}\n")
+    where = {"processor": processor(), "device": "cpu, 1 thread", "torch": torch.__version__}
+    found = where | {"repeats": arguments.repeats, "steps": steps, "over_softmax": over_softmax}
+    write_result(ROOT / "benchmarks" / "results" / "token_stats_steps.json", found)
     if arguments.steps:
         return
     drawn = measure_draws(VOCABULARIES[0], arguments.repeats)
@@ -310,8 +321,8 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     path.parent.mkdir(exist_ok=True)
     device = f"cpu ({platform.machine()}), 1 thread"
-    result = {"steps": steps, "over_softmax": over_softmax, "draws": drawn}
-    result |= {"device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
+    result = {"device": device, "processor": processor(), "torch": torch.__version__, "repeats": arguments.repeats}
+    result |= {"draws": drawn, "rows": rows}
     write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
     slow = [name for row in rows for name in DISTRIBUTIONS if row["laws"][name]["times_base"] > MOST]

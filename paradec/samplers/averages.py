@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import scratch
+from paradec.kernels.token_stats import padded, scratch
 from paradec.kernels.token_stats.draws import SEGMENT
-from paradec.kernels.token_stats.portable import LANES, PART
+from paradec.kernels.token_stats.portable import PART
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -20,13 +20,15 @@ class Averages:
 
     def __init__(self, size: int):
         self.size = size
-        self._memory = scratch((2, -(-size // LANES) * LANES), torch.device("cpu"))
-        self._memory[:, size:] = 0
+        *self._memory, spare = scratch((3, padded(size)), torch.device("cpu")).unbind(0)
+        self._memory[0][size:] = 0
         self._parts = list(zip(*(each.split(PART) for each in self._memory), strict=True))
+        self.spare = spare[:size]
+        """[V], for a distribution that is read once."""
 
     def of(self, distributions: Sequence[Tensor]) -> tuple[int, float, float]:
         """The best token of their average (the lowest index on ties), its probability, and minus the entropy."""
-        total, share = self._memory[0], self._memory[0, : self.size]
+        total, share = self._memory[0], self._memory[0][: self.size]
         first, second, *rest = (*distributions, None) if len(distributions) == 1 else distributions
         share.copy_(first) if second is None else torch.add(first, second, out=share)
         for each in rest:

@@ -147,7 +147,7 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
     """[..., V] as views [n, V] of about so many tokens, in order: one at least."""
     rows = max(1, (on_cpu if logits.is_cpu else elsewhere) // logits.shape[-1])
     if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
-        yield from logits.reshape(-1, logits.shape[-1]).split(rows)
+        yield from _cut(logits.reshape(-1, logits.shape[-1]), rows)
     else:
         for part in logits:
             yield from _pieces(part, on_cpu, elsewhere)
@@ -161,11 +161,11 @@ def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
     that gives it back and asks for it again at every call takes as long over it as some passes do."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=torch.float32, device=device)
-    numbers = getattr(_kept, "numbers", None)
-    if numbers is None or len(numbers) < math.prod(shape):
+    numbers, size = getattr(_kept, "numbers", None), math.prod(shape)
+    if numbers is None or numbers.shape[0] < size:
         with torch.inference_mode(False):  # else inference mode alone could write to it
-            numbers = _kept.numbers = torch.empty(math.prod(shape), dtype=torch.float32)
-    return numbers[: math.prod(shape)].view(shape)
+            numbers = _kept.numbers = torch.empty(size, dtype=torch.float32)
+    return numbers[:size].view(shape)
 
 
 def recycled(shape: tuple[int, ...]) -> Tensor:
@@ -285,7 +285,7 @@ class _Piece:
 
     def __init__(self, memory: Tensor, vocab: int):
         self._memory, self._pads, self.rows = memory, memory[0, :, vocab:], memory.shape[1]
-        self._parts = list(zip(*(memory[at].view(-1).split(PART) for at in (0, -1)), strict=True))
+        self._parts = list(zip(*(_cut(memory[at].view(-1), PART) for at in (0, -1)), strict=True))
         self._segments = memory[-1].unflatten(-1, (-1, SEGMENT))
         self.apart, self.share = memory[0, :, :vocab], memory[-1, :, :vocab]
         """[n, V] each: differences to a base, as exponents, and what they come to; one memory, or two."""
@@ -372,7 +372,7 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
     own = drawn_from = _Base.to(base, asked.temperature)
     if sharpness is not None and sharpness != asked.temperature:
         drawn_from = _Base.to(base, sharpness)
-    parts = [part for view in views for part in view.split(piece.rows)]
+    parts = [part for view in views for part in _cut(view, piece.rows)]
     sizes = [part.shape[0] for part in parts]
     pieces, start = {size: piece.of(size) for size in set(sizes)}, 0
     heights = [] if asked.reader is None else _heights(top, base, own)
@@ -417,6 +417,11 @@ def _heights(top: Tensor, base: Tensor, own: _Base) -> list[float]:
     """How far the best of rows are above what differences are to, as numbers of float32. top: [n, 1] float64."""
     above = (top - base).mul_(own.scale).add_(own.beyond)
     return above.clamp_(max=HIGHEST).float().squeeze(-1).tolist()
+
+
+def _cut(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """Parts of `size` along the first dimension, the last one of what is left."""
+    return (tensor,) if tensor.shape[0] <= size else tensor.split(size)
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:
@@ -478,7 +483,7 @@ def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     inside = _one(
         [
             view.gather(-1, at.clamp(max=vocab - 1) if whole < vocab else at)
-            for view, at in zip(views, column.split([len(view) for view in views]), strict=True)
+            for view, at in zip(views, column.split_with_sizes([view.shape[0] for view in views]), strict=True)
         ]
     )
     if whole < vocab:

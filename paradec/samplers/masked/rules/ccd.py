@@ -130,7 +130,7 @@ class CCD(LowConfidence):
         """Put the statistics of averages where there are some. kept: [R, buffer, V], this step's distributions at
         columns [R, buffer]."""
         logits, ages = read.logits, [stage.memory[name] for name in self._ages]
-        averages, own = Averages(logits.shape[-1]), torch.empty(logits.shape[-1])
+        averages = Averages(logits.shape[-1])
         undecided, buffered = stage.undecided.tolist(), columns.tolist()
         for row, past in enumerate(stage.memory["columns"].tolist()):
             for column in sorted(
@@ -140,7 +140,7 @@ class CCD(LowConfidence):
                 if column in buffered[row]:
                     now = kept[row, buffered[row].index(column)]
                 else:
-                    now = torch.softmax(logits[row, column], -1, dtype=torch.float32, out=own)
+                    now = torch.softmax(logits[row, column], -1, dtype=torch.float32, out=averages.spare)
                 token, probability, certainty = averages.of([now, *earlier])
                 read.best[row, column] = token
                 read.found["confidence"][row, column] = probability
