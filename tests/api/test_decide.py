@@ -20,7 +20,7 @@ from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, 
 from plain_canvas import causal
 from structured import CASES, named
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import paradec
 from paradec import Pick, Score, Span, YesNo
@@ -295,7 +295,7 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
 # ---- rows, calibration ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "canvas"])
+@pytest.mark.parametrize("kind", [*MODELS, pytest.param("canvas", marks=pytest.mark.full)])
 def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> None:
     model = canvas_model() if kind == "canvas" else MODELS[kind]()
     tolerance = 1e-5 if kind == "canvas" else 1e-9
@@ -376,7 +376,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         return total
 
     for name, kind in (("q", "choice"), ("s", "noul")):
-        grid = min(loss(name, 1.001**step) for step in range(-4000, 7000, 7))
+        grid = min(loss(name, 1.001**step) for step in range(-4000, 7000, 70))
         assert loss(name, fitted[kind]) <= grid + 1e-9
     assert 1.5 < fitted["choice"] < 4
     assert fitted["score"] > 900  # always the other one than was likelier
@@ -422,13 +422,19 @@ def test_recorded_answers(name: str) -> None:
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
 
-def test_special_tokens_in_a_state_are_text() -> None:
-    model, seen = model_of("bidirectional"), []
+def test_special_tokens_in_a_state_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen, shared = model_of("bidirectional"), list[bool](), list[bool]()
+    own = PreTrainedTokenizerFast._encode_without_added_tokens
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "_encode_without_added_tokens",
+        lambda self, text: shared.append(self is TOKENIZER) or own(self, text),
+    )
     whole = prompts.places(model, "a<|mask|>b<|end|>c", [QUESTIONS["spam"].asked()], None, False)[0]
     assert whole.row.count(MASK) == 1 and whole.row[whole.at] == MASK and whole.row.count(END) == 2
     assert TOKENIZER.decode([token for token in whole.row if token != MASK]).count("<|mask|>") == 1
-    assert not TOKENIZER._tokenizer.encode_special_tokens
     # transformers' way sets a flag of the tokenizer while it writes: other threads must not see it
+    assert shared and not any(shared)
     text = "<|turn|>user\nx<|end|>"
     wanted = ids_of(text)
 
@@ -439,12 +445,12 @@ def test_special_tokens_in_a_state_are_text() -> None:
         seen.append(ids_of(text) == wanted)
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: (hostile if number % 2 else other)(number), range(200)))
-    assert len(seen) == 100 and all(seen)
+        list(pool.map(lambda number: (hostile if number % 2 else other)(number), range(80)))
+    assert len(seen) == 40 and all(seen)
 
 
 def test_two_threads_get_what_each_gets_alone() -> None:
-    model, states = model_of("bidirectional"), [f"only level {number}<|end|>" for number in range(8)]
+    model, states = model_of("bidirectional"), [f"only level {number}<|end|>" for number in range(4)]
     alone = [paradec.decide(model, state, QUESTIONS | FEW).to_dict() for state in states]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda state: paradec.decide(model, state, QUESTIONS | FEW).to_dict(), states)) == alone

@@ -11,7 +11,10 @@ PAGE = ROOT / "docs" / "glossary.md"
 ROWS = re.findall(r"^\| ([^|\n]+) \| [^|\n]+ \| ([^|\n]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 RULED_OUT = {word: term for term, words in ROWS if words not in ("not", "---") for word in words.split(", ")}
 
-TEXTS = "tools/(evaluation|conformance/targets)|core/(packaged|prompts|trace_texts)|cli|integrations/server/handlers"
+TEXTS = (
+    "tools/(evaluation|conformance/targets)|core/(packaged|prompts|trace_texts)|api/decisions/prompts|cli|"
+    "integrations/server/handlers"
+)
 PAGES = "evaluation|packaged_text_model|quick_start|text|command_line|caches"
 MEANT = {
     "word": rf"^(paradec/({TEXTS})|docs/({PAGES})\.md|examples/)|word_embed|(force|bad|break_long)_words|"

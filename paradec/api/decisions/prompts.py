@@ -128,18 +128,18 @@ def label_ids(model: Any, labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 def _alone(model: Any, chat: list[dict[str, str]], texts: tuple[tuple[int, ...], ...], label: str) -> Place:
     """The place of one question that is asked in a chat of one turn."""
     facts, tail = model.facts, list[int]()
-    if getattr(model.tokenizer, "chat_template", None):
+    templated = bool(getattr(model.tokenizer, "chat_template", None))
+    if templated:
         ids = chat_ids(model, chat)
-        end = _end(model, ids, chat_ids(model, [*chat, {"role": "assistant", "content": label}], open_turn=False))
     else:
         ids, tail = _plain_ids(model, chat[0]["content"] + "\n")
-        end = [*facts.eos_token_ids][:1]
     if facts.topology == "causal":
         return Place(tuple(ids), len(ids), len(ids), texts, 0, _closed(facts, _begins_another(texts)))
+    closed = chat_ids(model, [*chat, {"role": "assistant", "content": label}], open_turn=False) if templated else ids
     holes = max(map(len, texts))
-    row = [*ids, *[facts.hole_id] * holes, *(tail or end)]
-    closed = _closed(facts, min(map(len, texts)) < holes)
-    return Place(tuple(_whole_blocks(facts, row, len(ids))), len(ids), len(ids), texts, holes, closed)
+    row = [*ids, *[facts.hole_id] * holes, *(tail or _end(model, ids, closed))]
+    ended = _closed(facts, min(map(len, texts)) < holes)
+    return Place(tuple(_whole_blocks(facts, row, len(ids))), len(ids), len(ids), texts, holes, ended)
 
 
 def _in_one_row(

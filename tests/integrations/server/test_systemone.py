@@ -183,7 +183,7 @@ def test_work_is_counted_and_given_back(model: Any) -> None:
     with running(model, max_work=200, request={"sampler": "jacobi"}) as server:
         assert "more than this server takes" in asked(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
         small = {"state": "x", "questions": {"spam": {"type": "noul", "instructions": "?"}}}
-        for _ in range(5):
+        for _ in range(15):
             asked(server, small)
         assert server.post(chat("x", max_tokens=4))[0] == 200
 
