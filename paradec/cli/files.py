@@ -160,7 +160,7 @@ class FileJob:
                     file.flush()
                     entries.extend(told)
 
-                for first, lines in _together(todo, together):
+                for first, lines in _in_chunks(todo, together):
                     chunk = Chunk(work, lines, rows, size, write)
                     if chunk.decode(found, bar, (first, len(todo))):
                         code = EXIT_CODE
@@ -295,7 +295,7 @@ class Chunk:
                 self.written |= {entry["line"] for entry in new}
 
 
-def _together(lines: Sequence[Line], most: int) -> Iterator[tuple[int, list[Line]]]:
+def _in_chunks(lines: Sequence[Line], most: int) -> Iterator[tuple[int, list[Line]]]:
     """The lines, at most so many together, which have one constraint; and how many are before them."""
     first = 0
     for _, same in itertools.groupby(lines, lambda line: line.constraint):

@@ -420,7 +420,7 @@ def _said(request: Mapping[str, Any], question: Question) -> dict[str, Any]:
     return {"constraint": question.constraint or request["constraint"]}
 
 
-def _together(questions: Sequence[Question], batch: int) -> Iterator[Sequence[Question]]:
+def _in_batches(questions: Sequence[Question], batch: int) -> Iterator[Sequence[Question]]:
     """The questions, in order: at most `batch` with one constraint."""
     for _, same in itertools.groupby(questions, lambda question: question.constraint):
         while rows := list(itertools.islice(same, batch)):
@@ -442,7 +442,7 @@ def _measure(
     method = configuration.make()
     policy = block_policy(method, model, None, request["block_length"])
     right: dict[str, list[bool]] = {}
-    for rows in _together(questions, batch):
+    for rows in _in_batches(questions, batch):
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
         asked = request | _said(request, rows[0]) | configuration.request(new, max(counts))
