@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +50,33 @@ def checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
     index = torch.as_tensor(rows, device=q.device)
     own.broken = own.broken.index_copy(0, index, own.broken[index] | broken)
     return q
+
+
+def that_fit(
+    state: CausalState,
+    logits: Tensor,
+    rows: np.ndarray,
+    parents: Tensor | None = None,
+    tokens: Tensor | None = None,
+    nodes: Sequence[int] | np.ndarray | None = None,
+) -> Tensor:
+    """Logits [R, K, V] after nodes of the rows' trees without the tokens that fit no text of a constraint (arguments of
+    `TokenMasks.of_nodes`; without parents none is asked). Where a drafter with a vocabulary of its own has none of the
+    tokens that may be drawn, these are alike likely."""
+
+    def fitting(found: Tensor) -> Tensor:
+        if state.masks is None or parents is None:
+            return found
+        masked: Tensor = state.masks.of_nodes(state, found, rows, parents, tokens, nodes)
+        return masked
+
+    found = fitting(logits)
+    if getattr(drafting_of(state).model, "tokens", None) is None:
+        return found
+    free = fitting(torch.zeros_like(logits))
+    if state.allowed is not None:
+        free = free.masked_fill(~state.allowed, -torch.inf)
+    return torch.where((found + free).amax(-1, keepdim=True) == -torch.inf, free, found)
 
 
 def drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:

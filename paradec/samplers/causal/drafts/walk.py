@@ -14,7 +14,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
 from paradec.samplers.causal.drafts.block import DraftBlock
-from paradec.samplers.causal.drafts.source import checked, drafting_of
+from paradec.samplers.causal.drafts.source import checked, drafting_of, that_fit
 from paradec.samplers.causal.state import CausalState
 
 
@@ -35,7 +35,7 @@ class DraftWalk(DraftBlock):
             walk = drafter.walk(found, lambda parts: read_logits(state, [parts], [query]), state.allowed)
             for slot in range(positions.shape[1]):
                 at = positions[:, slot : slot + 1]
-                q = state.distribution(walk.logits(slot, token).unsqueeze(1), rows, at)
+                q = state.distribution(that_fit(state, walk.logits(slot, token).unsqueeze(1), rows), rows, at)
                 token = _drawn_from(q, None if state.prescribes else walk.candidates_of(slot), uniform[:, slot])
                 drafts.append(token)
                 every_q.append(q)
