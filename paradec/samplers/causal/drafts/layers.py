@@ -34,7 +34,7 @@ class DraftLayers:
         own, device = drafting_of(state), state.context.device
         drafter: Any = own.model
         assert features is not None  # such drafters read them
-        again = drafter.rereads
+        again = drafter.reads_again
         goes_on, last = unread(state, rows, True)
         drafts, every_q = (state.memory.read(rows)[name].clone() for name in ("drafts", "draft_distribution"))
         query = tree_query(state, own.store, rows, ROOT, drafts, np.maximum(goes_on - again, 1), 0, np.zeros(1, int))
