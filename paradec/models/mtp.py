@@ -112,7 +112,7 @@ class MtpDrafter(FeatureDrafter):
         self.facts = dataclasses.replace(base.facts, name=name)
 
     @property
-    def rereads(self) -> int:
+    def reads_again(self) -> int:
         """Columns that are read again each time: of the last ones some layers have read drafts in the place of
         tokens."""
         return len(self.module.layers) - 1
@@ -120,7 +120,7 @@ class MtpDrafter(FeatureDrafter):
     @property
     def slots(self) -> int | None:
         """Slots of a window: the next token and a draft of each layer; None for one layer, which makes any number."""
-        return len(self.module.layers) + 1 if self.rereads else None
+        return len(self.module.layers) + 1 if self.reads_again else None
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Evaluate tokens of positions 1 and on.
@@ -151,7 +151,7 @@ class MtpDrafter(FeatureDrafter):
                 position_embeddings=self._rotation(features, positions),
             )
             wanted = made if query.wanted is None else take_columns(made, query.wanted)
-            return self.base.head(wanted.to(self.base.dtype)), made if self.rereads else wanted
+            return self.base.head(wanted.to(self.base.dtype)), made if self.reads_again else wanted
 
     def _rotation(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [R, Q, .] of the model's own angles."""

@@ -113,7 +113,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     (lambda c, w: c.update(transformer_layer_config=[1]), r"transformer_layer_config=\[1\]"),
     (
         lambda c, w: c.update(speculators_model_type="medusa"),
-        "speculators_model_type='medusa'.* 'eagle3', 'dflash2', 'dspark' are",
+        "speculators_model_type='medusa'.* 'eagle3', 'dflash2', 'dspark', 'mtp' are",
     ),
     (lambda c, w: w.pop("layers.0.hidden_norm.weight"), "missing weights: midlayer.hidden_norm"),
 ]

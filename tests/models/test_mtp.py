@@ -14,9 +14,13 @@ from eagle_drafters import NEGATIVE, answers
 from places import golden
 from recorded_drafts import p_value, plain
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import paradec
+from paradec.cli import app
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.mtp import MtpDrafter
@@ -303,3 +307,20 @@ def test_a_layer_that_config_json_does_not_count_is_left_over(tmp_path: Path) ->
     for folder in (tmp_path / "a", plain_layer):
         with pytest.raises(CheckpointError, match="unexpected weights: model.layers.3"):
             paradec.load(folder)
+
+
+def test_the_command_line_takes_the_models_own_heads(tmp_path: Path) -> None:
+    source = PACKAGED / "mtp-2" / "model"
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    asked = ["generate", "w5 w9 w2", "--model", str(tmp_path), "--raw", "--max-new-tokens", "6", "--temperature", "0"]
+    found = [
+        CliRunner().invoke(app, [*asked, "--sampler", *method])
+        for method in (["sjd"], ["speculative", "--drafter", "mtp"])
+    ]
+    assert [each.exit_code for each in found] == [0, 0], found[1].output
+    assert found[0].stdout.splitlines()[0] == found[1].stdout.splitlines()[0]
+    assert "of the drafter" in found[1].output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,19 +50,21 @@ def plain(base: Model, prompt: list[int], negative: list[int], new: int, scale: 
     return ids
 
 
-def p_value(drafter: Any, base: Model, rows: int, **request: Any) -> float:
+def p_value(
+    drafter: Any, base: Model, rows: int, kept: Sequence[int] = (1, 7, 20, 33, 45, 60), **request: Any
+) -> float:
     """Of two tokens after one prompt against the model's own distribution, with all tokens but six suppressed."""
-    kept, prompt = [1, 7, 20, 33, 45, 60], [3, 14, 15]
+    prompt = [3, 14, 15]
     request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in kept]}
     sampler = paradec.samplers.create("speculative", drafter=drafter)
     out = paradec.generate(base, [prompt] * rows, sampler=sampler, max_new_tokens=3, seed=5, **request)
     found = torch.stack([row[1:] for row in out.new_tokens])
-    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 3)
+    pairs = torch.cartesian_prod(*[torch.tensor([*kept])] * 3)
     with torch.no_grad():
         logits = base.module(torch.cat((torch.tensor(prompt).expand(len(pairs), -1), pairs), 1)).logits[:, 2:-1]
-    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
+    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor([*kept]), True)
     p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), pairs).prod(1)
     p = p.reshape(6, 36).sum(0)
-    pairs = torch.cartesian_prod(*[torch.tensor(kept)] * 2)
+    pairs = torch.cartesian_prod(*[torch.tensor([*kept])] * 2)
     counts = exactness.counted(found, pairs, 64)
     return float(exactness.p_value(counts, p.double().numpy()))

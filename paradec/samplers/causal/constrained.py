@@ -170,28 +170,6 @@ class TokenMasks:
                     masked[index, column].masked_fill_(out, -torch.inf)
         return masked
 
-    def of_drafts(
-        self,
-        state: CausalState,
-        logits: Tensor,
-        rows: np.ndarray,
-        parents: Tensor,
-        tokens: Tensor,
-        nodes: Sequence[int] | np.ndarray,
-    ) -> Tensor:
-        """As `of_nodes`, of a model that drafts; all tokens that fit are alike where it has none of them."""
-        masked = self.of_nodes(state, logits, rows, parents, tokens, nodes)
-        nothing = (masked == -torch.inf).all(-1, keepdim=True)
-        if nothing.any():  # drafters may have a smaller vocabulary, or candidates
-            alike = self.of_nodes(state, torch.zeros_like(logits), rows, parents, tokens, nodes)
-            masked = torch.where(nothing, alike, masked)
-        return masked
-
-    def of_slot(self, state: CausalState, logits: Tensor, rows: np.ndarray, before: Tensor) -> Tensor:
-        """The same of the slot [R, 1, V] after the drafts [R, n] of a chain."""
-        parents = torch.arange(-1, before.shape[1]).unsqueeze(0)
-        return self.of_drafts(state, logits, rows, parents, torch.nn.functional.pad(before, (1, 0)), [before.shape[1]])
-
     def _reached(self, state: CausalState, row: int) -> Any:
         """The state after what is final of a row."""
         begin = int(self.first[row] + self.read[row])

@@ -244,7 +244,7 @@ class DraftingSampler(ChainSampler):
             own.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
         if self._reads_features:
             state.drafted[:] = 0  # there is nothing yet that drafts could come from
-            if again := getattr(self.drafter, "rereads", 0):
+            if again := getattr(self.drafter, "reads_again", 0):
                 shape = (len(state.context), again, model.hidden_size)
                 own.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
         else:

@@ -20,7 +20,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
-from paradec.samplers.causal.drafts.source import checked, drafting_of, right_aligned
+from paradec.samplers.causal.drafts.source import checked, drafting_of, right_aligned, that_fit
 from paradec.samplers.causal.state import CausalState
 
 
@@ -78,8 +78,8 @@ def in_turn(
     drafts, every_q = positions[:, :0], []
     for slot in range(positions.shape[1]):
         found = logits(slot, token).unsqueeze(1)
-        if state.masks is not None:
-            found = state.masks.of_slot(state, found, rows, drafts)
+        before, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, slot).unsqueeze(0)
+        found = that_fit(state, found, rows, parents, before, [slot])
         q = state.distribution(found, rows, positions[:, slot : slot + 1])
         free = candidates is None or state.prescribes or state.masks is not None
         token = _drawn_from(q, None if free or candidates is None else candidates(slot), uniform[:, slot])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM
-from paradec.samplers.causal.drafts.source import checked, drafting_of, read, softened
+from paradec.samplers.causal.drafts.source import checked, drafting_of, read, softened, that_fit
 from paradec.samplers.causal.drafts.stopping import StopRule, ends
 from paradec.samplers.causal.state import CausalState, Spans
 
@@ -42,8 +42,8 @@ class DraftChain:
             calls = state.calls(own.store, own.model.pads, spans)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
             logits = read(state, calls)
-            if state.masks is not None:
-                logits = state.masks.of_slot(state, logits, rows, drafts[index, :slot])
+            before = torch.nn.functional.pad(drafts[index, :slot], (1, 0))
+            logits = that_fit(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), before, [slot])
             q = checked(own, rows, state.distribution(logits, rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
             every_q[index, slot] = q.squeeze(1).to(every_q.dtype)

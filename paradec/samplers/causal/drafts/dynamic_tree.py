@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.samplers.causal.drafts.source import checked, drafting_of, drafts_left, read_tree, softened, unread
+from paradec.samplers.causal.drafts.source import (
+    checked,
+    drafting_of,
+    drafts_left,
+    read_tree,
+    softened,
+    that_fit,
+    unread,
+)
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import DynamicTree, TreeLayout
@@ -40,8 +48,7 @@ class GrownTree:
             layout = TreeLayout(parents, level, top)
             query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
             logits, out = read_tree(state, query, known, last - begin, features, made)
-            if state.masks is not None:
-                logits = state.masks.of_drafts(state, logits, rows, parents, tokens, wanted)
+            logits = that_fit(state, logits, rows, parents, tokens, wanted)
             q = checked(own, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
             best = q.topk(top, -1)
             total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)

@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core.query import Cost
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
-from paradec.samplers.causal.drafts.source import checked, drafting_of, unread
+from paradec.samplers.causal.drafts.source import checked, drafting_of, that_fit, unread
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import tree_of
@@ -34,7 +34,7 @@ class DraftLayers:
         own, device = drafting_of(state), state.context.device
         drafter: Any = own.model
         assert features is not None  # such drafters read them
-        again = drafter.rereads
+        again = drafter.reads_again
         goes_on, last = unread(state, rows, True)
         drafts, every_q = (state.memory.read(rows)[name].clone() for name in ("drafts", "draft_distribution"))
         query = tree_query(state, own.store, rows, ROOT, drafts, np.maximum(goes_on - again, 1), 0, np.zeros(1, int))
@@ -45,10 +45,8 @@ class DraftLayers:
             with torch.no_grad():
                 logits, states = drafter(query, states, own.store, slot)
             logits = read_logits(state, [logits], [query])
-            if state.masks is not None:
-                parents = torch.arange(-1, slot).unsqueeze(0)
-                before = torch.nn.functional.pad(drafts[:, :slot], (1, 0))
-                logits = state.masks.of_nodes(state, logits, rows, parents, before, [slot])
+            before = torch.nn.functional.pad(drafts[:, :slot], (1, 0))
+            logits = that_fit(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), before, [slot])
             q = checked(own, rows, state.distribution(logits, rows, positions[:, slot : slot + 1]))
             token = draw(q, uniform[:, slot])
             drafts[:, slot : slot + 1], every_q[:, slot : slot + 1] = token, q.to(every_q.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +50,33 @@ def checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
     index = torch.as_tensor(rows, device=q.device)
     own.broken = own.broken.index_copy(0, index, own.broken[index] | broken)
     return q
+
+
+def that_fit(
+    state: CausalState,
+    logits: Tensor,
+    rows: np.ndarray,
+    parents: Tensor,
+    tokens: Tensor,
+    nodes: Sequence[int] | np.ndarray,
+) -> Tensor:
+    """Logits [R, K, V] of drafts after nodes of the rows' trees, without the tokens that may not be drawn (arguments of
+    `TokenMasks.of_nodes`). Where a drafter, which may have a vocabulary or candidates of its own, has none of the
+    others, these are alike likely."""
+    masks, allowed = state.masks, state.allowed
+    if masks is None and (allowed is None or getattr(drafting_of(state).model, "tokens", None) is None):
+        return logits
+
+    def fitting(found: Tensor) -> Tensor:
+        if masks is not None:
+            found = masks.of_nodes(state, found, rows, parents, tokens, nodes)
+        return found if allowed is None else found.masked_fill(~allowed, -torch.inf)
+
+    found = fitting(logits)
+    nothing = (found == -torch.inf).all(-1, keepdim=True)
+    if masks is not None and not nothing.any():  # masks are made on the host, which waits in any case
+        return found
+    return torch.where(nothing, fitting(torch.zeros_like(logits)), found)
 
 
 def drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.causal.base import DRAFT_STREAM
-from paradec.samplers.causal.drafts.source import checked, drafting_of, drafts_left, read_tree, softened, unread
+from paradec.samplers.causal.drafts.source import (
+    checked,
+    drafting_of,
+    drafts_left,
+    read_tree,
+    softened,
+    that_fit,
+    unread,
+)
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.tree_query import tree_query
 from paradec.samplers.causal.trees import Naive, Rule, Tree
@@ -39,8 +47,7 @@ class StaticTree:
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
             query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
             logits, out = read_tree(state, query, known, last - begin, features, made)
-            if state.masks is not None:
-                logits = state.masks.of_drafts(state, logits, rows, tree.layout.parents, drafts, nodes)
+            logits = that_fit(state, logits, rows, tree.layout.parents, drafts, nodes)
             q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
             q = checked(own, rows, q)
             every_q[:, nodes] = q.to(every_q.dtype)
