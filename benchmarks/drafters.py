@@ -59,13 +59,13 @@ def ways(skipping: Any = None) -> dict[str, list[tuple[str, Any]]]:
 
     found = {
         "token by token": [("", create("sjd", window=1))],
-        "lookup": [(f"{n} drafts", create("speculative", drafter=PromptLookup(n))) for n in (4, 10)],
-        "pool": named("jacobi", *({"pool": pool, "window": window} for pool, window in ((4, 8), (8, 16)))),
+        "lookup": [(f"{n} drafts", create("speculative", drafter=PromptLookup(n))) for n in (10, 4)],
+        "pool": named("jacobi", *({"pool": pool, "window": window} for pool, window in ((4, 16), (8, 16)))),
         "recycling": [
             (f"tree={tree}", create("speculative", drafter=TokenRecycling(tree=tree), rule="naive"))
-            for tree in ((4, 2, 1), "2.2.2")
+            for tree in ("2.2.2", (4, 2, 1))
         ],
-        "sjd": named("sjd", {"window": 8}, {"window": 16}),
+        "sjd": named("sjd", {"window": 16}, {"window": 8}),
         "scd": named("scd", {"window": 16, "refresh": "gumbel"}, {"window": 16, "refresh": "maximal"}, {"window": 32}),
         "sjd_pac": named(
             "sjd_pac",
@@ -98,9 +98,9 @@ def tried(run: Any, sampler: Any) -> dict[str, Any]:
 
 
 def choose(samplers: dict[str, list[tuple[str, Any]]], choosing: Any) -> dict[str, tuple[str, Any]]:
-    """The setting of fewest forwards of each way."""
-    chosen = {}
-    for name, settings in samplers.items():
+    """The setting of fewest forwards of each way; without `choosing` the first, which is its default."""
+    chosen = {name: settings[0] for name, settings in samplers.items()}
+    for name, settings in samplers.items() if choosing is not None else ():
         found = [tried(choosing, sampler) for _, sampler in settings] if len(settings) > 1 else [{"forwards": 0}]
         best = int(np.argmin([one["forwards"] for one in found]))
         chosen[name] = settings[best]
@@ -108,14 +108,9 @@ def choose(samplers: dict[str, list[tuple[str, Any]]], choosing: Any) -> dict[st
     return chosen
 
 
-def part(chosen: dict[str, tuple[str, Any]], reporting: Any, turns: int) -> list[dict[str, Any]]:
-    """Numbers of each way, in turns."""
-    numbers: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-    for _ in range(turns):
-        for name, (_, sampler) in chosen.items():
-            numbers[name].append(tried(reporting, sampler))
-    base = np.array([one["cpu_seconds"] for one in numbers["token by token"]])
-    rows = []
+def table(chosen: dict[str, tuple[str, Any]], numbers: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row of each way, of its turns so far."""
+    base, rows = np.array([one["cpu_seconds"] for one in numbers["token by token"]]), []
     for name, found in numbers.items():
         seconds = np.array([one["cpu_seconds"] for one in found])
         rows.append(
@@ -127,8 +122,22 @@ def part(chosen: dict[str, tuple[str, Any]], reporting: Any, turns: int) -> list
             | {"cpu_seconds": np.quantile(seconds, (0.25, 0.5, 0.75)).round(4).tolist()}
             | {"cpu_over_token_by_token": np.quantile(seconds / base, (0.25, 0.5, 0.75)).round(3).tolist()}
         )
-        print(rows[-1], flush=True)
     return rows
+
+
+def report(
+    chosen: dict[str, tuple[str, Any]], runs: dict[str, Any], turns: int, name: str, head: dict[str, Any]
+) -> None:
+    """Measure each way in turns, and write what there is after each turn."""
+    numbers: dict[str, dict[str, list[dict[str, Any]]]] = {what: {way: [] for way in chosen} for what in runs}
+    for turn in range(1, turns + 1):
+        for what, run in runs.items():
+            for way, (_, sampler) in chosen.items():
+                numbers[what][way].append(tried(run, sampler))
+                print(what, way, numbers[what][way][-1], flush=True)
+        found = {what: table(chosen, own) for what, own in numbers.items()}
+        machine = {"machine": platform.processor() or platform.machine(), "turns": turn, "load": os.getloadavg()[0]}
+        write_result(RESULTS / f"{name}.json", machine | head | {"parts": found})
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -179,9 +188,9 @@ def load_text() -> Any:
     return paradec.load(next(Path(str(file.locate())) for file in files if file.name == GGUF), dtype=torch.bfloat16)
 
 
-def text(turns: int) -> None:
+def text(turns: int, chooses: bool) -> None:
     model = load_text()
-    found: dict[str, Any] = {"new_tokens": NEW, "prompts": [CHOOSING, REPORTED], "temperatures": {}}
+    found: dict[str, Any] = {"new_tokens": NEW, "prompts": [CHOOSING, REPORTED]}
 
     def answering(prompts: list[str], temperature: float) -> Any:
         given = {"max_new_tokens": NEW, "temperature": temperature, "seed": 1, "eos_early_stop": False}
@@ -202,13 +211,12 @@ def text(turns: int) -> None:
     small = without(model.module, skips)
     small.set_attn_implementation("sdpa")
     skipping = paradec.wrap(small, tokenizer=model.tokenizer, topology="causal", prediction="shifted")
-    chosen = choose(ways(skipping), answering(CHOOSING, 0.8))
-    for temperature in (0.8, 0.0):
-        found["temperatures"][str(temperature)] = part(chosen, answering(REPORTED, temperature), turns)
-        write(f"text at {temperature}", "drafters_text", turns, found)
+    chosen = choose(ways(skipping), answering(CHOOSING, 0.8) if chooses else None)
+    runs = {f"temperature {heat}": answering(REPORTED, heat) for heat in (0.8, 0.0)}
+    report(chosen, runs, turns, "drafters_text", found | {"chosen": chooses})
 
 
-def digits(turns: int) -> None:
+def digits(turns: int, chooses: bool) -> None:
     model, labels = paradec.load("digits-ar"), [number % 10 for number in range(30)]
 
     def drawing(seed: int) -> Any:
@@ -220,25 +228,22 @@ def digits(turns: int) -> None:
     samplers["a trained drafter"] = [
         (f"window={window}", create("speculative", drafter=drafter, window=window)) for window in (5, 8)
     ]
-    rows = part(choose(samplers, drawing(FIRST_PICTURES)), drawing(PICTURES), turns)
-    write("digits", "drafters_digits", turns, {"pictures": len(labels), "rows": rows})
-
-
-def write(what: str, name: str, turns: int, found: dict[str, Any]) -> None:
-    head = {"machine": platform.processor() or platform.machine(), "turns": turns, "load": os.getloadavg()[0]}
-    write_result(RESULTS / f"{name}.json", head | found)
-    print(f"written: {what}", flush=True)
+    chosen = choose(samplers, drawing(FIRST_PICTURES) if chooses else None)
+    report(
+        chosen, {"pictures": drawing(PICTURES)}, turns, "drafters_digits", {"pictures": len(labels), "chosen": chooses}
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("text", "digits"))
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--defaults", action="store_true", help="Report default settings; choose none.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name, measure in (("digits", digits), ("text", text)):
         if args.part in (None, name):
-            measure(args.turns)
+            measure(args.turns, not args.defaults)
 
 
 if __name__ == "__main__":

@@ -882,10 +882,8 @@ def rendered() -> dict[str, str]:
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),
-            "drafters_text": drafters_table(
-                {f"temperature {heat}": rows for heat, rows in _result("drafters_text")["temperatures"].items()}
-            ),
-            "drafters_digits": drafters_table({"pictures": _result("drafters_digits")["rows"]}),
+            "drafters_text": drafters_table(_result("drafters_text")["parts"]),
+            "drafters_digits": drafters_table(_result("drafters_digits")["parts"]),
             "peers_pictures": peers_pictures_table(
                 *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))
             ),

@@ -113,7 +113,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     },
     "lpd": {"groups": None, "repulsion": None, "proximity": 1.0, "height": None, "width": None},
     "sjd": JACOBI | {"guess_distribution": "uniform"},
-    "scd": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform"},
+    "scd": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform", "siblings": 1, "branching": 1},
+    "sjd_pac": JACOBI | {"refresh": "maximal", "guess_distribution": "uniform", "siblings": 8, "branching": 1},
     "gsd": JACOBI | {"guess_distribution": "one_hot", "group_half_width": 7, "p_threshold": 0.15, "d_threshold": 0.5},
     "lantern": JACOBI | LANTERN | {"k": 1000},
     "lantern++": JACOBI | LANTERN | {"k": 10, "lam": 5.0},
@@ -122,7 +123,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     | {"pool": 0, "ngram": 4, "pool_size": 64}
     | {"group": None, "max_iterations": None, "early_exit": "prefix"},
     "self_speculative": {"window": None, "rule": "ratio", "threshold": None, "adapter": None},
-    "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement"},
+    "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement", "stop": None},
     "zipar": {"window": 16},
     "diffusion_gemma": CANVAS | {"entropy_bound": None},
     "canvas": CANVAS | {"rule": "threshold"},

@@ -81,7 +81,7 @@ class TokenRecycling(NamedDrafter):
         best = logits.topk(min(self.k, logits.shape[-1]), -1)
         likeliest = best.indices.masked_fill(best.values == -torch.inf, -1).to(matrix.dtype)
         # a token's last place alone is written: several writes to one place have no order
-        again = ((tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1)).any(2)
+        again = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1).any(2)
         row, node = (~again & (tokens >= 0) & (tokens < matrix.shape[1])).nonzero(as_tuple=True)
         at = torch.as_tensor(rows, device=matrix.device)[row]
         matrix[at, tokens[row, node], : likeliest.shape[-1]] = likeliest[row, node]

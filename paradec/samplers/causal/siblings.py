@@ -133,10 +133,11 @@ class SiblingChain(BranchedChain, JacobiSampler):
         own = self._siblings_of(state)
         assert own is not None
         own_positions = positions[:, : state.width]
-        uniform = self._uniform(state, own_positions)[0]
-        if self.refresh == "maximal":
-            return self._verified_path(state, own, nodes, p, own_positions, uniform)
-        return self._drawn_path(state, own, nodes, p, own_positions, uniform)
+        uniform, guesses = self._uniform(state, own_positions)
+        verified = self._verified_path if self.refresh == "maximal" else self._drawn_path
+        path = verified(state, own, nodes, p, own_positions, uniform)
+        path.quantities["guesses"] = guesses
+        return path
 
     def _verified_path(
         self, state: CausalState, own: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
