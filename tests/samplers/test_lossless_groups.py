@@ -25,17 +25,20 @@ from paradec.samplers.groups.groups import Groups
 
 
 def made(seed: int, **sizes: Any) -> LPDModel:
-    """A network whose positions hear of each other."""
+    """A network whose positions hear of each other and of the class."""
     torch.manual_seed(seed)
     module = LPD(LPDConfig(**sizes)).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.35)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2 and "emb" not in name:
+            torch.nn.init.normal_(parameter, std=(4 if "attn" in name else 2) * parameter.shape[1] ** -0.5)
+        elif parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.7 if "pos" in name else 2.0)
     return LPDModel(module.requires_grad_(False), defaults={"guidance_scale": 1.0})
 
 
 MODELS: dict[str, Callable[[], LPDModel]] = {
-    "tiny": tiny_lpd,
-    "square": lambda: made(3, dim=8, n_layer=1, n_head=1, grid=3, vocab_size=6, num_classes=2),
+    "tiny": lambda: made(2, dim=16, n_layer=2, n_head=2, grid=4, vocab_size=32, num_classes=5),
+    "square": lambda: made(3, dim=8, n_layer=2, n_head=2, grid=3, vocab_size=6, num_classes=2),
     "deep": lambda: made(5, dim=12, n_layer=3, n_head=3, grid=4, vocab_size=20, num_classes=4, inner=10),
 }
 
@@ -60,6 +63,19 @@ def sequential(model: LPDModel, label: int, order: Tensor, key: Tensor, request:
         noise = rng.gumbel(drawn)[0, 0, :count] if request.temperature else 0
         codes[cell] = (p.log() + noise).argmax()
     return codes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_networks_hear_of_codes_and_of_the_class(name: str) -> None:
+    """Else the other tests would show nothing."""
+    model = MODELS[name]()
+    size, count = model.module.config.grid**2, model.facts.vocab_size
+    codes, order = torch.arange(size) % count, torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    other = codes.clone()
+    other[order[0]] += 1
+    found = [law(model, *given, order, 1.0, False).softmax(-1) for given in ((0, codes), (0, other), (1, codes))]
+    assert (found[0] - found[1])[1:].abs().max() > 0.1 and (found[0] - found[2]).abs().max() > 0.1
+    assert torch.equal(found[0][0], found[1][0])
 
 
 SETTINGS = [
@@ -136,8 +152,6 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
         found.append(torch.bincount(numbers, minlength=81))
         assert fits(found[-1], expected) > 1e-3
     assert expected.sum() == pytest.approx(1) and fits(found[0], expected.flip(0)) < 1e-6
-    alone = law(model, 1, torch.zeros(4, dtype=torch.int64), torch.tensor([0, 1, 2, 3]), 2.0, True)
-    assert alone.shape == (4, 3)
 
 
 def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:

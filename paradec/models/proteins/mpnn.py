@@ -186,7 +186,7 @@ class ProteinMPNNModel(Opaque):
                     f"residues {', '.join(map(str, residues))} of {self.names[number]} are tied, and keep several "
                     f"letters: {', '.join(sorted(letters))}"
                 )
-            row.append(LETTERS.index(*letters) if letters else MASK_ID)
+            row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
             raise ValueError(f"fixed, chains and the backbone of {self.names[number]} leave no residue to design")
         return row

@@ -128,8 +128,8 @@ class Columns:
             bias[residue, [AMINO_ACIDS.index(letter) for letter in letters]] = -torch.inf
         found = torch.stack([bias[own].mean(0) for own in residues])
         if len(nothing := found.isneginf().all(1).nonzero()):
-            named = ", ".join(map(str, residues[int(nothing[0])]))
-            raise ValueError(f"omit and omit_at leave no letter for residue {named} of {structure.name}")
+            these = ", ".join(map(str, residues[int(nothing[0])]))
+            raise ValueError(f"omit and omit_at leave no letter for residue {these} of {structure.name}")
         return cls(of, residues, found if found.any() else None)
 
 

@@ -22,6 +22,7 @@ from paradec.core.query import StoreCall
 from paradec.core.trace import Notes
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, request_for
+from paradec.samplers.causal.window import JacobiSampler
 from paradec.samplers.groups import lossless
 from paradec.samplers.groups.base import GroupSampler, GroupState
 from paradec.samplers.groups.lossless import RankedState
@@ -76,7 +77,7 @@ class Groups(GroupSampler):
             raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without lossless=True: leave it out")
 
     @property
-    def exact(self) -> Any:
+    def exact(self) -> JacobiSampler:
         """The method that verifies drafts."""
         return lossless.METHODS[self.verify](window=self.window)
 
@@ -104,15 +105,17 @@ class Groups(GroupSampler):
         return self.exact.query(state) if isinstance(state, RankedState) else self._groups(state)
 
     def propose(self, state: Any, outputs: list[Tensor], queries: list[Any]) -> Proposal:
-        method = self.exact if isinstance(state, RankedState) else super()
-        return method.propose(state, outputs, queries)
+        if isinstance(state, RankedState):
+            return self.exact.propose(state, outputs, queries)
+        return super().propose(state, outputs, queries)
 
     def commit(self, state: Any, proposal: Proposal) -> Commit:
         return self.exact.commit(state, proposal) if isinstance(state, RankedState) else super().commit(state, proposal)
 
     def observe(self, state: Any, proposal: Any) -> Notes:
-        method = self.exact if isinstance(state, RankedState) else super()
-        return method.observe(state, proposal)
+        if isinstance(state, RankedState):
+            return self.exact.observe(state, proposal)
+        return super().observe(state, proposal)
 
     def _groups(self, state: GroupState) -> list[GroupQuery]:
         last, now = state.index - 1, state.index

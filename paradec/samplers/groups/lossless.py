@@ -47,7 +47,7 @@ class RankedState(OrderedState):
     grows: bool = False
     """Whether guidance grows from 1 with the rank, as published."""
 
-    def _call(self, store: Any, spans: Spans, index: np.ndarray) -> RankedQuery:
+    def _call(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
         query = super()._call(store, spans, index)
         rows, device = query.rows, query.tokens.device
         ranks = torch.as_tensor(self._ranks(rows), device=device).gather(1, query.positions)
