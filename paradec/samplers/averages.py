@@ -29,9 +29,11 @@ class Averages:
     def of(self, distributions: Sequence[Tensor]) -> tuple[int, float, float]:
         """The best token of their average (the lowest index on ties), its probability, and minus the entropy."""
         total, share = self._memory[0], self._memory[0][: self.size]
-        first, second, *rest = (*distributions, None) if len(distributions) == 1 else distributions
-        share.copy_(first) if second is None else torch.add(first, second, out=share)
-        for each in rest:
+        if len(distributions) == 1:
+            share.copy_(distributions[0])
+        else:
+            torch.add(*distributions[:2], out=share)
+        for each in distributions[2:]:
             share.add_(each)
         best = int(share.numpy().argmax())
         top = float(share[best])

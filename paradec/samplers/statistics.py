@@ -56,21 +56,23 @@ def token_statistics(
     if "negative_entropy" in reads and path_for(logits) != "float64":
         fields = IN_ONE_READ
     stats = read_stats(logits, _wanted(reads, fields is FIELDS), temperature, ids=tokens, draws=draws)
+    prob: Tensor | None = stats.prob
     if draws is not None:
-        stats, tokens = stats._replace(ids_prob=stats.sample_prob), stats.sample
-    if tokens is not None:
-        stats = stats._replace(prob=stats.ids_prob)
-    return stats.token if tokens is None else tokens, _named(stats, reads, fields, temperature)
+        tokens, prob = stats.sample, stats.sample_prob
+    elif tokens is not None:
+        prob = stats.ids_prob
+    return stats.token if tokens is None else tokens, _named(stats, prob, reads, fields, temperature)
 
 
 def _named(
-    stats: TokenStats, reads: tuple[str, ...], fields: Mapping[str, str], temperature: float
+    stats: TokenStats, prob: Tensor | None, reads: tuple[str, ...], fields: Mapping[str, str], temperature: float
 ) -> dict[str, Tensor]:
-    """Quantities by name; `prob` is that of the tokens."""
+    """Quantities by name. prob: of the tokens."""
     found: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
-            found[name] = stats.prob
+            assert prob is not None  # of the tokens that were asked for
+            found[name] = prob
         elif name == "best_token":
             found[name] = stats.token
         else:
@@ -86,7 +88,7 @@ def statistics_where(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """As `token_statistics` has them of large vocabularies on the CPU, of the `chosen` [...] of the positions alone."""
     stats = stats_where(logits, chosen, _wanted(reads, False))
-    return spread_over(chosen, stats.token, _named(stats, reads, IN_ONE_READ, 1.0), current)
+    return spread_over(chosen, stats.token, _named(stats, stats.prob, reads, IN_ONE_READ, 1.0), current)
 
 
 def spread_over(

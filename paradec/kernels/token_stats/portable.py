@@ -378,10 +378,10 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
     heights = [] if asked.reader is None else _heights(top, base, own)
     bases, masses, bests = own.split(sizes), sums[0].split_with_sizes(sizes), at.split_with_sizes(sizes)
     drawn_bases = bases if drawn_from is own else drawn_from.split(sizes)
-    for rows, best, base, mass, drawn_base in zip(parts, bests, bases, masses, drawn_bases, strict=True):
+    for rows, best, origin, mass, drawn_base in zip(parts, bests, bases, masses, drawn_bases, strict=True):
         now = pieces[rows.shape[0]] if asked.reader is None else piece.over(asked.reader.memory())
         here, start = slice(start, start + now.rows), start + now.rows
-        now.subtract(rows, base).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
+        now.subtract(rows, origin).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
         now.raise_to(mass)
         if asked.reader is not None:
             asked.reader.read(now.share[0], heights[here.start])
