@@ -6,8 +6,8 @@
 Digits and codes are those of ``train_digits_ar.py``: 7 x 7 of 256, by the packaged VQ autoencoder. For every batch a
 random order is drawn for each picture. Half of the batches decide one code after the other, so that the network knows
 the distribution of a code given any others, which exact decoding in any order reads (``create("groups",
-lossless=True)``); the other half decides groups of a random order, as LPD does (Zhang et al., arXiv 2507.01957). One class in ten is
-left out, for guidance. ``runs/digits-lpd/export`` then holds what ``paradec.load`` reads.
+lossless=True)``); the other half decides groups of a random order, as LPD does (Zhang et al., arXiv 2507.01957). One
+class in ten is left out, for guidance. ``runs/digits-lpd/export`` then holds what ``paradec.load`` reads.
 """
 
 from __future__ import annotations
