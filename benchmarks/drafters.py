@@ -37,14 +37,20 @@ from paradec.samplers.causal.recycling import TokenRecycling
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-NEW = 16
+NEW = 64
 CHOOSING = [
     "Name the four seasons and say one thing about each.",
     "Correct the typos, and change nothing else: Teh cat sat on teh mat, and teh dog sat on teh cat.",
+    "Write a Python function that reverses a list, and call it twice.",
+    "Why do leaves fall in autumn?",
 ]
 REPORTED = [
     "Give three tips for sleeping well.",
     "Repeat this list twice: apples, pears, plums, apples, cherries.",
+    "Write a Python class of a stack with push and pop.",
+    "Correct the typos, and change nothing else: She go to scool every day, and her brother go to scool too.",
+    "What is the difference between a lake and a sea?",
+    "Write a short letter to a neighbour about a loud party.",
 ]
 TRIALS, SKIPPED = 8, 0.45
 FIRST_PICTURES, PICTURES = 700, 800
