@@ -1,15 +1,15 @@
 """`paradec serve` with conversations that share a system prompt, beside the same server that keeps no beginnings.
 
     python benchmarks/conversations.py                        # about 10 minutes on two cores
-    python benchmarks/conversations.py --conversations 8 --pairs 1 --requests 200 --out runs/conversations.json
+    python benchmarks/conversations.py --conversations 8 --turns 1 --requests 200 --out runs/conversations.json
 
 Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal one decoded by
 `sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations go on at
 once; each has 8 turns over one system prompt of 400 tokens, 20 tokens of a user a turn and at most 24 of an answer,
 which the next turn repeats. Measured: positions evaluated, the server's CPU time, seconds of a turn.
 
-Then prompts that share nothing: CPU time with and without the store, in alternating servers (`--pairs`). Then
-`--requests` of them under a budget of 8 MB: resident memory after a quarter of them and after all.
+Then prompts that share nothing: CPU time with and without the store, 64 prompts a turn to each of two servers in
+alternation (`--turns`). Then `--requests` of them under a budget of 8 MB: resident memory after each quarter of them.
 
 Exits with 1 where an answer differs or is lost, or the positions are more than 0.4.
 """
@@ -139,15 +139,36 @@ class Load:
         return self.run(work)
 
 
+def started(folder: Path, kind: str, options: list[str]) -> Load:
+    """A server of its own, which has answered two prompts."""
+    load = Load(Server(32, ["--model", str(folder), "--name", "m", "--dtype", "float64", *SERVED[kind], *options]))
+    load.strangers(range(-200, -198))
+    return load
+
+
 def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str, Any]:
-    """What `work(load)` says of a server of its own, which has answered two prompts before."""
-    server = Server(32, ["--model", str(folder), "--name", "m", "--dtype", "float64", *SERVED[kind], *options])
+    """What `work(load)` says of a server of its own."""
+    load = started(folder, kind, options)
     try:
-        load = Load(server)
-        load.strangers(range(-2, 0))
         return work(load)
     finally:
-        server.stop()
+        load.server.stop()
+
+
+def costs_of(folder: Path, kind: str, keeps: dict[str, list[str]], turns: int) -> list[float]:
+    """CPU time of a server that keeps beginnings over that of one that does not, in turns, of prompts that share
+    nothing."""
+    servers, ratios = {name: started(folder, kind, options) for name, options in keeps.items()}, []
+    try:
+        for turn in range(-1, turns):  # the first one is not counted
+            took = {
+                name: load.strangers(range(64 * turn, 64 * (turn + 1)))["cpu_seconds"] for name, load in servers.items()
+            }
+            ratios += [took["kept"] / took["none"]] if turn >= 0 else []
+    finally:
+        for load in servers.values():
+            load.server.stop()
+    return ratios
 
 
 def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -159,13 +180,7 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     }
     answers = [talks[name].pop("answers") for name in keeps]
     differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
-    costs = []
-    for _ in range(args.pairs):
-        pair = {
-            name: measured(folder, kind, options, lambda load: load.strangers(range(256)))
-            for name, options in keeps.items()
-        }
-        costs.append(pair["kept"]["cpu_seconds"] / pair["none"]["cpu_seconds"])
+    costs = costs_of(folder, kind, keeps, args.turns)
 
     def flat(load: Load) -> dict[str, Any]:
         quarter, sizes = args.requests // 4, []
@@ -181,7 +196,7 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
         "cpu_ratio": round(talks["kept"]["cpu_seconds"] / talks["none"]["cpu_seconds"], 3),
         "cpu_ratio_without_reuse": {
             "median": round(statistics.median(costs), 3),
-            "all": [round(each, 3) for each in costs],
+            "quartiles": np.quantile(costs, (0.25, 0.75)).round(3).tolist(),
         },
         "memory": measured(folder, kind, ["--prefix-memory", "8000000"], flat),
     }
@@ -190,7 +205,7 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()

@@ -294,10 +294,20 @@ def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
 def weights_of(module: torch.nn.Module) -> int:
     """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
     update was noted, and when an adapter of peft comes, goes, is switched or merged."""
-    places = tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters())
-    layers = [layer for layer in module.modules() if isinstance(getattr(type(layer), ADAPTERS[0], None), property)]
-    adapters = tuple(str(getattr(layer, name)) for layer in layers for name in ADAPTERS)
-    return hash((_updates.get(module, 0), places, adapters))
+    found: list[Any] = [_updates.get(module, 0)]
+    seen, waiting = set[int](), [module]
+    while waiting:  # `module.parameters()` spells every name on the way, for each request
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        waiting += [each for each in part._modules.values() if each is not None]
+        for own in part._parameters.values():
+            if own is not None:
+                found.append((*_place(own), 0 if own.is_inference() else own._version))
+        if isinstance(getattr(type(part), ADAPTERS[0], None), property):
+            found += [str(getattr(part, name)) for name in ADAPTERS]
+    return hash(tuple(found))
 
 
 ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
@@ -312,8 +322,8 @@ def note_update(module: torch.nn.Module) -> None:
 _updates: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def _place(parameter: Tensor) -> tuple[int, str]:
+def _place(parameter: Tensor) -> tuple[int, torch.device]:
     try:
-        return parameter.data_ptr(), str(parameter.device)
+        return parameter.data_ptr(), parameter.device
     except RuntimeError:  # sharded or offloaded: no storage of its own
-        return id(parameter), str(parameter.device)
+        return id(parameter), parameter.device
