@@ -6,7 +6,8 @@
 Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal one decoded by
 `sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations go on at
 once; each has 8 turns over one system prompt of 400 tokens, 20 tokens of a user a turn and at most 24 of an answer,
-which the next turn repeats. 512 MB hold them all. Measured: positions evaluated, the server's CPU time, seconds of a turn.
+which the next turn repeats. 512 MB hold them all. Measured: positions evaluated, the server's CPU time, seconds of a
+turn.
 
 Then prompts that share nothing: CPU time with and without the store, 64 prompts a turn to each of two servers in
 alternation (`--turns`). Then `--requests` of them under a budget of 8 MB: resident memory after each quarter of them.
