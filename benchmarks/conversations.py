@@ -6,7 +6,8 @@
 Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal one decoded by
 `sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations go on at
 once; each has 8 turns over one system prompt of 400 tokens, 20 tokens of a user a turn and at most 24 of an answer,
-which the next turn repeats. Measured: positions evaluated, the server's CPU time, seconds of a turn.
+which the next turn repeats. 512 MB hold them all. Measured: positions evaluated, the server's CPU time, seconds of a
+turn.
 
 Then prompts that share nothing: CPU time with and without the store, 64 prompts a turn to each of two servers in
 alternation (`--turns`). Then `--requests` of them under a budget of 8 MB: resident memory after each quarter of them.
@@ -40,6 +41,7 @@ from paradec.core.packaged import WORDS
 
 RESULT = Path(__file__).parent / "results" / "conversations.json"
 TURNS, SYSTEM, USER, ANSWER = 8, 400, 20, 24
+BUDGET = 512 * 10**6
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 SERVED = {
     "causal": ["--sampler", "sjd", "--set", "window=4"],
@@ -173,14 +175,14 @@ def costs_of(folder: Path, kind: str, keeps: dict[str, list[str]], turns: int) -
 
 def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All three measurements on one model."""
-    keeps = {"kept": [], "none": ["--prefix-memory", "0"]}
+    keeps = {"kept": ["--prefix-memory", str(BUDGET)], "none": ["--prefix-memory", "0"]}
     talks = {
         name: measured(folder, kind, options, lambda load: load.conversations(args.conversations))
         for name, options in keeps.items()
     }
     answers = [talks[name].pop("answers") for name in keeps]
     differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
-    costs = costs_of(folder, kind, keeps, args.turns)
+    costs = costs_of(folder, kind, keeps | {"kept": []}, args.turns)
 
     def flat(load: Load) -> dict[str, Any]:
         quarter, sizes = args.requests // 4, []

@@ -340,7 +340,8 @@ def conversations_table(data: dict[str, Any]) -> str:
         cells = [f"{kept['positions']:,}", f"{none['positions']:,}", f"{entry['positions_ratio']:.2f}"]
         for key in ("cpu_seconds", "p50_seconds", "p99_seconds"):
             cells += [f"{kept[key]:.1f}", f"{none[key]:.1f}"]
-        cells.append(f"{entry['cpu_ratio_without_reuse']['median']:.2f}")
+        cost = entry["cpu_ratio_without_reuse"]
+        cells.append("{:.2f} ({:.2f}-{:.2f})".format(cost["median"], *cost["quartiles"]))
         lines.append(f"| {kind.replace('_', '-')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
