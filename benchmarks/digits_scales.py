@@ -1,8 +1,8 @@
 """What next-scale models cost and keep on the packaged digits, beside all other ways to make them in few forwards.
 
     python benchmarks/digits_scales.py              # writes results/digits_scales.json
-    python benchmarks/digits_scales.py --lpd runs/digits-lpd/export    # the rows of an LPD; the others stay as they are
-    python benchmarks/digits_scales.py --draw       # the pictures alone; --lpd as above
+    python benchmarks/digits_scales.py --only digits-lpd    # a model's rows; the others stay as they are
+    python benchmarks/digits_scales.py --draw       # the pictures alone
     python benchmarks/tables.py                     # afterwards: the table of docs/scales.md
 
 Every method has a few settings. Two hundred pictures of each choose one, by the Frechet distance; five hundred others,
@@ -15,9 +15,8 @@ The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked trans
 the other, so that positions evaluated (both branches of guidance, both models) and CPU milliseconds a picture are given
 beside it: one core, batches of 100, without the VQ decoder.
 
-`digits-lpd` is what `examples/train_digits_lpd.py` trains, over the first VQ's codes. Its exact rows sample what one
-code a call would in their order, so that one choice of order and guidance is made for all three; 49 groups are one code
-a call in the cheapest way.
+`digits-lpd` is an LPD over the first VQ's codes. Its exact rows sample what one code a call would in their order, so
+that one choice of order and guidance is made for all three; 49 groups are one code a call in the cheapest way.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,6 @@ from tables import digits_scales_table
 
 import paradec
 from paradec.api.images import contact_sheet
-from paradec.models.images.loading import packaged_image
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits_scales.json"
@@ -60,7 +56,7 @@ def over(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[S
 
 
 GUIDANCE: dict[str, list[Any]] = {"guidance_scale": [1.5, 2.0, 3.0]}
-GROWING: dict[str, list[Any]] = {"guidance_scale": [1.5, 2.5, 4.0]}
+GROWING: dict[str, list[Any]] = {"guidance_scale": [2.5, 4.0, 6.0]}
 """LPD's guidance grows from 1 to this."""
 MASKED = {**GUIDANCE, "steps": [8]}
 SCALES: dict[str, list[Any]] = {"guidance_scale": [1.0, 1.5, 2.0, 3.0], "temperature": [0.9, 1.0], "top_k": [0]}
@@ -80,8 +76,6 @@ METHODS: list[Method] = [
         (f"code, split {split}", "digits-var-small", "code", over({"split": [split]}, SCALES), {})
         for split in range(1, 5)
     ),
-]
-LPD: list[Method] = [
     *(
         (f"lpd, exact by {method}", "digits-lpd", "groups", EXACT, {"verify": method})
         for method in ("jacobi", "sjd", "scd")
@@ -91,27 +85,14 @@ LPD: list[Method] = [
         for count in (49, 16, 12, 8)
     ),
 ]
-Models = Callable[[str], Any]
-"""Loads one by its name."""
-
-
-def models_with(lpd: Path | None) -> Models:
-    """The packaged models, and the LPD of a folder."""
-
-    def load(name: str) -> Any:
-        if name != "digits-lpd":
-            return paradec.load(name)
-        return paradec.load(lpd, vq=Path(packaged_image("digits")) / "vq.safetensors")
-
-    return cache(load)
 
 
 @torch.inference_mode()
-def run(models: Models, name: str, sampler: str, setting: Setting, images: int, seed: int) -> dict[str, Any]:
+def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> dict[str, Any]:
     """`images` pictures, all classes equally often."""
     settings, request = setting
-    extra = {"drafter": models("digits-var")} if sampler == "code" else {}
-    model, method = models(name), paradec.samplers.create(sampler, **settings, **extra)
+    extra = {"drafter": paradec.load("digits-var")} if sampler == "code" else {}
+    model, method = paradec.load(name), paradec.samplers.create(sampler, **settings, **extra)
     pictures, labels, forwards, drafted, positions, cpu = [], [], [], [], 0, 0.0
     for start in range(0, images, BATCH):
         wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
@@ -141,14 +122,12 @@ def run(models: Models, name: str, sampler: str, setting: Setting, images: int, 
     }
 
 
-def chosen(
-    models: Models, label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any
-) -> Setting:
+def chosen(label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any) -> Setting:
     """The setting of the least distance."""
     held_out = (judge.held_out_mean, judge.held_out_covariance)
     found = []
     for index, setting in enumerate(settings):
-        pictures = run(models, name, sampler, setting, images, CHOOSING + 100_000 * index)["pictures"]
+        pictures = run(name, sampler, setting, images, CHOOSING + 100_000 * index)["pictures"]
         distance = frechet_distance(moments(judge.features(pictures)), held_out)
         print(f"  {label} {setting}: {distance:.1f}", flush=True)
         found.append(distance)
@@ -173,15 +152,15 @@ def ranked(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict
     return rows
 
 
-def figure(models: Models, results: list[dict[str, Any]]) -> None:
+def figure(results: list[dict[str, Any]]) -> None:
     """A row of two pictures of every digit for each method, in the order of the table."""
     rows: list[Any] = []
     for entry in results:
         settings, request = entry["settings"], entry["request"]
-        extra = {"drafter": models("digits-var")} if entry["sampler"] == "code" else {}
+        extra = {"drafter": paradec.load("digits-var")} if entry["sampler"] == "code" else {}
         method = paradec.samplers.create(entry["sampler"], **settings, **extra)
         labels = [label for label in range(10) for _ in range(2)]
-        model = models(entry["model"])
+        model = paradec.load(entry["model"])
         out = paradec.generate_images(model, class_labels=labels, sampler=method, seed=1, **request)
         rows += [image.convert("RGB").resize((56, 56)) for image in out.images]
     contact_sheet(rows, columns=20).save(FIGURE)
@@ -191,9 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500, help="reported")
     parser.add_argument("--choosing", type=int, default=200)
-    parser.add_argument(
-        "--lpd", type=Path, help="a folder of examples/train_digits_lpd.py: its rows alone are measured"
-    )
+    parser.add_argument("--only", choices=sorted({method[1] for method in METHODS}), help="rows of one model")
     parser.add_argument("--draw", action="store_true", help="the pictures alone, of what was done")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -201,22 +178,24 @@ def main() -> None:
         if getattr(args, name) < 10 or getattr(args, name) % 10:
             parser.error(f"--{name} {getattr(args, name)} must be a multiple of 10: all classes equally often")
     torch.set_num_threads(1)
-    models, methods, kept = models_with(args.lpd), LPD if args.lpd else METHODS, []
+    kept: list[dict[str, Any]] = []
     if args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))
         kept = [{"commit": before["commit"]} | entry for entry in before["methods"]]
     if args.draw:
-        figure(models, [entry for entry in kept if args.lpd or entry["model"] != "digits-lpd"])
+        figure(kept)
         return
     judge = load_classifier()
     found: list[dict[str, Any]] = []
     choices: dict[str, Setting] = {}
-    for index, (label, name, sampler, settings, added) in enumerate(methods, len(METHODS) if args.lpd else 0):
+    for index, (label, name, sampler, settings, added) in enumerate(METHODS):
+        if args.only not in (None, name):
+            continue
         among = repr((name, sampler, settings))
         if among not in choices:
-            choices[among] = chosen(models, label, name, sampler, settings, args.choosing, judge)
+            choices[among] = chosen(label, name, sampler, settings, args.choosing, judge)
         setting = (choices[among][0] | added, choices[among][1])
-        made = run(models, name, sampler, setting, args.images, REPORTED + 100_000 * index)
+        made = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
         entry = {"label": label, "model": name, "sampler": sampler, "settings": setting[0], "request": setting[1]}
         entry |= judged(made, judge) | {"choices": len(settings), "commit": COMMIT}
         entry |= {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")}
@@ -225,7 +204,7 @@ def main() -> None:
     result = {"images": args.images, "choosing": args.choosing, "methods": ranked(kept, found)}
     write_result(args.out, result)
     print(digits_scales_table(result))
-    figure(models, [entry for entry in result["methods"] if args.lpd or entry["model"] != "digits-lpd"])
+    figure(result["methods"])
 
 
 if __name__ == "__main__":

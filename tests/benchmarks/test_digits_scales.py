@@ -29,8 +29,8 @@ def test_measured_rows_take_the_place_of_their_like_and_all_are_ranked_again() -
 
 
 def test_exact_rows_share_their_choice_and_labels_differ() -> None:
-    exact = [method for method in script.LPD if "exact" in method[0]]
+    exact = [method for method in script.METHODS if "exact" in method[0]]
     assert {method[4]["verify"] for method in exact} == {"jacobi", "sjd", "scd"}
     assert all(method[3] is script.EXACT for method in exact)
-    labels = [method[0] for method in (*script.METHODS, *script.LPD)]
+    labels = [method[0] for method in script.METHODS]
     assert len(set(labels)) == len(labels)
