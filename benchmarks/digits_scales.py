@@ -1,6 +1,7 @@
 """What next-scale models cost and keep on the packaged digits, beside all other ways to make them in few forwards.
 
     python benchmarks/digits_scales.py              # writes results/digits_scales.json
+    python benchmarks/digits_scales.py --only digits-lpd    # a model's rows; the others stay as they are
     python benchmarks/digits_scales.py --draw       # the pictures alone
     python benchmarks/tables.py                     # afterwards: the table of docs/scales.md
 
@@ -13,6 +14,9 @@ The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked trans
 `digits-var` and `digits-var-small` are VARs over 88 codes in five scales of another. A forward of one is no forward of
 the other, so that positions evaluated (both branches of guidance, both models) and CPU milliseconds a picture are given
 beside it: one core, batches of 100, without the VQ decoder.
+
+`digits-lpd` is an LPD over the first VQ's codes. Its exact rows sample what one code a call would in their order, so
+that one choice of order and guidance is made for all three; 49 groups are one code a call in the cheapest way.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 import torch
 from digit_quality import frechet_distance, load_classifier, moments
 from digits import BATCH, judged
-from provenance import write_result
+from provenance import COMMIT, write_result
 from tables import digits_scales_table
 
 import paradec
@@ -52,19 +56,35 @@ def over(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[S
 
 
 GUIDANCE: dict[str, list[Any]] = {"guidance_scale": [1.5, 2.0, 3.0]}
+GROWING: dict[str, list[Any]] = {"guidance_scale": [2.5, 4.0, 6.0]}
+"""LPD's guidance grows from 1 to this."""
 MASKED = {**GUIDANCE, "steps": [8]}
 SCALES: dict[str, list[Any]] = {"guidance_scale": [1.0, 1.5, 2.0, 3.0], "temperature": [0.9, 1.0], "top_k": [0]}
-METHODS: list[tuple[str, str, str, list[Setting]]] = [
-    ("ar", "digits-ar", "sjd", over({"window": [1]}, GUIDANCE)),
-    ("sjd", "digits-ar", "sjd", over({}, GUIDANCE)),
-    ("maskgit, 8 steps", "digits-maskgit", "maskgit", over({"choice_temperature": [1.0, 2.0, 4.5]}, MASKED)),
-    ("halton, 8 steps", "digits-maskgit", "halton", over({}, MASKED)),
-    ("lpd, 8 steps", "digits-maskgit", "lpd", over({}, MASKED)),
-    ("var", "digits-var", "var", over({}, SCALES)),
-    ("var, small model", "digits-var-small", "var", over({}, SCALES)),
-    *((f"code, split {split}", "digits-var-small", "code", over({"split": [split]}, SCALES)) for split in range(1, 5)),
+Method = tuple[str, str, str, list[Setting], dict[str, Any]]
+"""(label, model, sampler, settings to choose from, and what is added to the chosen one)."""
+ORDERS: dict[str, list[Any]] = {"order": ["lpd", "random"]}
+EXACT = over({**ORDERS, "lossless": [True]}, GROWING)
+METHODS: list[Method] = [
+    ("ar", "digits-ar", "sjd", over({"window": [1]}, GUIDANCE), {}),
+    ("sjd", "digits-ar", "sjd", over({}, GUIDANCE), {}),
+    ("maskgit, 8 steps", "digits-maskgit", "maskgit", over({"choice_temperature": [1.0, 2.0, 4.5]}, MASKED), {}),
+    ("halton, 8 steps", "digits-maskgit", "halton", over({}, MASKED), {}),
+    ("lpd, 8 steps", "digits-maskgit", "lpd", over({}, MASKED), {}),
+    ("var", "digits-var", "var", over({}, SCALES), {}),
+    ("var, small model", "digits-var-small", "var", over({}, SCALES), {}),
+    *(
+        (f"code, split {split}", "digits-var-small", "code", over({"split": [split]}, SCALES), {})
+        for split in range(1, 5)
+    ),
+    *(
+        (f"lpd, exact by {method}", "digits-lpd", "groups", EXACT, {"verify": method})
+        for method in ("jacobi", "sjd", "scd")
+    ),
+    *(
+        (f"lpd, {count} groups", "digits-lpd", "groups", over(ORDERS, {**GROWING, "steps": [count]}), {})
+        for count in (49, 16, 12, 8)
+    ),
 ]
-"""(label, model, sampler, settings to choose from)."""
 
 
 @torch.inference_mode()
@@ -120,6 +140,18 @@ def further(one: list[float], other: list[float]) -> list[float]:
     return [one[0] - other[0], one[0] - other[0] - half, one[0] - other[0] + half]
 
 
+def ranked(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows measured now in the place of those of the same label, by the distance."""
+    labels = {entry["label"] for entry in found}
+    rows = [entry for entry in kept if entry["label"] not in labels] + found
+    rows.sort(key=lambda entry: entry["distance"][0])
+    first, *others = rows
+    first.pop("further", None)
+    for entry in others:
+        entry["further"] = further(entry["distance"], first["distance"])
+    return rows
+
+
 def figure(results: list[dict[str, Any]]) -> None:
     """A row of two pictures of every digit for each method, in the order of the table."""
     rows: list[Any] = []
@@ -138,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500, help="reported")
     parser.add_argument("--choosing", type=int, default=200)
+    parser.add_argument("--only", choices=sorted({method[1] for method in METHODS}), help="rows of one model")
     parser.add_argument("--draw", action="store_true", help="the pictures alone, of what was done")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -145,28 +178,33 @@ def main() -> None:
         if getattr(args, name) < 10 or getattr(args, name) % 10:
             parser.error(f"--{name} {getattr(args, name)} must be a multiple of 10: all classes equally often")
     torch.set_num_threads(1)
+    kept: list[dict[str, Any]] = []
+    if args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        kept = [{"commit": before["commit"]} | entry for entry in before["methods"]]
     if args.draw:
-        figure(json.loads(args.out.read_text(encoding="utf-8"))["methods"])
+        figure(kept)
         return
     judge = load_classifier()
     found: list[dict[str, Any]] = []
-    for index, (label, name, sampler, settings) in enumerate(METHODS):
-        setting = chosen(label, name, sampler, settings, args.choosing, judge)
+    choices: dict[str, Setting] = {}
+    for index, (label, name, sampler, settings, added) in enumerate(METHODS):
+        if args.only not in (None, name):
+            continue
+        among = repr((name, sampler, settings))
+        if among not in choices:
+            choices[among] = chosen(label, name, sampler, settings, args.choosing, judge)
+        setting = (choices[among][0] | added, choices[among][1])
         made = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
         entry = {"label": label, "model": name, "sampler": sampler, "settings": setting[0], "request": setting[1]}
-        entry |= judged(made, judge) | {"choices": len(settings)}
+        entry |= judged(made, judge) | {"choices": len(settings), "commit": COMMIT}
         entry |= {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")}
-        found.append(entry)
+        found.append({key: value for key, value in entry.items() if key not in ("right", "features")})
         print(f"{label}: distance {entry['distance'][0]:.1f}, accuracy {entry['accuracy'][0]:.3f}", flush=True)
-    found.sort(key=lambda entry: entry["distance"][0])
-    first, *others = found
-    for entry in others:
-        entry["further"] = further(entry["distance"], first["distance"])
-    result = {"images": args.images, "choosing": args.choosing}
-    result["methods"] = [{k: v for k, v in entry.items() if k not in ("right", "features")} for entry in found]
+    result = {"images": args.images, "choosing": args.choosing, "methods": ranked(kept, found)}
     write_result(args.out, result)
     print(digits_scales_table(result))
-    figure(found)
+    figure(result["methods"])
 
 
 if __name__ == "__main__":

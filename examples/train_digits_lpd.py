@@ -7,7 +7,7 @@ Digits and codes are those of ``train_digits_ar.py``: 7 x 7 of 256, by the packa
 random order is drawn for each picture. Half of the batches decide one code after the other, so that the network knows
 the distribution of a code given any others, which exact decoding in any order reads (``create("groups",
 lossless=True)``); the other half decides groups of a random order, as LPD does (Zhang et al., arXiv 2507.01957). One
-class in ten is left out, for guidance. ``runs/digits-lpd/export`` then holds what ``paradec.load`` reads.
+class in ten is left out, for guidance. ``runs/digits-lpd/export`` then holds what ``paradec/assets/digits-lpd`` holds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def export(folder: Path, model: LPD) -> None:
         "model_type": "lpd",
         "n_head": SIZES.n_head,
         "vq": "../digits/vq.safetensors",
-        "defaults": {"guidance_scale": 2.0},
+        "defaults": {"guidance_scale": 4.0},
     }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

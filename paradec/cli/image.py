@@ -36,7 +36,7 @@ Model = Annotated[
     str,
     typer.Option(
         help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-var, "
-        "digits-maskgit and digits-dit are inside the package."
+        "digits-maskgit, digits-lpd and digits-dit are inside the package."
     ),
 ]
 Prompts = Annotated[list[str] | None, typer.Option(help="Text that describes the picture; may be repeated.")]

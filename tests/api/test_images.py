@@ -247,6 +247,7 @@ def test_packaged_files_are_small() -> None:
     assert sum(file.stat().st_size for file in files if file != scales) < 3_500_000
     scaled = [scales, *(file for name in ("digits-var", "digits-var-small") for file in (DATA / name).iterdir())]
     assert sum(file.stat().st_size for file in scaled) < 3_000_000
+    assert (DATA / "digits-lpd" / "model.safetensors").stat().st_size < 1_800_000
     for small in ("digits/classifier.safetensors", "digits-ar-drafter/model.safetensors"):
         assert (DATA / small).stat().st_size < 300_000
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from image_models import tiny_lpd
 from protein_pieces import fits
+from scripts import load_script
 from torch import Tensor
 
 import paradec
@@ -222,3 +223,21 @@ def test_what_is_refused() -> None:
         paradec.generate_images(broken, class_labels=0, sampler=Groups(lossless=True), output_type="latent")
     assert Sampler.from_dict(Groups(lossless=True, window=2).to_dict()) == Groups(lossless=True, window=2)
     assert replace(Groups(lossless=True), verify="sjd").exact.name == "sjd"
+
+
+def test_the_packaged_model_draws_what_is_asked_for_exactly_and_in_groups() -> None:
+    model, classifier = paradec.load("digits-lpd"), load_script("benchmarks/digit_quality.py").load_classifier()
+    labels = [*range(10)] * 2
+    for sampler in (Groups(), Groups(lossless=True)):
+        out = paradec.generate_images(model, class_labels=labels, seed=0, sampler=sampler, output_type="pt")
+        with torch.inference_mode():
+            right = classifier(out.images).argmax(-1) == torch.tensor(labels)
+        assert right.float().mean() >= 0.85  # 98 % of 500
+        assert out.nfe < 16
+    model = paradec.load("digits-lpd", dtype="float64")
+    given: dict[str, Any] = {"class_labels": [3, 8], "seed": 1, "output_type": "latent"}
+    one, few = (
+        paradec.generate_images(model, sampler=Groups(lossless=True, window=window), **given) for window in (1, None)
+    )
+    assert torch.equal(one.tokens, few.tokens)
+    assert one.nfe == 49 and few.nfe < 16

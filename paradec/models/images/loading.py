@@ -45,7 +45,7 @@ TELLING = {
     "token_emb.weight": "lpd",
 }
 """The `model_type` of a single file, by the name of a tensor that those below do not have."""
-PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit", "digits-var", "digits-var-small")
+PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "digits-var", "digits-var-small")
 """Image models inside the package."""
 
 PACKAGED_PIPELINES = ("digits-dit",)
