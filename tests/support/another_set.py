@@ -477,7 +477,7 @@ SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
             "test_decide.py::test_recorded_answers[other decide 0]",
         ),
     ),
-    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[drawn__")),
+    "autumn": (autumn, ("[default]", "[nld number 0-one_call_9_1]", "[0 ", "[none-drawn__")),
     **{
         family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
         for family in ("sjd", "gsd", "scd", "lantern")
