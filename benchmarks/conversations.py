@@ -9,8 +9,9 @@ once; each has 8 turns over one system prompt of 400 tokens, 20 tokens of a user
 which the next turn repeats. 512 MB hold them all. Measured: positions evaluated, the server's CPU time, seconds of a
 turn.
 
-Then prompts that share nothing: CPU time with and without the store, 64 prompts a turn to each of two servers in
-alternation (`--turns`). Then `--requests` of them under a budget of 8 MB: resident memory after each quarter of them.
+Then prompts that share nothing: CPU time with and without the store, 128 prompts a turn to each of two servers in
+alternation (`--turns`), with these models and with wider ones (8 layers, 512 wide). Then `--requests` of them under a
+budget of 8 MB: resident memory after each quarter of them.
 
 Exits with 1 where an answer differs or is lost, or the positions are more than 0.4.
 """
@@ -43,18 +44,19 @@ RESULT = Path(__file__).parent / "results" / "conversations.json"
 TURNS, SYSTEM, USER, ANSWER = 8, 400, 20, 24
 BUDGET = 512 * 10**6
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16}
 SERVED = {
     "causal": ["--sampler", "sjd", "--set", "window=4"],
     "block_causal": ["--sampler", "threshold", "--cache", "block"],
 }
 
 
-def make(kind: str, folder: Path) -> Path:
+def make(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
     """A checkpoint with random weights and the packaged tokenizer."""
     tokenizer = paradec.load().tokenizer
     torch.manual_seed(0)
     ids: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    more: dict[str, Any] = {**SIZES, **ids, "max_position_embeddings": 2048}
+    more: dict[str, Any] = {**sizes, **ids, "max_position_embeddings": 2048}
     if kind == "causal":
         LlamaForCausalLM(LlamaConfig(**more)).save_pretrained(folder)
     else:
@@ -157,20 +159,23 @@ def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str
         load.server.stop()
 
 
-def costs_of(folder: Path, kind: str, keeps: dict[str, list[str]], turns: int) -> list[float]:
+def costs_of(folder: Path, kind: str, turns: int) -> dict[str, Any]:
     """CPU time of a server that keeps beginnings over that of one that does not, in turns, of prompts that share
     nothing."""
+    keeps: dict[str, list[str]] = {"kept": [], "none": ["--prefix-memory", "0"]}
     servers, ratios = {name: started(folder, kind, options) for name, options in keeps.items()}, []
     try:
         for turn in range(-1, turns):  # the first one is not counted
-            took = {
-                name: load.strangers(range(64 * turn, 64 * (turn + 1)))["cpu_seconds"] for name, load in servers.items()
-            }
+            prompts = range(128 * turn, 128 * (turn + 1))
+            took = {name: load.strangers(prompts)["cpu_seconds"] for name, load in servers.items()}
             ratios += [took["kept"] / took["none"]] if turn >= 0 else []
     finally:
         for load in servers.values():
             load.server.stop()
-    return ratios
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "quartiles": np.quantile(ratios, (0.25, 0.75)).round(3).tolist(),
+    }
 
 
 def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -182,7 +187,9 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     }
     answers = [talks[name].pop("answers") for name in keeps]
     differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
-    costs = costs_of(folder, kind, keeps | {"kept": []}, args.turns)
+    costs = {"narrow": costs_of(folder, kind, args.turns)}
+    with tempfile.TemporaryDirectory() as other:
+        costs["wide"] = costs_of(make(kind, Path(other), WIDE), kind, args.turns)
 
     def flat(load: Load) -> dict[str, Any]:
         quarter, sizes = args.requests // 4, []
@@ -196,10 +203,7 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
         "answers_differ": differ,
         "positions_ratio": round(talks["kept"]["positions"] / talks["none"]["positions"], 3),
         "cpu_ratio": round(talks["kept"]["cpu_seconds"] / talks["none"]["cpu_seconds"], 3),
-        "cpu_ratio_without_reuse": {
-            "median": round(statistics.median(costs), 3),
-            "quartiles": np.quantile(costs, (0.25, 0.75)).round(3).tolist(),
-        },
+        "cpu_ratio_without_reuse": costs,
         "memory": measured(folder, kind, ["--prefix-memory", "8000000"], flat),
     }
 

@@ -333,15 +333,16 @@ def server_table(data: dict[str, Any]) -> str:
 def conversations_table(data: dict[str, Any]) -> str:
     """What conversations cost with and without stored beginnings, of benchmarks/conversations.py."""
     head = ["model", "positions", "without", "ratio", "CPU, s", "without", "p50, s", "without", "p99, s", "without"]
-    lines = ["| " + " | ".join([*head, "CPU, nothing shared"]) + " |", "|---" * 11 + "|"]
+    head += ["CPU, nothing shared", "wider model"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * 12 + "|"]
     for kind in ("causal", "block_causal"):
         entry = data[kind]
         kept, none = entry["conversations"]["kept"], entry["conversations"]["none"]
         cells = [f"{kept['positions']:,}", f"{none['positions']:,}", f"{entry['positions_ratio']:.2f}"]
         for key in ("cpu_seconds", "p50_seconds", "p99_seconds"):
             cells += [f"{kept[key]:.1f}", f"{none[key]:.1f}"]
-        cost = entry["cpu_ratio_without_reuse"]
-        cells.append("{:.2f} ({:.2f}-{:.2f})".format(cost["median"], *cost["quartiles"]))
+        for cost in entry["cpu_ratio_without_reuse"].values():
+            cells.append("{:.2f} ({:.2f}-{:.2f})".format(cost["median"], *cost["quartiles"]))
         lines.append(f"| {kind.replace('_', '-')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

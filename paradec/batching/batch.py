@@ -379,7 +379,7 @@ class Batch:
         if self.prefixes is not None:
             rows = bytes_of_row(self.model, state, state.extent(np.arange(len(tickets)))) * self.batch_size
             self.prefixes.allow(rows if self.max_memory is None else self.max_memory)
-            self.prefixes.begin(state, tickets, self._waits.first(self.batch_size, lambda *_: True))
+            self.prefixes.begin(state, tickets, self._waits.first(self.batch_size, lambda *_: True), self._groups)
         return method, state
 
     def _enter(self, tickets: Sequence[Ticket], method: Any, state: RowState) -> bool:
@@ -490,8 +490,6 @@ class Batch:
     def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
         group.clock()
-        if self.prefixes is not None:
-            self.prefixes.keep(group.state, group.tickets)
         self._feed(group, range(len(group.tickets)))
         running = group.state.running
         if ended := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
@@ -517,6 +515,8 @@ class Batch:
     def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
         """End the tickets of slots, with what was decoded."""
         tickets: Any = [group.tickets[slot] for slot in slots]
+        if self.prefixes is not None and not isinstance(error, FloatingPointError):
+            self.prefixes.keep(group, slots)
         group.told(np.array(slots))
         for slot in slots:
             group.tickets[slot] = None

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paradec.batching.slots import Ticket
+from paradec.batching.slots import Group, Ticket
 from paradec.caches.base import Cache
-from paradec.caches.kept import KeptPrefix, common_length, evaluate, weights_of
+from paradec.caches.kept import KeptPrefix, evaluate, weights_of
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.protocol import CallCost
@@ -40,7 +40,8 @@ class Prefixes:
         """Positions that these did not evaluate."""
         self._follows = budget is None
         self._weights = 0
-        self._kept: set[int] = set()  # tickets whose prompts were added
+        self._began: dict[int, int] = {}  # ticket -> the weights that its row began with
+        self._firsts: dict[int, Hashable] = {}  # of tickets that began, or waited when one did
 
     @property
     def nbytes(self) -> int:
@@ -54,35 +55,56 @@ class Prefixes:
 
     # ---- rows that begin ------------------------------------------------------------------------------------------
 
-    def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket]) -> None:
-        """Give the rows of a new state what the tree has of their prompts. What several prompts begin with, those that
-        wait among them, and the tree does not have, is evaluated once before."""
+    def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket], groups: Sequence[Group]) -> None:
+        """Give the rows of a new state what the tree or a row that is being decoded has of their prompts. What several
+        prompts begin with, those that wait among them, and neither has, is evaluated once before."""
         if refusal(self.model, state) is not None:
             return
         if (weights := weights_of(self.model.module)) != self._weights:
             self.tree.clear()
             self._weights = weights
-        others = [each for each in waiting if each not in tickets]
+        self._began |= dict.fromkeys([ticket.number for ticket in tickets], weights)
+        first = {self._first(ticket) for ticket in tickets}
+        for group in groups:
+            alike = [slot for slot, each in enumerate(group.tickets) if each is not None and self._first(each) in first]
+            self.keep(group, [slot for slot in alike if self._helps(group, slot, state, tickets)])
+        others = dict.fromkeys((*tickets, *(each for each in waiting if self._first(each) in first)))
         counts, found = np.zeros(state.batch, np.int64), list[Layers]()
         for row, ticket in enumerate(tickets):
             tokens, scope = self._usable(state, row, ticket), scope_of(state, ticket)
-            alike = [each for each in (*tickets, *others) if each is not ticket and scope_of(state, each) == scope]
-            shared = max((self._common(tokens, each.prompts.rows[0]) for each in alike), default=0)
-            if shared > self.tree.count(tokens, scope) and self._fits(state, shared):
-                self._evaluate(state, row, tokens[:shared], scope)
+            shared = [self._common(tokens, each, scope, state) for each in others if each is not ticket]
+            most = max(shared, default=0)
+            if most > self.tree.count(tokens, scope) and self._fits(state, most):
+                self._evaluate(state, row, tokens[:most], scope)
             counts[row], layers = self.tree.find(tokens, scope)
             found.append(layers)
         if counts.any():
             self.hits, self.saved = self.hits + int((counts > 0).sum()), self.saved + int(counts.sum())
             self._fill(state, [ticket.prompts.rows[0] for ticket in tickets], counts, found)
 
-    def _common(self, a: list[int], b: list[int]) -> int:
-        """How many leading tokens two prompts share, in whole blocks."""
-        block = self.tree.block
-        if a[:block] != b[:block]:  # as most do
+    def _first(self, ticket: Ticket) -> Hashable:
+        """What prompts have alike that share a block at least."""
+        found = self._firsts.get(ticket.number)
+        if found is None:
+            found = ticket.cache_salt, tuple(ticket.prompts.rows[0][: self.tree.block])
+            self._firsts[ticket.number] = found
+        return found
+
+    def _helps(self, group: Group, slot: int, state: Any, tickets: Sequence[Ticket]) -> bool:
+        """Whether a row begins as one of these prompts does, further than the tree knows."""
+        ticket = group.tickets[slot]
+        assert ticket is not None
+        row, scope = ticket.prompts.rows[0], scope_of(group.state, ticket)
+        return max(self._common(row, each, scope, state) for each in tickets) > self.tree.count(row, scope)
+
+    def _common(self, tokens: list[int], other: Ticket, scope: Hashable, state: Any) -> int:
+        """How many leading tokens another prompt of this state shares, in whole blocks."""
+        block, row, shared = self.tree.block, other.prompts.rows[0], 0
+        if scope_of(state, other) != scope:
             return 0
-        shared = common_length(np.array(a, np.int64), np.array(b, np.int64))
-        return shared - shared % block
+        while shared + block <= len(tokens) and tokens[shared : shared + block] == row[shared : shared + block]:
+            shared += block
+        return shared
 
     def _usable(self, state: Any, row: int, ticket: Ticket) -> list[int]:
         """The tokens of a prompt that need not be evaluated if they are known: those before the position that has the
@@ -123,21 +145,17 @@ class Prefixes:
 
     # ---- rows that are decoded ------------------------------------------------------------------------------------
 
-    def keep(self, state: Any, tickets: Sequence[Ticket | None]) -> None:
-        """After a step: add what is final of the rows in these slots, of a prompt after its first step, of an answer
-        when it has ended."""
-        running = state.running
-        wanted = [
-            (slot, ticket)
-            for slot, ticket in enumerate(tickets)
-            if ticket is not None and not (running[slot] and ticket.number in self._kept)
-        ]
-        if not wanted or refusal(self.model, state) is not None:
+    def keep(self, group: Group, slots: Sequence[int]) -> None:
+        """Between two steps: add what is final of the rows in these slots."""
+        state = group.state
+        if not slots or refusal(self.model, state) is not None:
             return
         # keys that saw a mask or a rejected draft lie right of a slot that was written as one
         whole = np.minimum(state.store.intact(state.canvas), state.end)
-        for slot, ticket in wanted:
-            self._kept.add(ticket.number)
+        for slot in slots:
+            ticket = group.tickets[slot]
+            if ticket is None or self._began.get(ticket.number) != self._weights:
+                continue
             count = int(whole[slot]) if ticket.prompts.images is None else 0
             tokens, scope = state.canvas[slot, :count].tolist(), scope_of(state, ticket)
             have = self.tree.count(tokens, scope)
@@ -145,7 +163,8 @@ class Prefixes:
 
     def forget(self, ticket: Ticket) -> None:
         """A prompt has ended."""
-        self._kept.discard(ticket.number)
+        self._began.pop(ticket.number, None)
+        self._firsts.pop(ticket.number, None)
 
 
 def refusal(model: Any, state: Any) -> str | None:

@@ -295,16 +295,15 @@ def weights_of(module: torch.nn.Module) -> int:
     """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
     update was noted, and when an adapter of peft comes, goes, is switched or merged."""
     found: list[Any] = [_updates.get(module, 0)]
-    seen, waiting = set[int](), [module]
-    while waiting:  # `module.parameters()` spells every name on the way, for each request
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        waiting += [each for each in part._modules.values() if each is not None]
+    seen, waiting = {module}, [module]
+    for part in waiting:  # `module.parameters()` spells every name on the way, for each request
+        for each in part._modules.values():
+            if each is not None and each not in seen:
+                seen.add(each)
+                waiting.append(each)
         for own in part._parameters.values():
             if own is not None:
-                found.append((*_place(own), 0 if own.is_inference() else own._version))
+                found.append((_place(own), 0 if own.is_inference() else own._version))
         if isinstance(getattr(type(part), ADAPTERS[0], None), property):
             found += [str(getattr(part, name)) for name in ADAPTERS]
     return hash(tuple(found))
@@ -322,8 +321,8 @@ def note_update(module: torch.nn.Module) -> None:
 _updates: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def _place(parameter: Tensor) -> tuple[int, torch.device]:
+def _place(parameter: Tensor) -> tuple[int, int | torch.device]:
     try:
-        return parameter.data_ptr(), parameter.device
+        return parameter.data_ptr(), parameter.get_device()
     except RuntimeError:  # sharded or offloaded: no storage of its own
         return id(parameter), parameter.device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -92,24 +93,24 @@ class PrefixTree:
             How many tokens were added. Nothing is added from a block on whose numbers are not all finite.
         """
         path = self._path(tokens, scope)
+        self._touch(path)
         first, count = len(path), len(tokens) // self.block
-        if first < count:
-            self._shapes = {layer: (pair[0].shape[1:], pair[1].shape[1:]) for layer, pair in layers.items()}
-            missing = slice(first * self.block - start, count * self.block - start)
-            rows = torch.cat([part[missing].flatten(1) for pair in layers.values() for part in pair], 1)
-            blocks = rows.unflatten(0, (count - first, self.block))
-            # one read of the device: blocks up to the first with a number, and so a sum, that is not finite
-            sums = blocks.flatten(1).sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-            count = first + int(sums.isfinite().cumprod(0).sum())
-        for at in range(first, count):
+        if first == count:
+            return 0
+        self._shapes = {layer: (pair[0].shape[1:], pair[1].shape[1:]) for layer, pair in layers.items()}
+        missing = slice(first * self.block - start, count * self.block - start)
+        parts = [part[missing].flatten(1) for pair in layers.values() for part in pair]
+        size = self.block * sum(part.shape[1] * part.element_size() for part in parts)
+        count = max(min(count, self.budget // size), first)
+        made = self._blocks(parts, count - first, self._make_room((count - first) * size))
+        for at, rows in enumerate(made, first):
             node = path[-1] if path else self._roots.setdefault(scope, _Node(None, None, None))
             key = tuple(tokens[at * self.block : (at + 1) * self.block])
-            child = node.children[key] = _Node(node, key, blocks[at - first].clone())
+            child = node.children[key] = _Node(node, key, rows)
             self.nbytes += child.nbytes
             path.append(child)
         self._touch(path)
-        self._evict()
-        return (count - first) * self.block
+        return len(made) * self.block
 
     def clear(self) -> None:
         """Forget everything."""
@@ -134,14 +135,34 @@ class PrefixTree:
             if not node.children:
                 self._leaves[node.used] = node
 
-    def _evict(self) -> None:
-        while self.nbytes > self.budget:
+    def _blocks(self, parts: Sequence[Tensor], count: int, memory: list[Tensor]) -> list[Tensor]:
+        """The leading `count` blocks of parts [N, W], side by side: up to the first with a number that is not finite.
+        They are written to `memory`, what a store frees and takes for each prompt, where it fits."""
+        wide, first = sum(part.shape[1] for part in parts), parts[0]
+        alike = (first.dtype, first.device, (self.block, wide))
+        memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == alike]
+        split = zip(*(part.split(self.block) for part in parts), strict=True)
+        with torch.inference_mode():
+            made = [torch.cat(block, 1, out=memory.pop() if memory else None) for block in islice(split, count)]
+            if not made:
+                return []
+            exact = torch.promote_types(first.dtype, torch.float32)
+            # one read of the device: a number, and so a sum, that is not finite
+            sums = torch.stack([rows.sum(dtype=exact) for rows in made])
+            return made[: int(sums.isfinite().cumprod(0).sum())]
+
+    def _make_room(self, nbytes: int) -> list[Tensor]:
+        """Let leaves go until so many bytes more are within the budget: the memory that they had."""
+        freed: list[Tensor] = []
+        while self.nbytes > self.budget - nbytes:
             leaf = self._leaves.pop(min(self._leaves))
             parent = leaf.parent
             assert parent is not None
             del parent.children[leaf.key]
             self.nbytes -= leaf.nbytes
+            freed += [] if leaf.rows is None else [leaf.rows]
             if parent.parent is not None and not parent.children:
                 self._leaves[parent.used] = parent
             if parent.parent is None and not parent.children:
                 self._roots = {scope: root for scope, root in self._roots.items() if root is not parent}
+        return freed

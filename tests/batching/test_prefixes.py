@@ -145,6 +145,24 @@ def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
         assert counted[0] - counted[1] == 24
 
 
+@pytest.mark.parametrize("name", ["causal", "block"])
+def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: str) -> None:
+    model, prompt = model_of(name), words(3, 34)
+    with Batch(model, batch_size=3, prefix_memory=10**6, **ASKED[name]) as batch:
+        first = batch.add(prompt, max_new_tokens=40)
+        batch.step()
+        second = batch.add(prompt + words(1, 2))
+        batch.step()
+        assert not first.done and batch.prefixes is not None and batch.prefixes.saved == 32
+        drained(batch)
+        taken, kept = batch.add(words(4, 34), max_new_tokens=40), batch.prefixes.nbytes
+        batch.step()
+        assert batch.prefixes.nbytes == kept  # a row that nobody shares with copies nothing while it runs
+        batch.cancel(taken)
+        drained(batch)
+        assert second.output.reused == [32] and batch.prefixes.nbytes > kept
+
+
 def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
     model, prompt = model_of("block"), words(3, 24)
     with Batch(model, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
@@ -160,6 +178,21 @@ def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
         drained(batch)
         assert ticket.output.reused == [0]
         assert torch.equal(ticket.output.sequences, paradec.generate(model, [prompt], max_new_tokens=4).sequences)
+
+
+def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
+    model, prompt = model_of("causal"), words(3, 34)
+    with Batch(model, batch_size=2, prefix_memory=10**6, sampler="sjd", max_new_tokens=12) as batch:
+        first = batch.add(prompt)
+        batch.step()
+        with torch.no_grad():
+            next(model.module.parameters()).mul_(2.0)
+        second = batch.add(words(4, 34), max_new_tokens=1)
+        while not first.done:
+            batch.step()
+        again = batch.add(prompt)
+        drained(batch)
+        assert second.output.reused == again.output.reused == [0]
 
 
 def test_adapters_dtype_and_attention_drop_all(tmp_path: Path) -> None:

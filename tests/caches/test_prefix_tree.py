@@ -53,7 +53,7 @@ def test_it_is_a_dictionary_of_beginnings_that_forgets_the_oldest(
         else:
             whole = len(tokens) // BLOCK * BLOCK
             own = {at: (k[before:], v[before:]) for at, (k, v) in layers(tokens, salt).items()}
-            assert tree.add(tokens, own, before, salt) == whole - before
+            assert tree.add(tokens, own, before, salt) == max(min(whole, budget * BLOCK) - before, 0)
             known |= {(salt, tuple(tokens[:at])): 0 for at in range(BLOCK, whole + 1, BLOCK) if at > before}
         for each in reversed(path(tokens, salt)):
             clock += 1
