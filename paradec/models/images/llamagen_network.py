@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, gelu, pad, rms_norm, scaled_dot_product_attention, silu
 
 from paradec.core.checks import check_choice, check_int, check_number
 
@@ -101,8 +102,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(_wide(x.dtype))
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return rms_norm(x.to(_wide(x.dtype)), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 class Attention(nn.Module):
@@ -113,10 +113,10 @@ class Attention(nn.Module):
         self.wqkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [R, heads, Q, head_dim]
         turned, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
-        q, k = rotate(turned, *rotation).split((self.heads, self.kv_heads), 1)
+        q, k = rotate(turned, rotation).split((self.heads, self.kv_heads), 1)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         h = scaled_dot_product_attention(
@@ -144,7 +144,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -218,17 +218,24 @@ class LlamaGen(nn.Module):
         return logits.to(_wide(logits.dtype))
 
 
-def angles(cells: Tensor, config: LlamaGenConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [R, 1, Q, head_dim / 2] for the cells [R, Q]; both 0 for condition tokens."""
-    half = config.head_dim // 2
-    frequency = config.rope_base ** -(torch.arange(0, half, 2, device=cells.device).float() / half)
-    y, x = cells // config.grid, cells % config.grid
-    angle = torch.cat((y.unsqueeze(-1) * frequency, x.unsqueeze(-1) * frequency), -1).unsqueeze(1)
-    real = (cells >= 0)[:, None, :, None]
-    return angle.cos() * real, angle.sin() * real
+def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
+    """Turns of pairs for the cells [R, Q]: complex [R, 1, Q, head_dim / 2] of length 1; 0 for condition tokens."""
+    every = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
+    return embedding(cells.clamp(min=-1) + 1, every).unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the adjacent pairs of [R, heads, Q, head_dim]."""
-    a, b = x.to(_wide(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+@lru_cache(maxsize=16)
+def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
+    """Of the condition's cell and all others [1 + grid * grid, half]: they are asked for at every call."""
+    with torch.inference_mode(False):  # gradients may go through what is turned
+        cells = torch.arange(grid * grid, device=device)
+        frequency = base ** -(torch.arange(0, half, 2, device=device).float() / half)
+        place = cells // grid, cells % grid
+        angle = torch.cat([each.unsqueeze(-1) * frequency for each in place], -1)
+        return pad(torch.complex(angle.cos(), angle.sin()), (0, 0, 1, 0))
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn the adjacent pairs of [R, heads, Q, head_dim]."""
+    pairs = torch.view_as_complex(x.to(_wide(x.dtype)).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
