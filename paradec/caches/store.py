@@ -110,7 +110,7 @@ class KeyValueStore(Cache):
 
     def _selection(self, index: np.ndarray | None) -> slice | None:
         """The call's rows as a slice of the store's, where the host knows them to be one: views need no copy."""
-        if index is None or len(index) > 1 and (np.diff(index) != 1).any():
+        if index is None or len(index) > 1 and (index[1:] - index[:-1] != 1).any():
             return None
         return slice(int(index[0]), int(index[-1]) + 1)
 

@@ -281,8 +281,7 @@ class CausalSampler(Sampler):
         # a tree can be deeper than the canvas is long: columns that come around again would undo what is written
         columns = state.context.shape[1]
         positions, tokens = positions[:, :columns], tokens[:, :columns]
-        every = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
-        begin = torch.as_tensor(every.reshape(state.branches, -1, 1) * columns, device=tokens.device)
+        begin = torch.as_tensor(state.every(rows).reshape(state.branches, -1, 1) * columns, device=tokens.device)
         shift = torch.as_tensor(state.shift[:, rows, None], device=tokens.device)
         # slots past the end wrap around, so that the positions of a row are distinct and can be written to
         place, context = (positions + shift) % columns + begin, state.context.view(-1)

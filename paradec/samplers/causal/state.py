@@ -265,7 +265,7 @@ class CausalState(State):
         """Called when a step has written its tokens: gives back the store's slots after what is final, and finishes the
         `rows` [R] that have reached their end."""
         if self.store is not None:
-            every = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+            every = self.every(rows)
             # the last final token has not been evaluated
             self.store.forget(every, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
         self.rows = np.flatnonzero(self.committed < self.end)
@@ -347,14 +347,14 @@ class CausalState(State):
         valid = column < stop[:, None]
         # slots past a row's end ask for any logits
         wanted = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
-        store_rows = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+        store_rows = self.every(rows)
         at = torch.as_tensor(store_rows, device=device)
         positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
         slot = torch.as_tensor(column - committed[:, None], device=device)
         drafted = spans.drafts
         if len(index) < len(drafted):
             drafted = drafted[torch.as_tensor(index, device=device)]
-        drafted = drafted.repeat(self.branches, 1)
+        drafted = torch.cat((drafted,) * self.branches)
         final = self.context[at.unsqueeze(1), positions]
         query = CausalQuery(
             rows=rows,
@@ -389,7 +389,7 @@ class CausalState(State):
         return None
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        other, every = copy.copy(self), self._every(rows)
+        other, every = copy.copy(self), self.every(rows)
         other.batch = len(rows)
         for name in self.OF_ROWS:
             setattr(other, name, of_rows.taken(getattr(self, name), rows))
@@ -415,7 +415,7 @@ class CausalState(State):
         self.widen(width)
         other.widen(width)
         self.counts, other.counts  # noqa: B018 - what was counted is summed now
-        running, every = self.running, self._every(slots)
+        running, every = self.running, self.every(slots)
         for name in self.OF_ROWS:
             of_rows.put(getattr(self, name), slots, getattr(other, name))
         self._named()
@@ -449,7 +449,7 @@ class CausalState(State):
         self.commits += 1
         for store in self.stores():
             if wipe and store is not None:
-                store.wipe(self._every(rows))
+                store.wipe(self.every(rows))
         if wipe:  # memory may hold it too
             for name, tensor in self.memory.tensors.items():
                 at = torch.as_tensor(rows, device=tensor.device)
@@ -474,9 +474,9 @@ class CausalState(State):
             moved[row, new] = noise[row, old]
             self.memory["noise"] = moved
 
-    def _every(self, rows: np.ndarray) -> np.ndarray:
+    def every(self, rows: np.ndarray) -> np.ndarray:
         """[branches * R]: the rows of the context and the store that are those of `rows` [R]."""
-        return np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+        return (rows + self.batch * np.arange(self.branches)[:, None]).reshape(-1)
 
     def _named(self) -> None:
         """Names that mean the same array."""

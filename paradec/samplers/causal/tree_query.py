@@ -44,7 +44,7 @@ def tree_query(
     final = committed[:, None] - width + np.arange(width)
     below = torch.as_tensor(committed[:, None] - 1, device=device)
     below = below + tree.depths[:, 1 : known + 1].to(device).repeat(branches if len(tree.parents) > 1 else 1, 1)
-    at_rows = np.concatenate([rows + branch * state.batch for branch in range(branches)])
+    at_rows = state.every(rows)
     at = torch.as_tensor(at_rows, device=device)
     positions = torch.cat((torch.as_tensor(final, device=device), below), 1).clamp(0, state.context.shape[1] - 1)
     nodes = drafts[:, 1 : known + 1].repeat(branches, 1)

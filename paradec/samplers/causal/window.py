@@ -117,7 +117,7 @@ class JacobiSampler(ChainSampler):
         rows, width = state.rows, state.width
         ranks = state.committed[rows, None] + np.arange(2 * width)
         after = torch.as_tensor(state.places(rows[:, None], ranks), device=positions.device)
-        ahead = np.repeat((0, 1), (width, 2 * width))
+        ahead = np.arange(3 * width) >= width
         stream = torch.as_tensor(np.where(ahead, DRAFT_STREAM, rng.TOKEN_STREAM), device=positions.device)
         found = state.uniform(rows, torch.cat((positions, after), 1), 3, stream, ahead)
         return found[:, :width], found[:, width:, 0]
@@ -170,11 +170,13 @@ class JacobiSampler(ChainSampler):
         distributions they have, as `DraftDistributions.source`. noise: their numbers [R, W], where these are drawn."""
         if not state.guesses:
             return drafts, torch.full_like(drafts, ONE_HOT)
-        positions = state.positions(rows)
         if noise is None:
-            noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
+            noise = state.uniform(rows, state.positions(rows), 1, DRAFT_STREAM).squeeze(-1)
         guess = self._random(state, rows, noise)
         source = torch.full_like(guess, UNIFORM if self.guess_distribution == "uniform" else ONE_HOT)
+        if not self._copies and not state.prescribes:
+            return guess, source
+        positions = state.positions(rows)
         if self._copies:
             copied = self._copied(state, rows, positions, known, drafts)
             guess, source = torch.where(copied >= 0, copied, guess), torch.where(copied >= 0, ONE_HOT, source)

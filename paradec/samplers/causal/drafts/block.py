@@ -115,7 +115,7 @@ def block_query(
     width = int(fresh.max())
     position = last[:, None] - width + np.arange(width + size)
     read = (position >= begin[:, None]) & (position < last[:, None])
-    store_rows = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+    store_rows = state.every(rows)
     at = torch.as_tensor(store_rows, device=device)
     positions = torch.as_tensor(np.maximum(position, 0), device=device)
     known = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)

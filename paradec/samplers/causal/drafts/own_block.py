@@ -99,7 +99,7 @@ def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQue
     """The last final token and the window's tokens [R, W - 1], which see each other and all that is stored. The window
     is evaluated whole, also where the row ends in it: what it is filled with does not hang on where a row ends, and all
     drafts of before that were rejected, which the store still has, are hidden."""
-    device, every = state.context.device, state._every(rows)
+    device, every = state.context.device, state.every(rows)
     last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
     at, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
     known = state.context[at, torch.as_tensor(last, device=device)].unsqueeze(1)
@@ -142,7 +142,7 @@ def verifying(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
 
 def _verifying(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
     rows, device = state.rows[index], state.context.device
-    every, shift, count = state._every(rows), state.shift[:, rows], np.tile(evaluated, state.branches)[:, None]
+    every, shift, count = state.every(rows), state.shift[:, rows], np.tile(evaluated, state.branches)[:, None]
     last = (state.committed[rows] - 1 + shift).reshape(-1, 1)
     begin = np.where(state.row_step[rows] == 0, 0, state.committed[rows] - 1 + shift).reshape(-1, 1)
     column = begin + np.arange(int((last + count - begin).max()))
