@@ -31,6 +31,8 @@ from paradec.samplers.masked.state import MaskedState
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 HOLES = [[1, MASK, 3, MASK, MASK, 6, 7, 8, 9, MASK, 11], [5, 6, MASK, 8]]
+DRAWN = {"prompt": [[1 + row % 40] for row in range(100)], "max_new_tokens": 100, "block_length": 20, "steps": 50}
+"""10,000 draws."""
 SAMPLERS = [name for name in samplers.names() if getattr(samplers.get(name), "device_step", False)]
 MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
 
@@ -96,6 +98,8 @@ def test_same_tokens_and_counts_as_the_plain_loop(sampler: str, prediction: str,
         ("threshold", {"settings": {"threshold": 0.3, "quota_per_step": "least"}, "steps": 6, "cache": "prefix"}),
         ("factor", {"logits_eos_inf": True, "suppress_tokens": (3, 4), "temperature": 0.7, "cache": "prefix"}),
         ("random", {"steps": 9, "block_length": 5}),  # three blocks, the last one shorter
+        pytest.param("low_confidence", DRAWN | {"temperature": 0.7}, marks=pytest.mark.full),
+        pytest.param("random", DRAWN | {"temperature": 1.0, "top_p": 0.9}, marks=pytest.mark.full),
     ],
 )
 def test_same_with_other_requests(sampler: str, request_: dict) -> None:
