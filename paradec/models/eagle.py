@@ -142,8 +142,8 @@ class EagleDrafter(FeatureDrafter):
         """Cosine and sine [R, Q, head_dim]."""
         if self.raster is None:
             return self.rotary(features, (query.positions - 1).clamp(min=0))
-        halves = angles(self.base.cells(query), self.raster)
-        cos, sin = (torch.cat((half, half), -1).squeeze(1).to(features.dtype) for half in halves)
+        turns = torch.view_as_real(angles(self.base.cells(query), self.raster)).unbind(-1)
+        cos, sin = (torch.cat((half, half), -1).squeeze(1).to(features.dtype) for half in turns)
         return cos, sin
 
 

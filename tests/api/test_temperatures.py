@@ -172,10 +172,14 @@ def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: flo
     """Blocks of one masked position, whatever the rule; windows whose drafts are rejected or not. A row draws what it
     draws alone in a batch."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
-    model = Constant(**(facts_of(name, 1) if name in MASKED else causal))
+    model: Any = Constant(**(facts_of(name, 1) if name in MASKED else causal))
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
     sampler = with_drafter(name, lambda: table_drafter(causal), **settings, **UNCHANGED.get(name, {}))
     logits = model.table[0].clone()
+    if name == "sjd_pac":  # whose branches need a store: a model to which all tokens are alike
+        module = tiny_llama(layers=1)
+        module.get_input_embeddings().weight.data[:] = module.get_input_embeddings().weight.data[0]
+        model, logits = wrapped(module), module(torch.tensor([[0]])).logits[0, 0].detach()
     if name in MASKED:
         logits[model.facts.mask_token_id] = -torch.inf
     request: dict[str, Any] = {"sampler": sampler, "temperature": temperature, "max_new_tokens": 50, "seed": 3}

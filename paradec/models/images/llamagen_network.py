@@ -219,9 +219,10 @@ class LlamaGen(nn.Module):
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
-    """Turns of pairs for the cells [R, Q]: complex [R, 1, Q, head_dim / 2] of length 1; 0 for condition tokens."""
+    """Turns of pairs for the cells [R, Q]: complex [R, 1, Q, head_dim / 2] of length 1; 0 for condition tokens. Cells
+    after the last one have its."""
     every = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
-    return embedding(cells.clamp(min=-1) + 1, every).unsqueeze(1)
+    return embedding(cells.clamp(-1, len(every) - 2) + 1, every).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
