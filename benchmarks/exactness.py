@@ -34,6 +34,8 @@ from paradec.models.images.grid import Grid
 from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
 from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.drafts.stopping import Unsure
+from paradec.samplers.causal.recycling import TokenRecycling
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import probability, token_distribution
@@ -316,6 +318,18 @@ def samplers(drafter: TableModel) -> dict[str, ChainSampler]:
     return found
 
 
+def branching(drafter: TableModel) -> dict[str, ChainSampler]:
+    """Several drafts in a slot, drafts that the answers leave, and chains that end early."""
+    create = paradec.samplers.create
+    return {
+        "sjd_pac": create("sjd_pac", window=4, siblings=3, branching=2),
+        "speculative, token recycling": create(
+            "speculative", drafter=TokenRecycling(k=3, tree=(3, 2, 1)), rule="naive"
+        ),
+        "speculative, stop": create("speculative", window=4, drafter=drafter, stop=Unsure(0.5)),
+    }
+
+
 def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
     """(name, sampler, model, request) of the whole grid."""
     model = TableModel.random(5, seed=0)
@@ -352,6 +366,8 @@ def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
                 block_table(),
                 {"temperature": 1.0, "suppress_tokens": [5]} | request,
             )
+    for (name, sampler), (what, request) in itertools.product(branching(drafter).items(), REQUESTS.items()):
+        yield f"{name}; {what}", sampler, model, request
 
 
 def block_table() -> BlockTable:
