@@ -292,6 +292,7 @@ class Batch:
         for group in self._groups:
             group.close()
         self._groups.clear()
+        self._drop_prefixes()
 
     # ---- what is text's own -----------------------------------------------------------------------------------------
 
@@ -515,7 +516,7 @@ class Batch:
     def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
         """End the tickets of slots, with what was decoded."""
         tickets: Any = [group.tickets[slot] for slot in slots]
-        if self.prefixes is not None and not isinstance(error, FloatingPointError):
+        if self.prefixes is not None and not isinstance(error, FloatingPointError) and not self._waits.closed:
             self.prefixes.keep(group, slots)
         group.told(np.array(slots))
         for slot in slots:

@@ -161,6 +161,7 @@ def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: 
         batch.cancel(taken)
         drained(batch)
         assert second.output.reused == [32] and batch.prefixes.nbytes > kept
+    assert batch.prefixes.nbytes == 0  # closed
 
 
 def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
