@@ -605,16 +605,16 @@ def peers_rule_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def peers_sjd_table(data: dict[str, Any]) -> str:
+def peers_sjd_table(sizes: dict[str, dict[str, Any]]) -> str:
     """Pictures by `sjd` beside its public code, with quartiles: whole ones, and one forward."""
     lines = ["| | codes | forwards, ours / theirs | CPU time over theirs | of a forward | peak MiB, ours / theirs |"]
     lines.append("|---" * 6 + "|")
-    for name, case in data["cases"].items():
+    for size, name, case in [(size, *each) for size, data in sizes.items() for each in data["cases"].items()]:
         ours, theirs = case["paradec"], case["sjd"]
         low, middle, high = ours["cpu_over_sjd"]
         forward = middle * theirs["forwards"] / ours["forwards"]
         same = "drawn" if "compared_with" not in ours else "equal" if ours["compared_with"]["equal"] else "differ"
-        cells = [f"`{name}`", same, f"{ours['forwards']} / {theirs['forwards']}"]
+        cells = [f"{size}, `{name}`", same, f"{ours['forwards']} / {theirs['forwards']}"]
         cells += [f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{forward:.2f}"]
         cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
         lines.append("| " + " | ".join(cells) + " |")
@@ -883,7 +883,7 @@ def rendered() -> dict[str, str]:
             "loading": loading_table(_result("loading")),
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
-            "peers_sjd": peers_sjd_table(_result("peers_sjd")),
+            "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),
             "drafters_text": drafters_table(_result("drafters_text")["parts"]),
             "drafters_digits": drafters_table(_result("drafters_digits")["parts"]),
             "peers_pictures": peers_pictures_table(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ __all__ = ["Layers", "PrefixTree"]
 
 Layers = Mapping[int, tuple[Tensor, Tensor]]
 """Per layer keys and values [N, kv_heads, head_dim] of N positions of one row."""
+AT_ONCE = 2**20
+"""Bytes of which layers are laid side by side before blocks are cut from them."""
 
 
 @dataclass(eq=False)
@@ -54,7 +55,7 @@ class PrefixTree:
         self._roots: dict[Hashable, _Node] = {}
         self._leaves: dict[int, _Node] = {}  # by when they were used, oldest first
         self._clock = 0
-        self._shapes: dict[int, tuple[torch.Size, torch.Size]] = {}  # of one position of a layer's keys and values
+        self._like: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's keys and values, of no position
 
     def __len__(self) -> int:
         """Tokens that are held."""
@@ -75,11 +76,10 @@ class PrefixTree:
         self._touch(path)
         if not path:
             return 0, {}
-        widths = [shape.numel() for pair in self._shapes.values() for shape in pair]
+        widths = [like.shape[1:].numel() for pair in self._like.values() for like in pair]
         parts = iter(torch.cat([node.rows for node in path if node.rows is not None]).split(widths, 1))
         layers = {
-            layer: (next(parts).unflatten(1, keys), next(parts).unflatten(1, values))
-            for layer, (keys, values) in self._shapes.items()
+            layer: (_as(next(parts), keys), _as(next(parts), values)) for layer, (keys, values) in self._like.items()
         }
         return len(path) * self.block, layers
 
@@ -97,9 +97,11 @@ class PrefixTree:
         first, count = len(path), len(tokens) // self.block
         if first == count:
             return 0
-        self._shapes = {layer: (pair[0].shape[1:], pair[1].shape[1:]) for layer, pair in layers.items()}
+        if not self._like:
+            self._like = {layer: (keys[:0].clone(), values[:0].clone()) for layer, (keys, values) in layers.items()}
         missing = slice(first * self.block - start, count * self.block - start)
         parts = [part[missing].flatten(1) for pair in layers.values() for part in pair]
+        parts = [part.to(parts[0].device) for part in parts]  # layers may lie on several
         size = self.block * sum(part.shape[1] * part.element_size() for part in parts)
         count = max(min(count, self.budget // size), first)
         made = self._blocks(parts, count - first, self._make_room((count - first) * size))
@@ -114,7 +116,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._roots, self._leaves, self.nbytes = {}, {}, 0
+        self._roots, self._leaves, self._like, self.nbytes = {}, {}, {}, 0
 
     def _path(self, tokens: Sequence[int], scope: Hashable) -> list[_Node]:
         """The nodes of the leading blocks of `tokens`, as far as there are any."""
@@ -141,15 +143,17 @@ class PrefixTree:
         wide, first = sum(part.shape[1] for part in parts), parts[0]
         alike = (first.dtype, first.device, (self.block, wide))
         memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == alike]
-        split = zip(*(part.split(self.block) for part in parts), strict=True)
+        exact = torch.promote_types(first.dtype, torch.float32)
+        piece = max(1, AT_ONCE // (self.block * wide * first.element_size()))
+        made, sums = list[Tensor](), list[Tensor]()
         with torch.inference_mode():
-            made = [torch.cat(block, 1, out=memory.pop() if memory else None) for block in islice(split, count)]
-            if not made:
-                return []
-            exact = torch.promote_types(first.dtype, torch.float32)
+            for at in range(0, count, piece):
+                here = slice(at * self.block, min(at + piece, count) * self.block)
+                blocks = torch.cat([part[here] for part in parts], 1).unflatten(0, (-1, self.block))
+                sums.append(blocks.flatten(1).sum(1, dtype=exact))
+                made += [memory.pop().copy_(rows) if memory else rows.clone() for rows in blocks]
             # one read of the device: a number, and so a sum, that is not finite
-            sums = torch.stack([rows.sum(dtype=exact) for rows in made])
-            return made[: int(sums.isfinite().cumprod(0).sum())]
+            return made[: int(torch.cat(sums).isfinite().cumprod(0).sum())] if sums else []
 
     def _make_room(self, nbytes: int) -> list[Tensor]:
         """Let leaves go until so many bytes more are within the budget: the memory that they had."""
@@ -166,3 +170,8 @@ class PrefixTree:
             if parent.parent is None and not parent.children:
                 self._roots = {scope: root for scope, root in self._roots.items() if root is not parent}
         return freed
+
+
+def _as(rows: Tensor, like: Tensor) -> Tensor:
+    """Keys or values [N, W] as a layer has them, where it lies."""
+    return rows.unflatten(1, like.shape[1:]).to(like.device)
