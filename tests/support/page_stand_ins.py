@@ -11,7 +11,9 @@ from typing import Any
 
 import eagle_drafters
 import text_families
+from places import golden
 from scripts import load_script
+from tiny_pipelines import glm_image_pipeline
 
 CUDA = ', dtype="bfloat16", device="cuda")'
 NOW = "stand_in"
@@ -40,6 +42,8 @@ SUBSTITUTES: dict[str, dict[str, str]] = {
         'preset="llamagen_l_22", teacher=teacher': "teacher=teacher, teacher_start=2",  # of 256 tokens
         'paradec.load("c2i_L_256.pt", vq="vq_ds16_c2i.pt")': f"{NOW}.teacher",
         '"path/to/llamagen_drafter"': f"{NOW}.drafter",
+        'GlmImagePipeline.from_pretrained("zai-org/GLM-Image")': f"{NOW}.glm_image",
+        '"a fox in the snow", height=1024, width=1024': '"a fox", height=64, width=64, num_inference_steps=2',
     },
     "schedulers.md": {
         'paradec.load("inclusionAI/LLaDA2.0-mini"' + CUDA: f"paradec.load({NOW}.blocks)",
@@ -85,6 +89,9 @@ class StandIn:
         return {"amused": pipe, "bicycle": request}
 
     _bicycle = _amused
+
+    def _glm_image(self) -> dict[str, Any]:
+        return {"glm_image": glm_image_pipeline(golden("images-autumn") / "glm_image")}
 
     def _blocks(self) -> dict[str, Any]:
         return {"blocks": text_families.write(self.folder / "sdar", "sdar")}

@@ -33,11 +33,12 @@ def causal() -> Model:
 
 def asked(draw: random.Random, sampler: Any) -> dict[str, Any]:
     """A request for rows that have 3 blocks of 4 to fill."""
-    return {
+    request = {
         "temperature": draw.choice((0.0, 0.7)),
         "top_k": draw.choice((None, 5)),
         "eos_early_stop": draw.random() < 0.7,
     } | ({"steps": 6} if sampler.uses_steps else {})
+    return {name: value for name, value in request.items() if name not in sampler.unsupported}
 
 
 def compare(
