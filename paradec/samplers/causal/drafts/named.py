@@ -39,9 +39,8 @@ class NamedDrafter:
         if not isinstance(given, Mapping):
             return given
         if (name := given.get("drafter")) not in cls.kinds:
-            raise ValueError(
-                f"drafter={shown(name)} is no drafter's name; give a model, or {' or '.join(map(repr, cls.kinds))}"
-            )
+            names = " or ".join(map(repr, sorted(cls.kinds)))
+            raise ValueError(f"drafter={shown(name)} is no drafter's name; give a model, or {names}")
         try:
             return cls.kinds[name](**{key: value for key, value in given.items() if key != "drafter"})
         except TypeError as error:
