@@ -50,25 +50,26 @@ class Bounds:
         """A share above which all shares of the nucleus are, and no others; None where shares do not tell."""
         self.weights, self.some = torch.full((2, -(-size // LANES) * LANES), -torch.inf, dtype=dtype)
 
-    def of(self, row: Tensor, weigh: bool = False) -> float | None:
-        """The least of logits [V] that is kept; None where some of several equal ones are. All are kept where a logit
-        is no number or none is finite. weigh: leave the shares in `weights`."""
-        least: float | None = -math.inf
+    def of(self, row: Tensor, weigh: bool = False) -> tuple[float, int]:
+        """The least of logits [V] that is kept, and the last token with just that logit that is: V - 1 where all are.
+        Everything is kept where a logit is no number or none is finite. weigh: leave the shares in `weights`."""
+        least, last = -math.inf, self.size - 1
         self.cut = None
         if weigh or self.top_p is not None:
             self._weigh(row)
         if self.top_p is not None:
-            least = self._nucleus(row, self.top_p)
-        if self.top_k is not None and least is not None and (best := kth_best(row, self.top_k)) > least:
-            least, self.cut = best, None
-        return least
+            least, last = self._nucleus(row, self.top_p)
+        if self.top_k is not None and (best := kth_best(row, self.top_k)) > least:
+            least, last, self.cut = best, self.size - 1, None
+        return least, last
 
-    def sums(self, row: Tensor, least: float, out: Tensor) -> None:
+    def sums(self, row: Tensor, least: float, last: int, out: Tensor) -> None:
         """Sum the weights of what is kept by segments, in `out` [S]."""
         if self.cut is not None:
             torch.threshold(self.weights, self.cut, 0.0, out=self.some)
         else:
             np.multiply(self.weights[: self.size].numpy(), row.numpy() >= least, out=self.some[: self.size].numpy())
+            self.some[last + 1 : self.size].masked_fill_(row[last + 1 :] == least, 0)
         torch.sum(self.some.view(-1, SEGMENT), -1, out=out)
 
     def _weigh(self, row: Tensor) -> None:
@@ -78,20 +79,23 @@ class Bounds:
         torch.exp2(self.some, out=self.weights)
         self.some[self.size :] = 0
 
-    def _nucleus(self, row: Tensor, top_p: float) -> float | None:
+    def _nucleus(self, row: Tensor, top_p: float) -> tuple[float, int]:
         limit = top_p * float(self.weights.view(-1, SEGMENT).sum(-1).sum(dtype=torch.float64))
         if not math.isfinite(limit):
-            return -math.inf
+            return -math.inf, self.size - 1
         high, low, before = self._bracket(limit, top_p)
-        weights, logits = self.weights[: self.size].numpy(), row.numpy()
+        weights = self.weights[: self.size].numpy()
         between = np.flatnonzero((weights <= high) & (weights > low))
+        logits = row.numpy()[between]
         # sorted alike: a larger logit has no smaller share
-        inside, shares = np.sort(logits[between])[::-1], np.sort(weights[between])[::-1].astype(np.float64)
+        inside, shares = np.sort(logits)[::-1], np.sort(weights[between])[::-1].astype(np.float64)
         kept = max(int((before + shares.cumsum() - shares <= limit).sum()), 1)
         least = inside[kept - 1]
         following = shares[kept] if kept < len(shares) else low
         self.cut = float(following) if following < shares[kept - 1] else None
-        return float(least) if kept == len(inside) or inside[kept] < least else None
+        if kept == len(inside) or inside[kept] < least:
+            return float(least), self.size - 1
+        return float(least), int(between[logits == least][kept - 1 - int((inside > least).sum())])
 
     def _bracket(self, limit: float, top_p: float) -> tuple[float, float, float]:
         """Two weights between which the nucleus ends, the first included, and the sum of the weights above it."""

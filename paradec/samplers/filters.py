@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import SMALL_VOCABULARY
-from paradec.kernels.token_stats.draws import SEGMENT, draw, draw_among
+from paradec.kernels.token_stats.draws import SEGMENT, draw_among
 from paradec.samplers.bounds import Bounds
 from paradec.samplers.distributions import ascending, chunks, one_hot_on_best, tempered
 
@@ -14,22 +14,30 @@ HEAD = 2**12
 """Tokens that a nucleus is looked for in before all others are."""
 
 
-def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, top_n_sigma: float | None = None) -> Tensor:
+def filter_logits(
+    logits: Tensor,
+    top_p: float | None,
+    top_k: int | None,
+    top_n_sigma: float | None = None,
+    *,
+    sorted_ties: bool = True,
+) -> Tensor:
     """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best, then all but those within
     `top_n_sigma` standard deviations of the best (`near_the_best`). logits: [..., V].
 
     Dream's order; the token that crosses `top_p` stays in, and so does the best one always. Tokens as good as the
-    `top_k`-th stay; which of equal tokens the nucleus ends with is left to `torch.sort`.
+    `top_k`-th stay. Which of equal tokens the nucleus ends with is left to `torch.sort`, as in public codes. Without
+    `sorted_ties` the first of them stay in large vocabularies on the CPU, which takes no sort.
     """
     if top_n_sigma is not None:
-        return near_the_best(filter_logits(logits, top_p, top_k), top_n_sigma)
+        return near_the_best(filter_logits(logits, top_p, top_k, sorted_ties=sorted_ties), top_n_sigma)
     nucleus = top_p is not None and top_p < 1
     if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
         return logits
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64):
         return _filter_by_rank(logits, top_p, top_k)
     if logits.shape[-1] > SMALL_VOCABULARY:
-        return _filter_by_bounds(logits.detach(), top_p if nucleus else None, top_k)
+        return _filter_by_bounds(logits.detach(), top_p if nucleus else None, top_k, sorted_ties)
     least, known = _least_kept(logits.detach(), top_p if nucleus else None, top_k)
     filtered = torch.where(logits.detach() < least.unsqueeze(-1), -torch.inf, logits.detach())
     if not known.all():
@@ -118,26 +126,28 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
     return least.squeeze(-1), known.squeeze(-1)
 
 
-def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
+def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None, sorted_ties: bool) -> Tensor:
     """`filter_logits` without a sort, for large vocabularies. On the CPU."""
     size = logits.shape[-1]
     filtered = torch.empty(logits.shape, dtype=logits.dtype)
     bounds = Bounds(size, logits.dtype, top_p, top_k)
     # row by row with one number each: a comparison with a tensor takes six times as long
     for row, out in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
-        least = bounds.of(row)
-        if least is None:
+        least, last = bounds.of(row)
+        if last < size - 1 and sorted_ties:
             out.copy_(_filter_by_rank(row, top_p, top_k))
         else:
             torch.threshold(row, _below(least, row), -torch.inf, out=out)
+            out[last + 1 :].masked_fill_(row[last + 1 :] == least, -torch.inf)
     return filtered
 
 
 def draw_filtered(
     logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None, top_k: int | None
 ) -> Tensor | None:
-    """Draw tokens [...] from what `filter_logits` leaves of logits / temperature [..., V], with the numbers uniform
-    [...], without writing it. None where this saves nothing: in small vocabularies, on other devices, other dtypes."""
+    """Draw tokens [...] from what `filter_logits(sorted_ties=False)` leaves of logits / temperature [..., V], with the
+    numbers uniform [...], without writing it. None where this saves nothing: in small vocabularies, on other devices,
+    other dtypes."""
     size = logits.shape[-1]
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
@@ -147,22 +157,17 @@ def draw_filtered(
     kept = []
     for row, out in zip(flat, sums, strict=True):
         kept.append(bounds.of(row, weigh=True))
-        if (least := kept[-1]) is not None:
-            bounds.sums(row, least, out)
-    ranked = torch.tensor([least is None for least in kept])
-    bound = torch.tensor([0.0 if least is None else least for least in kept], dtype=logits.dtype).unsqueeze(-1)
+        bounds.sums(row, *kept[-1], out)
+    least = torch.tensor([each for each, _ in kept], dtype=torch.float64).unsqueeze(-1)
+    last = torch.tensor([each for _, each in kept]).unsqueeze(-1)
     top = flat.amax(-1, keepdim=True)
 
     def weights(tokens: Tensor) -> Tensor:
-        own = flat.gather(-1, tokens)
-        return (own.double() - top).div_(temperature).exp_().masked_fill_(own < bound, 0)
+        own = flat.gather(-1, tokens).double()
+        out = (own < least) | (own == least) & (tokens > last)
+        return (own - top).div_(temperature).exp_().masked_fill_(out, 0)
 
-    uniform = uniform.reshape(-1)
-    drawn = draw_among(sums, uniform, size, weights)
-    if ranked.any():
-        own = _filter_by_rank(tempered(flat[ranked], temperature), top_p, top_k)
-        drawn[ranked] = draw(own.softmax(-1), uniform[ranked])
-    return drawn.view(logits.shape[:-1])
+    return draw_among(sums, uniform.reshape(-1), size, weights).view(logits.shape[:-1])
 
 
 def _below(value: float, row: Tensor) -> float:

@@ -532,6 +532,21 @@ def test_paths_draw_the_same_tokens_but_at_boundaries(
     assert others_drawn(read, logits, count, temperature) <= count // 10_000
 
 
+def test_draws_beside_boundaries_are_those_of_float64() -> None:
+    """Nearer to them than float32 weights place them, on either side; alone and beside other rows."""
+    logits = torch.linspace(0.1, 1, 4).unsqueeze(1) * torch.randn(
+        4, VOCABULARY, generator=torch.Generator().manual_seed(0)
+    )
+    total = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    for token, beside in ((100, 1e-10), (4_000, -1e-10), (7_003, 1e-10), (VOCABULARY - 2, -1e-10)):
+        uniform = total[:, token] / total[:, -1] + beside
+        expected = token + (beside > 0)
+        found = token_stats(logits, fields=(), draws=Given(uniform, 0.7), path="chunked").sample
+        assert found.tolist() == [expected] * 4
+        alone = token_stats(logits[1:2], fields=(), draws=Given(uniform[1:2], 0.7), path="chunked").sample
+        assert alone.tolist() == [expected]
+
+
 @runs_kernel
 @pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.full)])
 def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels import exp_is_faster
-from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, draw_among
+from paradec.kernels.token_stats.draws import ROUNDED, SEGMENT, TokenDraws, draw, locate
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_CHUNK = 2**17
@@ -496,20 +496,23 @@ def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _sample(sums: _Sums, logits: Tensor, draws: TokenDraws) -> Tensor:
     """Draw a token from each of the rows [..., V]: [...]."""
-    lead, top = logits.shape[:-1], sums.top
+    lead, top, uniform = logits.shape[:-1], sums.top, draws.uniform()
     assert sums.segments is not None
 
     def weights(tokens: Tensor) -> Tensor:
         return (logits.gather(-1, tokens).double() - top.view(*lead, 1)).div_(draws.temperature).exp_()
 
-    return draw_among(sums.segments.view(*lead, -1), draws.uniform(), logits.shape[-1], weights)
+    drawn, apart = locate(sums.segments.view(*lead, -1), uniform, logits.shape[-1], weights)
+    if logits.is_cpu and (near := apart < ROUNDED).any():
+        drawn[near] = samples(logits[near], uniform[near], draws.temperature)
+    return drawn
 
 
-def samples(logits: Tensor, draws: TokenDraws) -> Tensor:
-    """Draw a token from each of the rows [..., V], in float64: [...]."""
-    found, at, uniform = [], 0, draws.uniform().flatten()
+def samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """Draw a token from each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
+    found, at, uniform = [], 0, uniform.flatten()
     for rows in _pieces(logits, CPU_CHUNK, CHUNK):
-        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(draws.temperature)
+        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)
         found.append(draw(wide.softmax(-1), uniform[at : at + len(rows)]))
         at += len(rows)
     return torch.cat(found).view(logits.shape[:-1])

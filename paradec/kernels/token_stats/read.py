@@ -40,7 +40,7 @@ def read_stats(
         return chunked_stats(logits, wanted, temperature, ids, draws)
     logits = logits.detach()
     if draws is not None:
-        sample = samples(logits, draws)
+        sample = samples(logits, draws.uniform(), draws.temperature)
         return with_sample(lambda asked: read_stats(logits, wanted, temperature, asked, None, path), sample, ids)
     if logits.numel() <= (FLOAT64_CPU_CHUNK if logits.is_cpu else CHUNK):
         return _float64_stats(logits, wanted, temperature, ids)

@@ -98,7 +98,8 @@ def candidates(
         if drawn is not None:
             return token_statistics(logits, needs.reads, drawn)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
-    drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
+    filters = request.top_p, request.top_k, request.top_n_sigma
+    drawn_from = filter_logits(drawn_from, *filters, sorted_ties=generator is not None)
     if counted and not raw:
         return token_statistics(drawn_from, needs.reads, None, of_tokens(state, query))
     drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
