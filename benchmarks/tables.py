@@ -559,6 +559,22 @@ def peers_text_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def processor_steps_table(found: dict[str, dict[str, Any]], part: str) -> str:
+    """A part of `benchmarks/token_stats.py --steps`, as multiples of its first row, on each processor."""
+    found = {maker: data for maker, data in found.items() if part in data}
+    cells = {maker: data[part]["steps" if part == "steps" else "laws"] for maker, data in found.items()}
+    lines = ["| | " + " | ".join(found) + " |", "|---" * (1 + len(found)) + "|"]
+    for name in next(iter(cells.values())):
+        row = []
+        for each in cells.values():
+            (low, high), middle = each[name]["times_base_quartiles"], each[name]["times_base"]
+            alone = f"{each[name]['cpu_ms']:.1f} ms"
+            row.append(f"1 ({alone})" if middle == 1 else f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {name} | " + " | ".join(row) + " |")
+    loads = ", ".join(f"{maker} {max(data[part]['load']):.1f}" for maker, data in found.items())
+    return "\n".join([*lines, "", f"(Medians of ratios within a turn, with quartiles; load at most {loads}.)"])
+
+
 def layout_table(data: dict[str, Any]) -> str:
     """Products with matrices that lie column by column over the same as they lay, by positions."""
     positions = list(data["rows"][0]["positions"])
@@ -807,6 +823,7 @@ def rendered() -> dict[str, str]:
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
     canvases, ranking, probes = _result("canvases"), _result("ranking_text"), _result("probes")
     headline = _result("headline")
+    steps = {maker: _result(f"token_stats_steps_{maker.lower()}") for maker in ("AMD", "Intel")}
     tables = {
         "README.md": {"headline": headline_table(headline), "beside": beside_table(_result("peers_text"))},
         "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
@@ -838,6 +855,7 @@ def rendered() -> dict[str, str]:
             "protein": protein_table(_result("protein")),
             "protein_few": protein_few_table(_result("protein_few")),
         },
+        "docs/performance.md": {"token_stats_draws": processor_steps_table(steps, "draws")},
         "docs/proteins.md": {"protein_exact": protein_exact_table(_result("protein_exact"))},
         "docs/ranking.md": {
             "ranking_places": ranking_places_table(ranking),
@@ -879,6 +897,8 @@ def rendered() -> dict[str, str]:
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
             "peers_rule": peers_rule_table(_result("peers_rule")),
+            "token_stats_over_softmax": processor_steps_table(steps, "over_softmax"),
+            "token_stats_steps": processor_steps_table(steps, "steps"),
             "layout": layout_table(_result("layout")),
             "loading": loading_table(_result("loading")),
             "peers_text_words": peers_text_table(_result("peers_text_words")),

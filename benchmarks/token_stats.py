@@ -9,10 +9,11 @@ chunked path also reads the same logits over temperature 0.2, after top-k 50 and
 slow, so that none may take more than 1.5 times as long as "as is". What filtering itself takes is measured apart.
 
 For [16, 126,464] a step's draws are measured beside the greedy read and the draws of LLaDA's and Dream's public codes,
-written here from their formulas (`--draws` measures these alone).
+written here from their formulas.
 
-`--steps` measures steps of samplers outside of the model's forward, the third of a block of 16 positions, over one of
-`threshold`, and statistics over a softmax of the same logits; it writes benchmarks/results/token_stats_steps.json.
+`--steps` measures these draws alone, and steps of samplers outside of the model's forward, the third of a block of 16
+positions, over one of `threshold`, and statistics over a softmax of the same logits. Processors differ: it writes
+benchmarks/results/token_stats_steps_amd.json or _intel.json.
 
 All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
 (`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
@@ -277,8 +278,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--draws", action="store_true", help="measure draws alone, and write nothing")
-    parser.add_argument("--steps", action="store_true", help="measure steps and statistics alone")
+    parser.add_argument("--steps", action="store_true", help="measure draws, steps and statistics alone")
     parser.add_argument(
         "--memory-of", nargs=2, metavar=("PATH", "VOCABULARY"), help="print what one call adds, in bytes"
     )
@@ -287,21 +287,18 @@ def main() -> None:
     if arguments.memory_of:
         report(*arguments.memory_of)
         return
-    steps, over_softmax = (each(VOCABULARIES[0], arguments.repeats) for each in (measure_steps, measure_over_softmax))
+    steps, over_softmax, drawn = (
+        each(VOCABULARIES[0], arguments.repeats) for each in (measure_steps, measure_over_softmax, measure_draws)
+    )
     show(steps["steps"], "threshold")
     show(over_softmax["laws"], "softmax")
-    print(f"load {steps['load']} {over_softmax['load']}\n")
+    show(drawn["laws"], "greedy")
+    print(f"load {steps['load']} {over_softmax['load']} {drawn['load']}\n")
     where = {"processor": processor(), "device": "cpu, 1 thread", "torch": torch.__version__}
-    found = where | {"repeats": arguments.repeats, "steps": steps, "over_softmax": over_softmax}
-    write_result(ROOT / "benchmarks" / "results" / "token_stats_steps.json", found)
+    found = where | {"repeats": arguments.repeats, "steps": steps, "over_softmax": over_softmax, "draws": drawn}
+    maker = "intel" if "intel" in processor().lower() else "amd"
+    write_result(ROOT / "benchmarks" / "results" / f"token_stats_steps_{maker}.json", found)
     if arguments.steps:
-        return
-    drawn = measure_draws(VOCABULARIES[0], arguments.repeats)
-    for name, found in drawn["laws"].items():
-        low, high = found["cpu_ms_quartiles"]
-        print(f"{name:42} {found['cpu_ms']:7.1f} ms {low:7.1f} {high:7.1f} {found['times_base']:7.2f}x greedy")
-    print(f"load {drawn['load']}\n")
-    if arguments.draws:
         return
     rows = [measure(vocabulary, arguments.repeats) for vocabulary in VOCABULARIES]
     print(f"{'vocabulary':>10} {'float64':>10} {'chunked':>10} {'speed-up':>9} {'extra memory':>24}")

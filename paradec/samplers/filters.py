@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import SMALL_VOCABULARY
-from paradec.kernels.token_stats.draws import SEGMENT, draw_among
+from paradec.kernels.token_stats.draws import ROUNDED, SEGMENT, draw, locate
 from paradec.samplers.bounds import Bounds
 from paradec.samplers.distributions import ascending, chunks, one_hot_on_best, tempered
 
@@ -162,12 +162,17 @@ def draw_filtered(
     last = torch.tensor([each for _, each in kept]).unsqueeze(-1)
     top = flat.amax(-1, keepdim=True)
 
-    def weights(tokens: Tensor) -> Tensor:
-        own = flat.gather(-1, tokens).double()
-        out = (own < least) | (own == least) & (tokens > last)
-        return (own - top).div_(temperature).exp_().masked_fill_(out, 0)
+    def weights(tokens: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
+        own = flat[rows].gather(-1, tokens).double()
+        out = (own < least[rows]) | (own == least[rows]) & (tokens > last[rows])
+        return (own - top[rows]).div_(temperature).exp_().masked_fill_(out, 0)
 
-    return draw_among(sums, uniform.reshape(-1), size, weights).view(logits.shape[:-1])
+    uniform = uniform.reshape(-1)
+    drawn, apart = locate(sums, uniform, size, weights)
+    if (near := apart < ROUNDED).any():
+        tokens = torch.arange(size).expand(int(near.sum()), -1)
+        drawn[near] = draw(weights(tokens, near), uniform[near])
+    return drawn.view(logits.shape[:-1])
 
 
 def _below(value: float, row: Tensor) -> float:

@@ -545,6 +545,12 @@ def test_draws_beside_boundaries_are_those_of_float64() -> None:
         assert found.tolist() == [expected] * 4
         alone = token_stats(logits[1:2], fields=(), draws=Given(uniform[1:2], 0.7), path="chunked").sample
         assert alone.tolist() == [expected]
+    total = filter_logits(logits.double() / 0.7, 0.9, None).softmax(-1).cumsum(-1)
+    kept = (total.diff(dim=-1) > 0)[2].nonzero().flatten() + 1
+    for at in (100, 900, 2_000):
+        uniform = total[2, kept[at]] / total[2, -1] + torch.tensor([1e-10, -1e-10], dtype=torch.float64)
+        found = draw_filtered(logits[2].expand(2, -1), uniform, 0.7, 0.9, None)
+        assert found is not None and found.tolist() == [kept[at + 1], kept[at]]
 
 
 @runs_kernel

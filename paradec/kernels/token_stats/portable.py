@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -247,22 +247,25 @@ class _Base(NamedTuple):
     @classmethod
     def to(cls, logit: Tensor, temperature: float) -> _Base:
         scale = float(np.float32(UNIT / temperature))
-        beyond = torch.zeros_like(logit, dtype=torch.float64)
         if scale == 1 or not logit.is_cpu:  # nothing to scale; or `near` would be waited for
+            beyond = torch.zeros_like(logit, dtype=torch.float64)
             return cls(logit, scale, [], logit, beyond, beyond + 1)
         whole = (logit * -scale).round_()
         near = whole.abs() <= MOST_WHOLE
         # as all others are computed, so that tokens as likely as the second best have its share
-        found = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale).masked_fill_(~near, 0)
-        beyond, share = found[:, :1].double(), POWER(found)[:, :1].double()
-        return cls(logit, scale, near[:, 0].tolist(), whole, beyond, share)
+        found = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale)
+        rows = near[:, 0].tolist()
+        if not all(rows):
+            found.masked_fill_(~near, 0)
+        return cls(logit, scale, rows, whole, found[:, :1].double(), POWER(found)[:, :1].double())
 
     def split(self, sizes: Sequence[int]) -> list[_Base]:
         """That of some rows after the other, but for `beyond` and `share`."""
-        logits, ends = self.logit.split_with_sizes(sizes), accumulate(sizes)
         if not self.near:
-            return [self._replace(logit=logit) for logit in logits]
-        parts = zip(logits, self.whole.split_with_sizes(sizes), sizes, ends, strict=True)
+            return [self._replace(logit=logit) for logit in self.logit.split_with_sizes(sizes)]
+        wholes, ends = self.whole.split_with_sizes(sizes), accumulate(sizes)
+        logits = repeat(self.logit) if all(self.near) else self.logit.split_with_sizes(sizes)  # else not looked at
+        parts = zip(logits, wholes, sizes, ends, strict=False)
         return [self._replace(logit=z, whole=w, near=self.near[end - size : end]) for z, w, size, end in parts]
 
 
@@ -437,7 +440,7 @@ def _from_sums(
     token, top, second, mass = (each.view(lead) for each in sums[:4])
     weight, others = (None if each is None else each.view(lead) for each in sums[4:6])
     nonfinite = (top.abs() < torch.inf).logical_not_()  # the largest of NaN and anything is NaN
-    below = (second - top) / temperature
+    below = second - top if temperature == 1 else (second - top) / temperature
     ratio = below.exp()
     rest = ratio * mass
     total = 1 + rest
@@ -479,7 +482,7 @@ def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         rest = _one([view[:, whole:].amax(-1, keepdim=True) for view in views])
         stretches = torch.cat((stretches, rest), -1)
     top, stretch = stretches.max(-1, keepdim=True)
-    column = stretch * size + torch.arange(size, device=device)
+    column = torch.add(torch.arange(size, device=device), stretch, alpha=size)
     inside = _one(
         [
             view.gather(-1, at.clamp(max=vocab - 1) if whole < vocab else at)
