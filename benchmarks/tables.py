@@ -572,7 +572,7 @@ def processor_steps_table(found: dict[str, dict[str, Any]], part: str) -> str:
             row.append(f"1 ({alone})" if middle == 1 else f"{middle:.2f} ({low:.2f} to {high:.2f})")
         lines.append(f"| {name} | " + " | ".join(row) + " |")
     loads = ", ".join(f"{maker} {max(data[part]['load']):.1f}" for maker, data in found.items())
-    return "\n".join([*lines, "", f"(Medians of ratios within a turn, with quartiles; load at most {loads}.)"])
+    return "\n".join([*lines, "", f"(Medians of ratios within a turn, with quartiles; load at most: {loads}.)"])
 
 
 def layout_table(data: dict[str, Any]) -> str:
@@ -896,6 +896,7 @@ def rendered() -> dict[str, str]:
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
+            "peers_text_intel": peers_text_table(_result("peers_text_intel")),
             "peers_rule": peers_rule_table(_result("peers_rule")),
             "token_stats_over_softmax": processor_steps_table(steps, "over_softmax"),
             "token_stats_steps": processor_steps_table(steps, "steps"),

@@ -3,8 +3,8 @@
 A draw is the least token k with w_0 + ... + w_k > u sum(w). The sums of stretches say which stretch that is in, and the
 weights of that stretch alone which token: the vocabulary is read once, and no number is made for each token of it. How
 long stretches are changes nothing but rounding, so that all paths draw the same tokens, unless u is as near to a
-boundary between two tokens as their weights are rounded. On the CPU it never is: within `ROUNDED` of a boundary,
-`portable.py` draws from float64 weights.
+boundary between two tokens as their weights are rounded. On the CPU rounding decides no draw: where u is within
+`ROUNDED` of a boundary, the weights are computed again in float64.
 """
 
 from __future__ import annotations
