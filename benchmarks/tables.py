@@ -559,6 +559,15 @@ def peers_text_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def peers_text_line(data: dict[str, Any]) -> str:
+    """The same in one line: CPU time over theirs, and what is left beside the products."""
+    cells = []
+    for name, case in data["cases"].items():
+        reference, own = list(case["contestants"])[-1], case["contestants"]["paradec"]
+        cells.append(f"{name} {own[f'cpu_over_{reference}'][1]:.2f}, {own[f'cpu_beyond_{reference}'][1]:.2f}")
+    return "; ".join(cells) + "."
+
+
 def processor_steps_table(found: dict[str, dict[str, Any]], part: str) -> str:
     """A part of `benchmarks/token_stats.py --steps`, as multiples of its first row, on each processor."""
     found = {maker: data for maker, data in found.items() if part in data}
@@ -896,7 +905,7 @@ def rendered() -> dict[str, str]:
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
-            "peers_text_intel": peers_text_table(_result("peers_text_intel")),
+            "peers_text_intel": peers_text_line(_result("peers_text_intel")),
             "peers_rule": peers_rule_table(_result("peers_rule")),
             "token_stats_over_softmax": processor_steps_table(steps, "over_softmax"),
             "token_stats_steps": processor_steps_table(steps, "steps"),
