@@ -418,8 +418,7 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
 
 def _heights(top: Tensor, base: Tensor, own: _Base) -> list[float]:
     """How far the best of rows are above what differences are to, as numbers of float32. top: [n, 1] float64."""
-    above = (top - base).mul_(own.scale).add_(own.beyond)
-    return above.clamp_(max=HIGHEST).float().squeeze(-1).tolist()
+    return (top - base).mul_(own.scale).add_(own.beyond).clamp_(max=HIGHEST).float().squeeze(-1).tolist()
 
 
 def _cut(tensor: Tensor, size: int) -> Sequence[Tensor]:
@@ -473,9 +472,7 @@ def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     Largest of stretches first, which is one vectorized pass; an index is then looked for in one stretch alone.
     """
     vocab, device = views[0].shape[-1], views[0].device
-    size = math.gcd(vocab, STRETCH)
-    if size < STRETCH // 4:
-        size = STRETCH
+    size = shared if (shared := math.gcd(vocab, STRETCH)) >= STRETCH // 4 else STRETCH
     whole = vocab // size * size
     stretches = _one([view[:, :whole].unflatten(-1, (whole // size, size)).amax(-1) for view in views])
     if whole < vocab:

@@ -76,7 +76,8 @@ def candidates(
     """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
     request, needs = state.request, sampler.needs
     statistics = token_statistics if generator is None else reference.statistics
-    filtered = any(each is not None for each in (request.top_p, request.top_k, request.top_n_sigma))
+    filters = request.top_p, request.top_k, request.top_n_sigma
+    filtered = any(each is not None for each in filters)
     if isinstance(logits, Unread):
         if request.temperature == 0 and not filtered and generator is None:
             found = logits.statistics(needs.reads)
@@ -93,12 +94,10 @@ def candidates(
         found_in = 1.0 if raw else request.temperature
         return token_statistics(logits, needs.reads, None, of_tokens(state, query, request.temperature), found_in)
     if counted and raw and request.top_n_sigma is None:
-        uniform = of_tokens(state, query).uniform()
-        drawn = draw_filtered(logits, uniform, request.temperature, request.top_p, request.top_k)
+        drawn = draw_filtered(logits, of_tokens(state, query).uniform(), request.temperature, *filters[:2])
         if drawn is not None:
             return token_statistics(logits, needs.reads, drawn)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
-    filters = request.top_p, request.top_k, request.top_n_sigma
     drawn_from = filter_logits(drawn_from, *filters, sorted_ties=generator is not None)
     if counted and not raw:
         return token_statistics(drawn_from, needs.reads, None, of_tokens(state, query))
