@@ -3,8 +3,8 @@
 A draw is the least token k with w_0 + ... + w_k > u sum(w). The sums of stretches say which stretch that is in, and the
 weights of that stretch alone which token: the vocabulary is read once, and no number is made for each token of it. How
 long stretches are changes nothing but rounding, so that all paths draw the same tokens, unless u is as near to a
-boundary between two tokens as their weights are rounded. On the CPU rounding decides no draw: where u is within
-`ROUNDED` of a boundary, the weights are computed again in float64.
+boundary between two tokens as their weights are rounded. Where u is within `ROUNDED` of a boundary on the CPU, the
+weights are computed again in float64.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     if size <= 4 * SEGMENT:
         total = weights.cumsum(-1, dtype=torch.float64)
         return _first_beyond(total, uniform.unsqueeze(-1).clamp(max=BELOW_ONE) * total[..., -1:]).squeeze(-1)
-    return draw_among(segment_sums(weights), uniform, size, lambda tokens: weights.gather(-1, tokens))
+    return locate(segment_sums(weights), uniform, size, lambda tokens: weights.gather(-1, tokens))[0]
 
 
 def segment_sums(weights: Tensor) -> Tensor:
@@ -76,14 +76,10 @@ def segment_sums(weights: Tensor) -> Tensor:
     return sums
 
 
-def draw_among(sums: Tensor, uniform: Tensor, size: int, weights: Callable[[Tensor], Tensor]) -> Tensor:
-    """`draw` from `size` tokens of which the sums of segments [..., S] are known. `weights` gives those of tokens
-    [..., SEGMENT] int64, not normalised either."""
-    return locate(sums, uniform, size, weights)[0]
-
-
 def locate(sums: Tensor, uniform: Tensor, size: int, weights: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """What `draw_among` draws, and how far its number is from the nearer boundary of that token's share: [...] each."""
+    """`draw` from `size` tokens of which the sums of segments [..., S] are known, and how far each number is from the
+    nearer boundary of its token's share: [...] each. `weights` gives those of tokens [..., SEGMENT] int64, not
+    normalised either."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
