@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import padded, scratch
 from paradec.kernels.token_stats.draws import SEGMENT
-from paradec.kernels.token_stats.portable import PART
+from paradec.kernels.token_stats.portable import PART, cut
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -22,7 +23,7 @@ class Averages:
         self.size = size
         *self._memory, spare = scratch((3, padded(size)), torch.device("cpu")).unbind(0)
         self._memory[0][size:] = 0
-        self._parts = list(zip(*(each.split(PART) for each in self._memory), strict=True))
+        self._parts = list(zip(*(cut(each, PART) for each in self._memory), strict=True))
         self.spare = spare[:size]
         """[V], for a distribution that is read once."""
 
@@ -35,15 +36,16 @@ class Averages:
             torch.add(*distributions[:2], out=share)
         for each in distributions[2:]:
             share.add_(each)
-        best = int(share.numpy().argmax())
-        top = float(share[best])
-        share[best] = 0
+        numbers = share.numpy()
+        best = int(numbers.argmax())
+        top = float(numbers[best])
+        numbers[best] = 0
         others = _sum(total)
         # what is not the best token's, in float32; the sum beside it keeps how little that is
         for own, logarithm in self._parts:
-            torch.clamp(own, min=TINY, out=logarithm)
-            logarithm.log_().mul_(own)
-        weight = _sum(self._memory[1]) - others * math.log(top) if top > 0 else math.nan
+            torch.clamp(own, min=TINY, out=logarithm).log_()
+        products = np.vecdot(*(each.view(-1, SEGMENT).numpy() for each in self._memory))
+        weight = float(products.sum(dtype=np.float64)) - others * math.log(top) if top > 0 else math.nan
         beside = others / top if top > 0 else math.nan
         return best, 1 / (1 + beside), weight / top / (1 + beside) - math.log1p(beside)
 

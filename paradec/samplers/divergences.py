@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import UNIT, TokenStats, padded, recycled, stats_where
+from paradec.kernels.token_stats.portable import LEAST_POWER
 from paradec.samplers import distributions
 
 TINY = 1e-12
@@ -53,37 +56,41 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
             likely.
     """
     size = logits.shape[-1]
-    flat, before = logits.reshape(-1, size), previous.reshape(-1, size)
-    at, told = chosen.flatten().nonzero().squeeze(-1), total.flatten()
-    first_step = told[at].isinf()
-    rows, begun = at.tolist(), first_step.logical_not().tolist()
+    flat, before, told = logits.reshape(-1, size), previous.reshape(-1, size), total.numpy().ravel()
+    seen = chosen.numpy().ravel()
+    at = np.flatnonzero(seen)
+    first_step = np.isinf(told[at])
     memory = recycled((len(flat), padded(size)))
+    memory[:, size:].fill_(LEAST_POWER)
     kept = memory[:, :size]
-    own, last = memory.split(1), [before[row] if old else None for row, old in zip(rows, begun, strict=True)]
-    reader = _Moving([own[row] for row in rows], last, size)
+    old = before.unbind()
+    own = list(zip(memory.unbind(), kept.split(1), strict=True))
+    reader = _Moving([(*own[row], None if first else old[row]) for row, first in zip(at, first_step, strict=True)])
     stats = stats_where(logits, chosen, reader=reader)
-    highest, sums = torch.tensor((reader.heights, reader.sums), dtype=torch.float64)
-    kept[at, stats.token] = highest.float()
-    for row in set(range(len(flat))).difference(rows):
-        kept[row] = before[row]
+    highest, sums, best = np.array(reader.heights), np.array(reader.sums), stats.token.numpy()
+    kept.numpy()[at, best] = highest
+    for row in np.flatnonzero(~seen):
+        kept[row] = old[row]
+    prob = stats.prob.numpy()
     # what is left of the best token's own share, in the units of `share`
-    now = highest - UNIT * stats.prob.log()
-    change = sums * (-highest / UNIT).exp() + highest - before[at, stats.token]
-    kl = (change * stats.prob + told[at] - now) / UNIT
-    kl[first_step] = torch.inf
-    near = (kl > threshold / 4 - ROUNDED) & (kl < 32 * threshold + ROUNDED)
-    if threshold > -math.log(TINY) - math.log(logits.shape[-1]):  # else nothing is stable at first
+    with np.errstate(invalid="ignore"):  # of logits that are not finite, which the commit refuses
+        now = highest - UNIT * np.log(prob)
+        change = sums * np.exp(-highest / UNIT) + highest - before.numpy()[at, best]
+        moves = np.where(first_step, np.inf, (change * prob + told[at] - now) / UNIT)
+    near = (moves > threshold / 4 - ROUNDED) & (moves < 32 * threshold + ROUNDED)
+    if threshold > -math.log(TINY) - math.log(size):  # else nothing is stable at first
         near |= first_step
-    for index in near.nonzero().flatten().tolist():
-        row = rows[index]
-        q = torch.zeros_like(before[row]) if not begun[index] else share_of(before[row], told[row])
-        kl[index] = divergence(flat[row : row + 1], q.unsqueeze(0))[1]
-    shape = chosen.shape
-    found = told.index_copy(0, at, now).view(shape), torch.zeros(len(told)).index_copy(0, at, kl.float()).view(shape)
+    for index in np.flatnonzero(near):
+        row = at[index]
+        q = torch.zeros_like(old[row]) if first_step[index] else share_of(old[row], told[row])
+        moves[index] = divergence(flat[row : row + 1], q.unsqueeze(0))[1]
+    totals, kl = told.copy(), np.zeros(len(told), np.float32)
+    totals[at], kl[at] = now, moves
+    found = (torch.from_numpy(each).view(chosen.shape) for each in (totals, kl))
     return Moved(stats, kept.view(previous.shape), *found)
 
 
-def share_of(kept: Tensor, total: Tensor) -> Tensor:
+def share_of(kept: Tensor, total: Tensor | float) -> Tensor:
     """The distribution [V] of a row of `Moved.kept`, in float32."""
     return ((kept.double() - total) / UNIT).exp_().float()
 
@@ -92,21 +99,19 @@ class _Moving:
     """Adds up how far rows have moved, for `moved`.
 
     Args:
-        memory: [1, padded(V)] of each row. last: [V], what the last step left there, of each row; None where there was
-            none.
+        rows: the `memory` of `RowReader`, and [V], what the last step left there; None where there was none.
     """
 
-    def __init__(self, memory: list[Tensor], last: list[Tensor | None], size: int):
-        self._memory, self._last, self._size = iter(memory), iter(last), size
+    least = LEAST * UNIT
+
+    def __init__(self, rows: list[tuple[Tensor, Tensor, Tensor | None]]):
+        self.memory: Iterator[tuple[Tensor, Tensor]] = ((padded, row) for padded, row, _ in rows)
+        self._rows = iter(rows)
         self.heights: list[float] = []
         self.sums: list[float] = []
         """Of the shares, times how far each exponent is above that of the last step."""
 
-    def memory(self) -> Tensor:
-        self._now = next(self._memory)
-        return self._now
-
     def read(self, share: Tensor, height: float) -> None:
-        now, last = self._now[0, : self._size].clamp_(min=LEAST * UNIT + height), next(self._last)
+        _, (now,), last = next(self._rows)
         self.heights.append(height)
         self.sums.append(0.0 if last is None else float(share.dot(now)) - float(share.dot(last)))

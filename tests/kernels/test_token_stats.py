@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -398,12 +399,12 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
     cases = [flat, flat / 0.2, filter_logits(flat, None, 50)]
     cases.append(flat.masked_fill(torch.arange(2**16) % 2 == 0, -torch.inf))
     found: list[list[str]] = []
-    for logits in cases:
+    for logits in [flat, *cases]:  # the first call makes memory, which is kept
         calls: list[str] = []
         with Calls():
             token_stats(logits, fields=("entropy", "smoothed_entropy"), path="chunked")
         found.append(calls)
-    assert EXPONENTIALS & set(found[0]) and all(calls == found[0] for calls in found)
+    assert EXPONENTIALS & set(found[1]) and all(calls == found[1] for calls in found[2:])
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------
@@ -624,6 +625,30 @@ def test_memory_is_used_again_when_nothing_holds_it() -> None:
     with torch.inference_mode():
         made = portable.recycled(shape)
     assert made.data_ptr() == last
+
+
+def test_memory_that_a_thread_keeps_changes_nothing() -> None:
+    """More sizes in turn than it keeps, in inference mode and outside, beside what a thread that kept nothing finds."""
+    cases = [
+        (4 * torch.randn(rows, vocabulary), frozenset(fields))
+        for vocabulary in (9_001, 9_002)
+        for rows in (1, 40)
+        for fields in ((), ("entropy",))
+    ]
+
+    def read(case: tuple[Tensor, frozenset[str]]) -> list[Tensor]:
+        found = portable.chunked_stats(*case, 0.7, None, None)
+        return [each for each in found if each is not None]
+
+    expected = []
+    for case in cases:
+        with ThreadPoolExecutor(1) as fresh:
+            expected.append(fresh.submit(read, case).result())
+    for turn in range(4):
+        for case, beside in zip(cases[:: 1 + turn % 2], expected[:: 1 + turn % 2], strict=True):
+            with torch.inference_mode(turn < 2):
+                assert all(torch.equal(a, b) for a, b in zip(read(case), beside, strict=True))
+    assert 0 < len(portable._kept.pieces) <= portable.MOST_PIECES
 
 
 # ---- what samplers see ----------------------------------------------------------------------------------------------

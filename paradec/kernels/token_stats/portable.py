@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paradec.kernels import exp_is_faster
 from paradec.kernels.token_stats.draws import ROUNDED, SEGMENT, TokenDraws, draw, locate
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
-CPU_CHUNK = 2**17
-"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 512 KB, so that what one call writes is in a
-core's own cache when the next one reads it."""
+CPU_CHUNK = 2**18
+"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 1 MB, so that what one call writes is in a
+core's own caches when the next one reads it."""
 SEARCH_CHUNK = 2**22
 """Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
@@ -41,8 +42,12 @@ LOG2_E = 1 / math.log(2)
 POWER, UNIT = (torch.exp, 1.0) if exp_is_faster() else (torch.exp2, LOG2_E)
 """What differences are raised by, and what one nat is as an exponent."""
 LEAST_POWER = FLOOR * UNIT
+UNSEEN_POWER = -30.5 * UNIT
+"""All tokens of the largest vocabulary, this far below the second best, are less beside it than float32 is rounded."""
 MOST_RECYCLED, SPARE = 2**22, 3
 """Numbers of what `recycled` hands out again at most, and how often: 48 MB."""
+MOST_PIECES = 4
+"""`_Piece`s that a thread keeps: up to 2 MB each if a row is no longer than `CPU_CHUNK`."""
 VECTORS = 64
 """Numbers of float32 of which torch computes all by whole vectors."""
 MOST_WHOLE = 2.0**10
@@ -147,7 +152,7 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
     """[..., V] as views [n, V] of about so many tokens, in order: one at least."""
     rows = max(1, (on_cpu if logits.is_cpu else elsewhere) // logits.shape[-1])
     if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
-        yield from _cut(logits.reshape(-1, logits.shape[-1]), rows)
+        yield from cut(logits.reshape(-1, logits.shape[-1]), rows)
     else:
         for part in logits:
             yield from _pieces(part, on_cpu, elsewhere)
@@ -194,13 +199,15 @@ _OF_ITS_LIST = _references([np.empty(0)], 0)
 class RowReader(Protocol):
     """Sees one row of logits after the other."""
 
-    def memory(self) -> Tensor:
-        """Where the next row is written, [1, `padded(V)`], and stays: beside some base, as exponents of `POWER`,
-        `LEAST_POWER` at least and at the best token."""
+    least: float
+    """Where exponents are cut off, beside the best token's."""
+    memory: Iterator[tuple[Tensor, Tensor]]
+    """Where each row is written and stays, [`padded(V)`], and its first V numbers, [1, V]: beside some base, as
+    exponents of `POWER`, and the least of them at the best token. What is padded is `LEAST_POWER` before."""
 
     def read(self, share: Tensor, height: float) -> None:
-        """Of that row: `share` [V], what its exponents come to, in memory that is used again. height: where the best
-        token is as an exponent, `HIGHEST` at most."""
+        """The next row has been written. share: [V], what its exponents come to, in memory that is used again. height:
+        where the best token is as an exponent, `HIGHEST` at most."""
 
 
 def padded(vocab: int) -> int:
@@ -239,28 +246,32 @@ class _Base(NamedTuple):
     """Of each row: whether differences are to the whole exponent. Empty where none are."""
     whole: Tensor
     """That exponent, with the other sign."""
-    beyond: Tensor
-    """Float64: how far the second best is above it."""
+    apart: Tensor
+    """[n, k], k times the same: how far the second best is above it."""
     share: Tensor
-    """Float64: `beyond` raised."""
+    """Float64: that raised."""
+
+    @property
+    def beyond(self) -> Tensor:
+        return self.apart[:, :1].double()
 
     @classmethod
     def to(cls, logit: Tensor, temperature: float) -> _Base:
         scale = float(np.float32(UNIT / temperature))
         if scale == 1 or not logit.is_cpu:  # nothing to scale; or `near` would be waited for
-            beyond = torch.zeros_like(logit, dtype=torch.float64)
-            return cls(logit, scale, [], logit, beyond, beyond + 1)
-        whole = (logit * -scale).round_()
-        near = whole.abs() <= MOST_WHOLE
+            apart = torch.zeros_like(logit)
+            return cls(logit, scale, [], logit, apart, apart.double() + 1)
+        with np.errstate(over="ignore"):
+            whole = torch.from_numpy(np.rint(logit.numpy() * np.float32(-scale)))
+        near = [abs(each) <= MOST_WHOLE for each in whole.flatten().tolist()]
         # as all others are computed, so that tokens as likely as the second best have its share
-        found = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale)
-        rows = near[:, 0].tolist()
-        if not all(rows):
-            found.masked_fill_(~near, 0)
-        return cls(logit, scale, rows, whole, found[:, :1].double(), POWER(found)[:, :1].double())
+        apart = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale)
+        if not all(near):
+            apart[torch.tensor(near).logical_not_()] = 0
+        return cls(logit, scale, near, whole, apart, POWER(apart)[:, :1].double())
 
     def split(self, sizes: Sequence[int]) -> list[_Base]:
-        """That of some rows after the other, but for `beyond` and `share`."""
+        """That of some rows after the other, but for `apart` and `share`."""
         if not self.near:
             return [self._replace(logit=logit) for logit in self.logit.split_with_sizes(sizes)]
         wholes, ends = self.whole.split_with_sizes(sizes), accumulate(sizes)
@@ -287,23 +298,11 @@ class _Piece:
     """
 
     def __init__(self, memory: Tensor, vocab: int):
-        self._memory, self._pads, self.rows = memory, memory[0, :, vocab:], memory.shape[1]
-        self._parts = list(zip(*(_cut(memory[at].view(-1), PART) for at in (0, -1)), strict=True))
-        self._segments = memory[-1].unflatten(-1, (-1, SEGMENT))
+        self._pads, self.rows = memory[0, :, vocab:], memory.shape[1]
+        self._parts = list(zip(*(cut(memory[at].view(-1), PART) for at in (0, -1)), strict=True))
+        self._memory, self._segments = (memory[at].unflatten(-1, (-1, SEGMENT)) for at in (0, -1))
         self.apart, self.share = memory[0, :, :vocab], memory[-1, :, :vocab]
         """[n, V] each: differences to a base, as exponents, and what they come to; one memory, or two."""
-
-    def of(self, rows: int) -> _Piece:
-        """The memory of the first so many rows."""
-        return self if rows == self.rows else _Piece(self._memory[:, :rows], self.share.shape[-1])
-
-    def over(self, memory: Tensor) -> _Piece:
-        """The same, from now on with other memory [n, padded(V)] for `apart`."""
-        vocab = self.share.shape[-1]
-        self._pads, self.apart = memory[:, vocab:], memory[:, :vocab]
-        own = memory.view(-1).split_with_sizes([share.shape[0] for _, share in self._parts])
-        self._parts = [(part, share) for part, (_, share) in zip(own, self._parts, strict=True)]
-        return self
 
     def subtract(self, rows: Tensor, base: _Base) -> Tensor:
         """`apart`, of rows [n, V]."""
@@ -322,9 +321,22 @@ class _Piece:
             POWER(apart, out=share)
         self.add_up(sums)
 
+    def raise_row(self, exponents: Tensor, sums: Tensor) -> None:
+        """The same of a row's exponents [padded(V)], which are elsewhere."""
+        for apart, (_, share) in zip(cut(exponents, PART), self._parts, strict=True):
+            POWER(apart, out=share)
+        self.add_up(sums)
+
     def add_up(self, sums: Tensor) -> None:
         """Sum `share` by segments."""
         torch.sum(self._segments, -1, out=sums)
+
+    def weigh(self, sums: Tensor) -> None:
+        """Sum `share` times `apart` by segments."""
+        if sums.is_cpu:
+            np.vecdot(self._segments.numpy(), self._memory.numpy(), out=sums.numpy())
+        else:
+            torch.sum(self._segments * self._memory, -1, out=sums)
 
     def smoothed(self, below: Tensor, temperature: float, beyond: Tensor, sums: Tensor) -> Tensor:
         """[n]: the sum of p / (p + EPSILON / 2) over `share`. below: [n, 1] float64, from the second best to the best.
@@ -335,6 +347,17 @@ class _Piece:
         half = (EPSILON / 2 * (beyond + scale * mass) / scale).clamp(max=1e30)
         least = torch.add(self.share, half.float()).reciprocal_().sum(-1)
         return self.share.shape[-1] - half.squeeze(-1) * least
+
+
+def _piece(shape: tuple[int, int, int], vocab: int, device: torch.device) -> _Piece:
+    """Of memory [1 or 2, n, padded(V)]. A thread keeps those on the CPU: making one takes as long as some passes do."""
+    kept: dict[tuple[int, ...], _Piece] = _kept.__dict__.setdefault("pieces", {}) if device.type == "cpu" else {}
+    found = kept.get((*shape, vocab))
+    if found is None:
+        if len(kept) == MOST_PIECES:
+            del kept[next(iter(kept))]
+        found = kept[*shape, vocab] = _Piece(scratch(shape, device), vocab)
+    return found
 
 
 class _Asked(NamedTuple):
@@ -353,41 +376,46 @@ class _Asked(NamedTuple):
 
 def _all_sums(groups: list[list[Tensor]], asked: _Asked) -> _Sums:
     """Of all rows of groups of views [n, V], each field [N]."""
-    rows, first = max(view.shape[0] for views in groups for view in views), groups[0][0]
-    width = padded(first.shape[-1])
-    most = max(1, min(rows, (CPU_CHUNK if first.is_cpu else CHUNK) // width)) if asked.reader is None else 1
-    memory = scratch((1 + asked.weighs, most, width), first.device)
-    piece = _Piece(memory, first.shape[-1])
-    return _Sums(*_joined(_sums(views, asked, piece) for views in groups))
+    return _Sums(*_joined(_sums(views, asked) for views in groups))
 
 
-def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
-    """Of rows [n, V], one view below the other. piece: of as many rows as are read at a time."""
+def _sums(views: list[Tensor], asked: _Asked) -> _Sums:
+    """Of rows [n, V], one view below the other."""
     at, top, second = _two_best(views)
-    base = second.where(second > -torch.inf, top)
+    base = second.clamp(min=torch.finfo(second.dtype).min)
     if base.dtype.itemsize < 4:  # differences would be rounded to it
         base = base.float()
     top, second = top.double(), second.double()
     smoothed, weighs, sharpness = "smoothed_entropy" in asked.wanted, asked.weighs, asked.sharpness
-    size = padded(piece.share.shape[-1]) // SEGMENT
-    sums = torch.empty((1 + weighs + (sharpness is not None), len(at), size), device=at.device)
+    vocab, on_cpu = views[0].shape[-1], views[0].is_cpu
+    width = padded(vocab)
+    sums = torch.empty((1 + weighs + (sharpness is not None), len(at), width // SEGMENT), device=at.device)
     others: list[Tensor] = []
     own = drawn_from = _Base.to(base, asked.temperature)
     if sharpness is not None and sharpness != asked.temperature:
         drawn_from = _Base.to(base, sharpness)
-    parts = [part for view in views for part in _cut(view, piece.rows)]
+    most = max(1, (CPU_CHUNK if on_cpu else CHUNK) // width) if asked.reader is None else 1
+    parts = [part for view in views for part in cut(view, most)]
     sizes = [part.shape[0] for part in parts]
-    pieces, start = {size: piece.of(size) for size in set(sizes)}, 0
+    pieces, start = {size: _piece((1 + weighs, size, width), vocab, at.device) for size in set(sizes)}, 0
     heights = [] if asked.reader is None else _heights(top, base, own)
     bases, masses, bests = own.split(sizes), sums[0].split_with_sizes(sizes), at.split_with_sizes(sizes)
     drawn_bases = bases if drawn_from is own else drawn_from.split(sizes)
     for rows, best, origin, mass, drawn_base in zip(parts, bests, bases, masses, drawn_bases, strict=True):
-        now = pieces[rows.shape[0]] if asked.reader is None else piece.over(asked.reader.memory())
+        now = pieces[rows.shape[0]]
         here, start = slice(start, start + now.rows), start + now.rows
+        if asked.reader is not None:
+            memory, apart = next(asked.reader.memory)
+            cut_off = asked.reader.least + heights[here.start]
+            least = max(LEAST_POWER, min(cut_off, UNSEEN_POWER))
+            _difference(rows, origin, apart).clamp_(min=least).scatter_(-1, best, least)
+            now.raise_row(memory, mass)
+            if cut_off > least:  # else one pass was enough
+                apart.clamp_(min=cut_off)
+            asked.reader.read(now.share[0], heights[here.start])
+            continue
         now.subtract(rows, origin).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
         now.raise_to(mass)
-        if asked.reader is not None:
-            asked.reader.read(now.share[0], heights[here.start])
         if smoothed:
             others.append(now.smoothed(second[here] - top[here], asked.temperature, own.share[here], mass))
         if sharpness == asked.temperature:
@@ -395,8 +423,7 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
             torch.threshold_(now.share, NOTHING, 0.0)
             now.add_up(sums[-1, here])
         if weighs:
-            now.share.mul_(now.apart)
-            now.add_up(sums[1, here])
+            now.weigh(sums[1, here])
         if drawn_from is not own:
             apart = now.subtract(rows, drawn_base)
             torch.threshold_(apart, LEAST_POWER, -torch.inf).scatter_(-1, best, -torch.inf)
@@ -418,12 +445,14 @@ def _sums(views: list[Tensor], asked: _Asked, piece: _Piece) -> _Sums:
 
 def _heights(top: Tensor, base: Tensor, own: _Base) -> list[float]:
     """How far the best of rows are above what differences are to, as numbers of float32. top: [n, 1] float64."""
-    return (top - base).mul_(own.scale).add_(own.beyond).clamp_(max=HIGHEST).float().squeeze(-1).tolist()
+    apart = (top - base).squeeze_(-1).numpy() * own.scale + own.apart[:, 0].numpy()
+    return np.minimum(apart, HIGHEST).astype(np.float32).tolist()
 
 
-def _cut(tensor: Tensor, size: int) -> Sequence[Tensor]:
+def cut(tensor: Tensor, size: int) -> Sequence[Tensor]:
     """Parts of `size` along the first dimension, the last one of what is left."""
-    return (tensor,) if tensor.shape[0] <= size else tensor.split(size)
+    whole, rest = divmod(tensor.shape[0], size)
+    return (tensor,) if whole + (rest > 0) <= 1 else tensor.split_with_sizes([size] * whole + [rest] * (rest > 0))
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:
@@ -438,7 +467,7 @@ def _from_sums(
     lead = logits.shape[:-1]
     token, top, second, mass = (each.view(lead) for each in sums[:4])
     weight, others = (None if each is None else each.view(lead) for each in sums[4:6])
-    nonfinite = (top.abs() < torch.inf).logical_not_()  # the largest of NaN and anything is NaN
+    nonfinite = (top - top).isnan()  # as of infinities; the largest of NaN and anything is NaN
     below = second - top if temperature == 1 else (second - top) / temperature
     ratio = below.exp()
     rest = ratio * mass
@@ -471,23 +500,21 @@ def _two_best(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
     Largest of stretches first, which is one vectorized pass; an index is then looked for in one stretch alone.
     """
-    vocab, device = views[0].shape[-1], views[0].device
-    size = shared if (shared := math.gcd(vocab, STRETCH)) >= STRETCH // 4 else STRETCH
-    whole = vocab // size * size
-    stretches = _one([view[:, :whole].unflatten(-1, (whole // size, size)).amax(-1) for view in views])
+    vocab = views[0].shape[-1]
+    size = shared if (shared := math.gcd(vocab, STRETCH)) >= STRETCH // 4 else min(vocab, STRETCH)
+    count = vocab // size
+    whole = count * size
+    stretched = [view[:, :whole].unflatten(-1, (count, size)) for view in views]
+    stretches = _one([view.amax(-1) for view in stretched])
     if whole < vocab:
-        rest = _one([view[:, whole:].amax(-1, keepdim=True) for view in views])
-        stretches = torch.cat((stretches, rest), -1)
+        rest = _one([view[:, whole:] for view in views])
+        stretches = torch.cat((stretches, rest.amax(-1, keepdim=True)), -1)
     top, stretch = stretches.max(-1, keepdim=True)
-    column = torch.add(torch.arange(size, device=device), stretch, alpha=size)
-    inside = _one(
-        [
-            view.gather(-1, at.clamp(max=vocab - 1) if whole < vocab else at)
-            for view, at in zip(views, column.split_with_sizes([view.shape[0] for view in views]), strict=True)
-        ]
-    )
+    column = stretch.clamp(max=count - 1).unsqueeze(-1).expand(-1, -1, size)
+    columns = column.split_with_sizes([view.shape[0] for view in views])
+    inside = _one([view.gather(1, own) for view, own in zip(stretched, columns, strict=True)]).squeeze(1)
     if whole < vocab:
-        inside.masked_fill_(column >= vocab, -torch.inf)
+        inside = inside.where(stretch < count, pad(rest, (0, size - rest.shape[-1]), value=-torch.inf))
     at = inside.argmax(-1, keepdim=True)
     second = inside.scatter_(-1, at, -torch.inf).amax(-1, keepdim=True)
     others = stretches.scatter_(-1, stretch, -torch.inf).amax(-1, keepdim=True)

@@ -132,6 +132,7 @@ class CCD(LowConfidence):
         logits, ages = read.logits, [stage.memory[name] for name in self._ages]
         averages = Averages(logits.shape[-1])
         undecided, buffered = stage.undecided.tolist(), columns.tolist()
+        found = [each.numpy() for each in (read.best, read.found["confidence"], read.found["minus_entropy"])]
         for row, past in enumerate(stage.memory["columns"].tolist()):
             for column in sorted(
                 {column for step in past for column in step if column >= 0 and undecided[row][column]}
@@ -141,10 +142,8 @@ class CCD(LowConfidence):
                     now = kept[row, buffered[row].index(column)]
                 else:
                     now = torch.softmax(logits[row, column], -1, dtype=torch.float32, out=averages.spare)
-                token, probability, certainty = averages.of([now, *earlier])
-                read.best[row, column] = token
-                read.found["confidence"][row, column] = probability
-                read.found["minus_entropy"][row, column] = certainty
+                for field, value in zip(found, averages.of([now, *earlier]), strict=True):
+                    field[row, column] = value
 
     def averaged(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
         """Distinct columns [R, U], among them all undecided ones that earlier steps put aside, and the logits [R, U, V]
