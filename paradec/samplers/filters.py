@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import SMALL_VOCABULARY
-from paradec.kernels.token_stats.draws import ROUNDED, SEGMENT, draw, locate
+from paradec.kernels.token_stats.draws import SEGMENT, draw, locate
 from paradec.samplers.bounds import Bounds
 from paradec.samplers.distributions import ascending, chunks, one_hot_on_best, tempered
 
@@ -168,11 +168,11 @@ def draw_filtered(
         return (own - top[rows]).div_(temperature).exp_().masked_fill_(out, 0)
 
     uniform = uniform.reshape(-1)
-    drawn, apart = locate(sums, uniform, size, weights)
-    if (near := apart < ROUNDED).any():
-        tokens = torch.arange(size).expand(int(near.sum()), -1)
-        drawn[near] = draw(weights(tokens, near), uniform[near])
-    return drawn.view(logits.shape[:-1])
+
+    def again(near: Tensor) -> Tensor:
+        return draw(weights(torch.arange(size).expand(int(near.sum()), -1), near), uniform[near])
+
+    return locate(sums, uniform, size, weights, again).view(logits.shape[:-1])
 
 
 def _below(value: float, row: Tensor) -> float:

@@ -63,7 +63,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     if size <= 4 * SEGMENT:
         total = weights.cumsum(-1, dtype=torch.float64)
         return _first_beyond(total, uniform.unsqueeze(-1).clamp(max=BELOW_ONE) * total[..., -1:]).squeeze(-1)
-    return locate(segment_sums(weights), uniform, size, lambda tokens: weights.gather(-1, tokens))[0]
+    return locate(segment_sums(weights), uniform, size, lambda tokens: weights.gather(-1, tokens))
 
 
 def segment_sums(weights: Tensor) -> Tensor:
@@ -76,10 +76,16 @@ def segment_sums(weights: Tensor) -> Tensor:
     return sums
 
 
-def locate(sums: Tensor, uniform: Tensor, size: int, weights: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """`draw` from `size` tokens of which the sums of segments [..., S] are known, and how far each number is from the
-    nearer boundary of its token's share: [...] each. `weights` gives those of tokens [..., SEGMENT] int64, not
-    normalised either."""
+def locate(
+    sums: Tensor,
+    uniform: Tensor,
+    size: int,
+    weights: Callable[[Tensor], Tensor],
+    again: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """`draw` from `size` tokens of which the sums of segments [..., S] are known. `weights` gives those of tokens
+    [..., SEGMENT] int64, not normalised either. `again` makes the draws [N] of the rows [...] bool whose number is
+    within `ROUNDED` of a boundary of its token's share, on the CPU."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
@@ -93,10 +99,13 @@ def locate(sums: Tensor, uniform: Tensor, size: int, weights: Callable[[Tensor],
     inner = part.cumsum(-1, dtype=torch.float64)
     aim = share * inner[..., -1:]
     found = _first_beyond(inner, aim)
-    beyond = inner.gather(-1, found) - aim
-    apart = torch.minimum(beyond, part.gather(-1, found) - beyond) * inside / (inner[..., -1:] * total[..., -1:])
-    # the clamp is as in `_first_beyond`
-    return (segment * SEGMENT + found).squeeze(-1).clamp_(max=size - 1), apart.squeeze(-1)
+    drawn = (segment * SEGMENT + found).squeeze(-1).clamp_(max=size - 1)  # the clamp is as in `_first_beyond`
+    if again is not None and sums.is_cpu:
+        beyond = inner.gather(-1, found) - aim
+        apart = torch.minimum(beyond, part.gather(-1, found) - beyond) * inside / (inner[..., -1:] * total[..., -1:])
+        if (near := apart.squeeze(-1) < ROUNDED).any():
+            drawn[near] = again(near)
+    return drawn
 
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:

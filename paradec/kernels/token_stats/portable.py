@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec.kernels import exp_is_faster
-from paradec.kernels.token_stats.draws import ROUNDED, SEGMENT, TokenDraws, draw, locate
+from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, locate
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_CHUNK = 2**18
@@ -529,10 +529,10 @@ def _sample(sums: _Sums, logits: Tensor, draws: TokenDraws) -> Tensor:
     def weights(tokens: Tensor) -> Tensor:
         return (logits.gather(-1, tokens).double() - top.view(*lead, 1)).div_(draws.temperature).exp_()
 
-    drawn, apart = locate(sums.segments.view(*lead, -1), uniform, logits.shape[-1], weights)
-    if logits.is_cpu and (near := apart < ROUNDED).any():
-        drawn[near] = samples(logits[near], uniform[near], draws.temperature)
-    return drawn
+    def again(near: Tensor) -> Tensor:
+        return samples(logits[near], uniform[near], draws.temperature)
+
+    return locate(sums.segments.view(*lead, -1), uniform, logits.shape[-1], weights, again)
 
 
 def samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
