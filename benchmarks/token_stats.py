@@ -15,11 +15,12 @@ written here from their formulas.
 positions, over one of `threshold`, and statistics over a softmax of the same logits. Processors differ: it writes
 benchmarks/results/token_stats_steps_amd.json or _intel.json.
 
-All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
-(`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
-of ratios within a turn, of the process's own times. The extra memory is the highest resident size during one call in a
-fresh process, less that before it, the least of three (Linux; pages of libraries that are read for the first time count
-too). Prints tables and writes benchmarks/results/token_stats.json, with the commit that was measured.
+All take turns within the same run; `--steps` goes round its parts nine times. Times are medians over the turns with
+their quartiles, the process's own (`time.process_time`, which other work on the machine touches little) and by the
+clock on the wall; factors are medians of ratios within a turn, of the process's own times. The extra memory is the
+highest resident size during one call in a fresh process, less that before it, the least of three (Linux; pages of
+libraries that are read for the first time count too). Prints tables and writes benchmarks/results/token_stats.json,
+with the commit that was measured.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from paradec.kernels.token_stats import TokenDraws, token_stats
 from paradec.samplers.filters import _filter_by_rank, draw_filtered, filter_logits
 
 ROOT = Path(__file__).resolve().parent.parent
+ROUNDS = 9
 ROWS, VOCABULARIES = 32, (126_464, 152_064)
 FIELDS = ("token", "prob", "entropy")
 DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,7 +99,7 @@ def softmax_multinomial(logits: Tensor, temperature: float, top_p: float | None)
     return torch.multinomial(_filter_by_rank(logits / temperature, top_p, None).softmax(-1), 1).squeeze(-1)
 
 
-def measure_draws(vocabulary: int, repeats: int) -> dict[str, Any]:
+def draw_functions(vocabulary: int) -> dict[str, Callable[[], Any]]:
     """What the sampler does with a step's logits, drawn and greedy, beside the draws alone of the public codes."""
     logits = inputs(vocabulary, 16)[0].unsqueeze(0)
     keys, positions = torch.tensor([[1, 2]]), torch.arange(16).unsqueeze(0)
@@ -106,7 +109,7 @@ def measure_draws(vocabulary: int, repeats: int) -> dict[str, Any]:
         drawn = draw_filtered(logits, draws.uniform(), 0.7, top_p, top_k)
         return token_stats(logits, fields=(), ids=drawn)
 
-    functions: dict[str, Callable[[], Any]] = {
+    return {
         "greedy": lambda: token_stats(logits, fields=()),
         "temperature 0.7": lambda: token_stats(logits, fields=(), draws=draws),
         "temperature 0.7, of its own distribution": lambda: token_stats(
@@ -119,13 +122,11 @@ def measure_draws(vocabulary: int, repeats: int) -> dict[str, Any]:
         "Dream's draw, top-p 0.95": lambda: softmax_multinomial(logits[0], 0.7, 0.95),
         "softmax": lambda: logits.softmax(-1),
     }
-    times = in_turns(functions, repeats)
-    found = {name: summary(each, times["greedy"]) for name, each in times.items()}
-    return {"vocabulary": vocabulary, "rows": 16, "load": os.getloadavg(), "laws": found}
 
 
-def measure_steps(vocabulary: int, repeats: int) -> dict[str, Any]:
-    """Proposing and committing the third step of 16 positions, greedy, without the model's call."""
+def step_functions(vocabulary: int) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Proposing and committing the third step of 16 positions, greedy, without the model's call: seconds, the process's
+    own and on the wall."""
     config = LlamaConfig(vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=2, num_key_value_heads=2, eos_token_id=None)  # fmt: skip
     torch.manual_seed(0)
@@ -141,21 +142,17 @@ def measure_steps(vocabulary: int, repeats: int) -> dict[str, Any]:
         "ccd": (masked, "ccd", block),
         "jacobi": (causal, "jacobi", {"max_new_tokens": 60}),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    for turn in range(-1, repeats):
-        for name in list(cases)[:: -1 if turn % 2 else 1]:
-            model, sampler, request = cases[name]
-            for _ in range(2):  # as in a decode, a sampler follows itself: the first time is not counted
-                own, wall = third_step(model, paradec.samplers.create(sampler), request)
-            if turn >= 0:
-                times[name].append((1e3 * own, 1e3 * wall))
-    found = {name: summary(each, times["threshold"]) for name, each in times.items()}
-    return {"vocabulary": vocabulary, "positions": 16, "load": os.getloadavg(), "steps": found}
+
+    def step(case: tuple[Any, str, dict[str, Any]]) -> tuple[float, float]:
+        model, sampler, request = case
+        third_step(model, paradec.samplers.create(sampler), request)  # as in a decode, a sampler follows itself
+        return third_step(model, paradec.samplers.create(sampler), request)
+
+    return {name: partial(step, case) for name, case in cases.items()}
 
 
 @torch.no_grad()
 def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float, float]:
-    """Seconds, the process's own and on the wall."""
     state = sampler.start(model, torch.arange(5, 21).unsqueeze(0), temperature=0.0, **request)
     for _ in range(3):
         queries = sampler.query(state)
@@ -167,19 +164,38 @@ def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float
     return own, wall
 
 
-def measure_over_softmax(vocabulary: int, repeats: int) -> dict[str, Any]:
-    """Statistics of 8 and of 16 positions over a softmax of the same logits."""
-    found: dict[str, Any] = {}
-    for rows in (8, 16):
-        logits, ids = inputs(vocabulary, rows)
-        functions: dict[str, Callable[[], Any]] = {
-            "softmax": lambda logits=logits: logits.softmax(-1),  # type: ignore[misc]
-            "token and probability": lambda logits=logits: token_stats(logits, fields=()),  # type: ignore[misc]
-            "with entropy and a given token": lambda logits=logits, ids=ids: chunked(logits, ids),  # type: ignore[misc]
-        }
-        times = in_turns(functions, 2 * repeats)
-        found |= {f"{name}, {rows} positions": summary(each, times["softmax"]) for name, each in times.items()}
-    return {"vocabulary": vocabulary, "load": os.getloadavg(), "laws": found}
+def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], Any]]:
+    """Statistics beside a softmax of the same logits."""
+    logits, ids = inputs(vocabulary, rows)
+    return {
+        f"softmax, {rows} positions": lambda: logits.softmax(-1),
+        f"token and probability, {rows} positions": lambda: token_stats(logits, fields=()),
+        f"with entropy and a given token, {rows} positions": lambda: chunked(logits, ids),
+    }
+
+
+def measure_parts(vocabulary: int, repeats: int) -> list[dict[str, Any]]:
+    """Steps, statistics and draws, each over the first of its functions: in rounds, since other work on the machine
+    comes and goes within seconds."""
+    steps, drawn = step_functions(vocabulary), draw_functions(vocabulary)
+    parts: list[tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[float, float]], int]] = [
+        (steps, lambda step: step(), 1),
+        (statistics_functions(vocabulary, 8), timed, 2),
+        (statistics_functions(vocabulary, 16), timed, 2),
+        (drawn, timed, 1),
+    ]
+    times: list[dict[str, list[tuple[float, float]]]] = [{} for _ in parts]
+    for _ in range(ROUNDS):
+        for (functions, clock, often), own in zip(parts, times, strict=True):
+            for name, each in in_turns(functions, often * max(1, repeats // ROUNDS), clock).items():
+                own.setdefault(name, []).extend(each)
+    found = [{name: summary(each, own[next(iter(own))]) for name, each in own.items()} for own in times]
+    load = {"vocabulary": vocabulary, "load": os.getloadavg()}
+    return [
+        load | {"positions": 16, "steps": found[0]},
+        load | {"laws": found[1] | found[2]},
+        load | {"rows": 16, "laws": found[3]},
+    ]
 
 
 def show(found: dict[str, Any], base: str) -> None:
@@ -216,14 +232,21 @@ def resident_peak() -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
-def in_turns(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[tuple[float, float]]]:
+def timed(function: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds, the process's own and on the wall."""
+    wall, own = time.perf_counter(), time.process_time()
+    function()
+    return time.process_time() - own, time.perf_counter() - wall
+
+
+def in_turns(
+    functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[float, float]] = timed
+) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds of every function in every turn, the process's own and on the wall; odd turns go backwards."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for turn in range(-1, repeats):  # the first one warms up
         for name in list(functions)[:: -1 if turn % 2 else 1]:
-            wall, own = time.perf_counter(), time.process_time()
-            functions[name]()
-            own, wall = time.process_time() - own, time.perf_counter() - wall
+            own, wall = clock(functions[name])
             if turn >= 0:
                 times[name].append((1e3 * own, 1e3 * wall))
     return times
@@ -288,13 +311,11 @@ def main() -> None:
     if arguments.memory_of:
         report(*arguments.memory_of)
         return
-    steps, over_softmax, drawn = (
-        each(VOCABULARIES[0], arguments.repeats) for each in (measure_steps, measure_over_softmax, measure_draws)
-    )
+    steps, over_softmax, drawn = measure_parts(VOCABULARIES[0], arguments.repeats)
     show(steps["steps"], "threshold")
     show(over_softmax["laws"], "softmax")
     show(drawn["laws"], "greedy")
-    print(f"load {steps['load']} {over_softmax['load']} {drawn['load']}\n")
+    print(f"load {steps['load']}\n")
     where = {"processor": processor(), "device": "cpu, 1 thread", "torch": torch.__version__}
     found = where | {"repeats": arguments.repeats, "steps": steps, "over_softmax": over_softmax, "draws": drawn}
     maker = "intel" if "intel" in processor().lower() else "amd"

@@ -25,6 +25,7 @@ from paradec.kernels.token_stats import (
     TokenDraws,
     TokenStats,
     draw,
+    memory,
     path_for,
     portable,
     read,
@@ -608,22 +609,22 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
 
 def test_memory_is_used_again_when_nothing_holds_it() -> None:
     """Not while a view of it lives, in whatever order tensors go."""
-    first, shape = portable.recycled((3, 50)), (3, 50)
+    first, shape = memory.recycled((3, 50)), (3, 50)
     places = {first.data_ptr()}
     view = first[1:].view(-1)[10:].detach()
     view.fill_(7.0)
     del first
-    held = [portable.recycled(shape) for _ in range(5)]
+    held = [memory.recycled(shape) for _ in range(5)]
     assert view.data_ptr() not in {each.data_ptr() + 240 for each in held} and len({*map(Tensor.data_ptr, held)}) == 5
     for each in held:
         each.fill_(1.0)
     assert (view == 7.0).all()
     del each
     last = held.pop().data_ptr()
-    assert portable.recycled((150,)).data_ptr() == last not in places
-    assert portable.recycled((2**11, 2**12)).untyped_storage().nbytes() == 4 * 2**23
+    assert memory.recycled((150,)).data_ptr() == last not in places
+    assert memory.recycled((2**11, 2**12)).untyped_storage().nbytes() == 4 * 2**23
     with torch.inference_mode():
-        made = portable.recycled(shape)
+        made = memory.recycled(shape)
     assert made.data_ptr() == last
 
 
@@ -648,7 +649,7 @@ def test_memory_that_a_thread_keeps_changes_nothing() -> None:
         for case, beside in zip(cases[:: 1 + turn % 2], expected[:: 1 + turn % 2], strict=True):
             with torch.inference_mode(turn < 2):
                 assert all(torch.equal(a, b) for a, b in zip(read(case), beside, strict=True))
-    assert 0 < len(portable._kept.pieces) <= portable.MOST_PIECES
+    assert 0 < len(memory.kept_by_thread.pieces) <= portable.MOST_PIECES
 
 
 # ---- what samplers see ----------------------------------------------------------------------------------------------

@@ -19,13 +19,15 @@ below the best token comes to nothing, as it should.
 Two such sums merge exactly (online softmax: Milakov and Gimelshein, arXiv 1805.02867), also where one is empty.
 
 `reference.py` defines every statistic, `draws.py` how a token is drawn; `read.py` chooses a path and is "float64"
-itself, `portable.py` is "chunked", `triton.py` the kernels; `api.py` checks what callers ask for.
+itself, `portable.py` is "chunked", in the memory of `memory.py`; `triton.py` the kernels; `api.py` checks what callers
+ask for.
 """
 
 from paradec.kernels import interpreting
 from paradec.kernels.token_stats.api import PATHS, token_stats
 from paradec.kernels.token_stats.draws import BELOW_ONE, TokenDraws, draw
-from paradec.kernels.token_stats.portable import UNIT, RowReader, padded, recycled, scratch, stats_where
+from paradec.kernels.token_stats.memory import recycled, scratch
+from paradec.kernels.token_stats.portable import UNIT, RowReader, padded, stats_where
 from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, path_for, read_stats
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats, reference_stats
 

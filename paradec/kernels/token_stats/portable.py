@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +14,7 @@ from torch.nn.functional import pad
 
 from paradec.kernels import exp_is_faster
 from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, locate
+from paradec.kernels.token_stats.memory import kept_by_thread, scratch
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_CHUNK = 2**18
@@ -44,8 +43,6 @@ POWER, UNIT = (torch.exp, 1.0) if exp_is_faster() else (torch.exp2, LOG2_E)
 LEAST_POWER = FLOOR * UNIT
 UNSEEN_POWER = -30.5 * UNIT
 """All tokens of the largest vocabulary, this far below the second best, are less beside it than float32 is rounded."""
-MOST_RECYCLED, SPARE = 2**22, 3
-"""Numbers of what `recycled` hands out again at most, and how often: 48 MB."""
 MOST_PIECES = 4
 """`_Piece`s that a thread keeps: up to 2 MB each if a row is no longer than `CPU_CHUNK`."""
 VECTORS = 64
@@ -156,44 +153,6 @@ def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
     else:
         for part in logits:
             yield from _pieces(part, on_cpu, elsewhere)
-
-
-_kept = threading.local()
-
-
-def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Memory for float32 numbers that nothing holds when the caller returns. A thread keeps that on the CPU: a system
-    that gives it back and asks for it again at every call takes as long over it as some passes do."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    numbers, size = getattr(_kept, "numbers", None), math.prod(shape)
-    if numbers is None or numbers.shape[0] < size:
-        with torch.inference_mode(False):  # else inference mode alone could write to it
-            numbers = _kept.numbers = torch.empty(size, dtype=torch.float32)
-    return numbers[:size].view(shape)
-
-
-def recycled(shape: tuple[int, ...]) -> Tensor:
-    """Memory for float32 numbers on the CPU that may be held as long as one likes. A thread keeps a little of what it
-    has handed out, and hands that out again when no tensor holds it any more: see `scratch`."""
-    size = math.prod(shape)
-    if size > MOST_RECYCLED:
-        return torch.empty(shape, dtype=torch.float32)
-    spare: list[np.ndarray] = _kept.__dict__.setdefault("spare", [])
-    free = [at for at in range(len(spare)) if spare[at].size == size and _references(spare, at) == _OF_ITS_LIST]
-    if free:
-        return torch.from_numpy(spare[free[0]]).view(shape)
-    spare.append(np.empty(size, np.float32))
-    del spare[:-SPARE]
-    return torch.from_numpy(spare[-1]).view(shape)
-
-
-def _references(arrays: list[np.ndarray], at: int) -> int:
-    """How many there are to one of the arrays; tensors of its memory, views too, have one together."""
-    return sys.getrefcount(arrays[at])
-
-
-_OF_ITS_LIST = _references([np.empty(0)], 0)
 
 
 class RowReader(Protocol):
@@ -351,7 +310,8 @@ class _Piece:
 
 def _piece(shape: tuple[int, int, int], vocab: int, device: torch.device) -> _Piece:
     """Of memory [1 or 2, n, padded(V)]. A thread keeps those on the CPU: making one takes as long as some passes do."""
-    kept: dict[tuple[int, ...], _Piece] = _kept.__dict__.setdefault("pieces", {}) if device.type == "cpu" else {}
+    on_cpu = device.type == "cpu"
+    kept: dict[tuple[int, ...], _Piece] = kept_by_thread.__dict__.setdefault("pieces", {}) if on_cpu else {}
     found = kept.get((*shape, vocab))
     if found is None:
         if len(kept) == MOST_PIECES:
