@@ -17,9 +17,9 @@ from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, locate
 from paradec.kernels.token_stats.memory import kept_by_thread, scratch
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
-CPU_CHUNK = 2**18
-"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 1 MB, so that what one call writes is in a
-core's own caches when the next one reads it."""
+CPU_CHUNK = 3 * 2**17
+"""Tokens that "chunked" holds at a time on the CPU, if a row is no longer: 1.5 MB, so that what one call writes is in a
+core's own caches when the next one reads it, and calls are few."""
 SEARCH_CHUNK = 2**22
 """Tokens among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
@@ -44,7 +44,7 @@ LEAST_POWER = FLOOR * UNIT
 UNSEEN_POWER = -30.5 * UNIT
 """All tokens of the largest vocabulary, this far below the second best, are less beside it than float32 is rounded."""
 MOST_PIECES = 4
-"""`_Piece`s that a thread keeps: up to 2 MB each if a row is no longer than `CPU_CHUNK`."""
+"""`_Piece`s that a thread keeps: up to 3 MB if a row is no longer than `CPU_CHUNK`, most of it shared by all."""
 VECTORS = 64
 """Numbers of float32 of which torch computes all by whole vectors."""
 MOST_WHOLE = 2.0**10
