@@ -58,7 +58,8 @@ def held_back() -> Iterator[None]:
     """Let Ctrl-C wait until the block has been left, the outermost of several: what is half printed could not be told
     from what is missing."""
     global _held
-    if threading.current_thread() is not threading.main_thread() or _held:
+    ignored = _handler() is signal.SIG_IGN  # and stays so, as in background jobs of shells
+    if threading.current_thread() is not threading.main_thread() or _held or ignored:
         yield
         return
     caught: list[int] = []

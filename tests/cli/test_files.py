@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +346,16 @@ def test_answers_are_written_when_they_end(
     assert [entry["line"] for entry in found] == [1, 2, 3, 4] and sum(texts, []) == expected.text
 
 
-def test_interrupts_are_held_back_by_the_outermost_block() -> None:
+@pytest.fixture
+def handler() -> Iterator[Callable[[Any], Any]]:
+    """Sets what Ctrl-C does; what it did before, which a shell may have set to nothing, comes back."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda wanted: signal.signal(signal.SIGINT, wanted)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupts_are_held_back_by_the_outermost_block(handler: Callable[[Any], Any]) -> None:
+    handler(signal.default_int_handler)
     told = []
     with pytest.raises(KeyboardInterrupt), interrupts.held_back():
         with interrupts.held_back():
@@ -356,6 +365,14 @@ def test_interrupts_are_held_back_by_the_outermost_block() -> None:
     assert told == ["inner", "outer"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_ignored_interrupts_stay_ignored(handler: Callable[[Any], Any]) -> None:
+    """As in a shell's background job."""
+    handler(signal.SIG_IGN)
+    with interrupts.held_back():
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
