@@ -279,7 +279,8 @@ class BlockCausalModule(nn.Module):
         keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
         seen = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         seen = seen & attention_mask[:, None, :].bool()
-        seen = seen | (position_ids[:, :, None] == keys)  # padding sees itself, so that its softmax is defined
+        # left padding sees no key: it sees itself, so that its softmax is defined
+        seen |= (position_ids[:, :, None] == keys) & ~seen.any(-1, keepdim=True)
         with Calling(self.model, ModuleCall(self._wrap)):
             return self.model(
                 input_ids=input_ids,
