@@ -16,6 +16,7 @@ import itertools
 import json
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +106,22 @@ class TableModel:
 
 
 class OwnDrafter(TableModel):
-    """One that also fills blocks of masks after a token: mask i from the token before the block alone.
+    """One that also fills blocks of masks, its last token, after a token: mask i from the token before the block alone.
 
     Args:
         drafts: [V, W, V]: by that token, the mask's place, the next. blocks: whether it is block-causal and verifies by
-            masks beside the tokens; its last token is the mask then.
+            masks beside the tokens.
     """
 
     def __init__(self, table: Tensor, drafts: Tensor, blocks: bool = False):
         super().__init__(table)
         self.drafts = drafts
+        mask: dict[str, Any] = {"mask_token_id": table.shape[-1] - 1}
         if blocks:
-            found = {"topology": "block_causal", "block_length": drafts.shape[1], "mask_token_id": len(table) - 2}
-            self.facts = ModelFacts(table.shape[-1], prediction="same", name="table", **found)
+            mask |= {"topology": "block_causal", "prediction": "same", "block_length": drafts.shape[1]}
         else:
-            self.own_drafts = OwnDrafts(0, drafts.shape[1] + 1)
+            self.own_drafts = OwnDrafts(drafts.shape[1] + 1)
+        self.facts = replace(self.facts, **mask)
 
     @classmethod
     def near(cls, model: TableModel, seed: int, blocks: bool = False) -> OwnDrafter:
@@ -348,14 +350,13 @@ def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
         yield f"sjd, {init}; image, {what}", sampler, image, REQUESTS[what] | {"grid": GRID}
     for name in ("scd, gumbel", "speculative, window 4", "speculative, without_replacement tree"):
         yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
-    own, blocks = OwnDrafter.near(model, seed=5), OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=True)
+    own, blocks = (OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=blocks) for blocks in (False, True))
     for (what, request), rule in itertools.product(REQUESTS.items(), ("ratio", "match", "threshold")):
         settings = {"rule": "match", "threshold": 0.4} if rule == "threshold" else {"rule": rule}
         sampler = paradec.samplers.create("self_speculative", **settings)
+        request = request | {"suppress_tokens": [5]}  # the last token is the mask, which is never drawn
         yield f"self_speculative, {rule}; {what}", sampler, own, request
         if request.get("guidance_scale", 1) == 1:
-            # the last token is the mask, which is never drawn
-            request = request | {"suppress_tokens": [5]}
             yield f"self_speculative, {rule}, blocks of one; {what}", sampler, blocks, request
     for what, request in REQUESTS.items():
         if request.get("guidance_scale", 1) == 1:

@@ -23,8 +23,8 @@ class ModelFacts:
 
     Args:
         vocab_size: rows of the output matrix.
-        mask_token_id: the id that represents an undecided token; None for autoregressive models, and for those that
-            decode canvases of noise.
+        mask_token_id: the id that represents an undecided token, which no sampler proposes; None for models without
+            one.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
         pad_token_id: the id after the end of an answer; by default the first end id, and without one the lowest
             id that is not the mask.
@@ -105,6 +105,8 @@ class ModelFacts:
     def hole_id(self) -> int | None:
         """The id of a position to fill: the mask id, or `HOLE` where there are canvases; None where the model fills no
         holes."""
+        if self.topology == "causal":
+            return None
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:

@@ -54,7 +54,7 @@ class Rollout:
     """[B] int64: the position of each row's first mask or first new token, where blocks begin on models that count
     them from there."""
     suppressed: Tensor
-    """[B, S] int64: ids that were never proposed, of masked models the mask id among them; -1 is none."""
+    """[B, S] int64: ids that were never proposed, the mask id of models that have one among them; -1 is none."""
     settings: dict[str, Any]
     """What of the request differs from the defaults, as data, with the names of `model` and `sampler`, and the model's
     `topology`."""

@@ -120,7 +120,7 @@ def load_masked(
     ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
     facts, own = facts_of(*ids, raised=rope_theta is not None), None
     if family.modes:
-        facts, own = own_drafts.of(source, facts, family, block_length, stored, revision, adapter)
+        own = own_drafts.of(source, family, block_length, stored, revision, adapter)
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if adapter is not None and own is None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import shown
-from paradec.core.facts import ModelFacts
 from paradec.models.checkpoint import CheckpointError, Stored, fetch, published_to_own
 from paradec.models.family import Family
 from paradec.models.lora import CONFIG, WEIGHTS, LoRA, read_lora
@@ -23,15 +22,13 @@ from paradec.models.lora import CONFIG, WEIGHTS, LoRA, read_lora
 
 @dataclass(frozen=True)
 class OwnDrafts:
-    """How a model that decodes token by token also fills blocks of masks.
+    """How a model that decodes token by token also fills blocks of masks (`facts.mask_token_id`).
 
     Args:
-        mask_token_id: the id of a mask.
         block_length: the block that it was trained with, the last final token included.
         adapter: what is added to its matrices in such calls; None for models without.
     """
 
-    mask_token_id: int
     block_length: int
     adapter: DraftAdapter | None = None
 
@@ -94,14 +91,13 @@ def in_mode(source: str, family: Family, topology: str | None) -> Family:
 
 def of(
     source: str,
-    facts: ModelFacts,
     family: Family,
     block_length: int | None,
     stored: Mapping[str, Stored],
     revision: str | None,
     adapter: LoRA | None,
-) -> tuple[ModelFacts, OwnDrafts]:
-    """A checkpoint's facts in the mode of its family, and how it drafts: with the adapter that was given, else its own.
+) -> OwnDrafts:
+    """How a checkpoint drafts: with the adapter that was given, else its own.
 
     Args:
         source, stored: its name, and what it holds.
@@ -124,7 +120,4 @@ def of(
         assert config is not None and weights is not None  # they have been read
         drafts = DraftAdapter((config, weights), products)
     assert block_length is not None  # families with modes state one
-    own_drafts = OwnDrafts(facts.mask_id, block_length, drafts)
-    if family.topology == "causal":
-        facts = replace(facts, mask_token_id=None)
-    return facts, own_drafts
+    return OwnDrafts(block_length, drafts)

@@ -149,7 +149,7 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, places in found.items():
         values = [p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in places]
         first = next((value for value in values if value is not None), None)
-        if first != getattr(facts, name) and (name != "mask_token_id" or facts.mask_token_id is not None):
+        if first != getattr(facts, name):
             config[name] = getattr(facts, name)
     given = set(stated_ends(config, generation, tokenizer, published.family))
     if given != set(facts.eos_token_ids):

@@ -64,8 +64,9 @@ def pair(token_ids: list[int], topology: str) -> list[Model]:
     def made(value: float) -> Model:
         model = tiny(1, "bidirectional" if topology == "causal" else topology)
         if topology == "causal":
-            model = paradec.wrap(model.unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-            model.own_drafts = OwnDrafts(MASK, 4)
+            facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
+            model = paradec.wrap(model.unwrap(), **facts)
+            model.own_drafts = OwnDrafts(4)
         return with_logits(model, lambda logits: logits.index_fill_(-1, torch.tensor(token_ids), value))
 
     return [made(-INF), made(LOW)]

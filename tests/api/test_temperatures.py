@@ -560,8 +560,8 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
         assert not torch.isin(out.new_tokens, torch.tensor(asked["suppress_tokens"])).any()
         return out.new_tokens
 
-    model, sampler = wrapped(), with_drafter(name, close_model, window=4)
-    model.own_drafts = OwnDrafts(0, 4)
+    model, sampler = wrapped(mask_token_id=0), with_drafter(name, close_model, window=4)
+    model.own_drafts = OwnDrafts(4)
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
         tokens(temperature), tokens(temperature, **filters)
     assert torch.equal(tokens(COLD), tokens(0.0)) and torch.equal(tokens(COLD, **FILTERS[3]), tokens(0.0))

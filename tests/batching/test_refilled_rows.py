@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import taken
-from tiny_models import MASK, VOCAB, tiny
+from tiny_models import VOCAB, tiny
 
 import paradec
 from paradec import caches, samplers
@@ -147,7 +147,7 @@ DRAFTING = {
 @pytest.mark.parametrize("name", [*ALONE, *DRAFTING])
 def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
     model = model_of(models, "causal")
-    model.own_drafts = OwnDrafts(MASK, 4)
+    model.own_drafts = OwnDrafts(4)
     draw = random.Random(f"{name} {temperature} {guidance}")
     rows, lengths = prompts(draw, 7), [draw.choice((3, 9)) for _ in range(7)]
     if name in DRAFTING:

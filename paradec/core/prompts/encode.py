@@ -65,7 +65,7 @@ def encode(
         return from_lists(model, prompt, attention_mask)
     ids, starts = [row for row, _ in rows], [start for _, start in rows]
     check_rows(model, ids)
-    mask = model.facts.mask_token_id
+    mask = model.facts.hole_id
     for index, row in enumerate(ids):
         if placeholder is None and mask is not None and mask in row:
             raise ValueError(

@@ -91,9 +91,6 @@ def start(
     state.reached = state.answer_start.copy()
     state.drafted[:] = 0  # none but the model makes the first drafts
     state.ahead = ALL_SLOTS if sampler.window is None else sampler.window - 1
-    if state.allowed is None:
-        state.allowed = torch.ones(facts.vocab_size, dtype=torch.bool, device=model.device)
-    state.allowed[mask] = False
     # the chain ends rows by rank, which is not what ends a text
     state.ends, state.texts, state.spoken = state.ends[:0], None, state.texts
     state.store = model.keep_decided(len(rows), width)

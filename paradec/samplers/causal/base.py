@@ -215,6 +215,8 @@ class CausalSampler(Sampler):
         """[V] bool of the tokens that may be drawn (None when all may), and [V] float64, 1 where a guess may fall."""
         allowed = torch.ones(facts.vocab_size, dtype=torch.bool) if grid is None else grid.allowed(facts.vocab_size)
         allowed[suppressed_ids(request, facts)] = False
+        if facts.mask_token_id is not None:
+            allowed[facts.mask_token_id] = False
         if not allowed.any():
             raise ValueError("suppress_tokens leaves no token that may be drawn")
         allowed = allowed.to(device)

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_number
-from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
 from paradec.core.protocol import Proposal, Sampler
 from paradec.core.trace import Notes
-from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafts.own_block import OwnBlock, verifying
@@ -87,7 +85,7 @@ class SelfSpeculative(ChainSampler):
         facts, own = model.facts, getattr(model, "own_drafts", None)
         why = None
         if facts.topology in ("causal", "causal_context"):
-            why = "it does not say what a mask is" if own is None else None
+            why = "it does not say what a mask is" if own is None or facts.mask_token_id is None else None
         elif facts.topology != "block_causal":
             why = f"it is {facts.topology.replace('_', '-')}"
         elif facts.whole_blocks:
@@ -117,19 +115,10 @@ class SelfSpeculative(ChainSampler):
         block = model.facts.block_length if own is None else own.block_length
         method = self if self.window is not None else replace(self, window=block)
         state = super(SelfSpeculative, method).start(model, prompt, request, **arguments)
-        mask = model.facts.mask_token_id
-        if mask is not None and bool(((state.canvas == mask) & state.given).any()):
+        mask = model.facts.mask_id
+        if bool(((state.canvas == mask) & state.given).any()):
             raise ValueError(f"the prompt holds the mask id {mask}; sampler {self.name!r} goes on after prompts alone")
         return state
-
-    def _allowed(
-        self, facts: ModelFacts, request: Request, grid: Grid | None, device: torch.device
-    ) -> tuple[Tensor | None, Tensor]:
-        allowed, guess = super()._allowed(facts, request, grid, device)
-        if facts.topology != "block_causal":
-            return allowed, guess
-        guess[facts.mask_id] = 0  # such models never propose it
-        return guess > 0, guess
 
     def _first_drafts(self, state: CausalState, model: Any) -> None:
         """None: the first step evaluates the prompt, and makes one token."""

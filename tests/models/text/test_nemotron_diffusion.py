@@ -50,7 +50,7 @@ def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int
 
 
 def special(model: Model) -> set[int | None]:
-    return {model.own_drafts.mask_token_id, *model.facts.eos_token_ids}
+    return {model.facts.mask_id, *model.facts.eos_token_ids}
 
 
 # ---- forwards --------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_blocks(trace: dict[str, Any], cache: str) -> None:
             if "step" in step:
                 theirs.append({(at, token) for at, token in step["commit"]})
                 width.append(block)
-            elif step["seed"] != model.own_drafts.mask_token_id:
+            elif step["seed"] != model.facts.mask_id:
                 theirs.append({(begin + step["block"] * block, step["seed"])})
                 width.append(begin if not step["block"] else block)
         if state.stopped[0]:  # what comes after an end is padding
@@ -319,8 +319,7 @@ def test_what_the_files_say(tmp_path: Path) -> None:
         assert facts.topology == (topology or "causal_context")
         assert facts.prediction == ("shifted" if topology == "causal" else "same")
         assert facts.block_length == (None if topology == "causal" else config["block_size"])
-        assert facts.mask_token_id == (None if topology == "causal" else config["mask_token_id"])
-        assert (drafts.mask_token_id, drafts.block_length) == (config["mask_token_id"], config["block_size"])
+        assert (facts.mask_token_id, drafts.block_length) == (config["mask_token_id"], config["block_size"])
         assert facts.eos_token_ids == (config["eos_token_id"],)
     assert paradec.load(FOLDERS[0], block_length=2).facts.block_length == 2
     with pytest.raises(CheckpointError, match="topology='bidirectional' does not fit"):

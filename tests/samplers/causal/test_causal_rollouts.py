@@ -31,8 +31,9 @@ DRAWN = GIVEN | {"temperature": 0.7, "seed": 3, "sampler": "sjd"}
 @functools.cache
 def causal(layers: int = 2, dtype: torch.dtype = torch.float64) -> Model:
     module = tiny(layers).unwrap().to(dtype)
-    model = paradec.wrap(module, topology="causal", prediction="shifted", eos_token_id=END)
-    model.own_drafts = OwnDrafts(MASK, 4)
+    facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
+    model = paradec.wrap(module, **facts)
+    model.own_drafts = OwnDrafts(4)
     return model
 
 
@@ -80,7 +81,7 @@ def by_hand(model: Model, rollout: Rollout, temperature: float = 1.0) -> torch.T
         with torch.no_grad():
             said = [model.module(ids[None]).logits[0] for ids in (tokens, tokens[begin - 1 :])]
         logits = said[1][:-1] + scale * (said[0][begin - 1 : -1] - said[1][:-1])
-        logits[:, rollout.settings.get("suppress_tokens", [])] = -torch.inf
+        logits[:, [MASK, *rollout.settings.get("suppress_tokens", [])]] = -torch.inf
         chosen = (logits / temperature).log_softmax(-1).gather(1, tokens[begin:, None]).squeeze(1)
         found[row, begin : len(tokens)] = chosen
     return found
@@ -96,7 +97,7 @@ def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
         for given in SETTINGS if tolerance < 1e-9 else SETTINGS[:1]:
             temperature, output = (
                 given["temperature"],
-                paradec.generate(model, ROWS, sampler=sampler, seed=2, **GIVEN, **given),
+                paradec.generate(model, ROWS, sampler=sampler, seed=3, **GIVEN, **given),
             )
             rollout, told = output.rollout, {"equal_nan": True, "rtol": 0, "atol": tolerance}
             with torch.no_grad():
@@ -150,7 +151,7 @@ def test_rows_of_generate_many_files_copies_and_threads(tmp_path: Path) -> None:
         assert_same(other, together)
     kept = paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout
     both = Rollout.joined([together, kept])
-    assert both.suppressed.tolist() == [[-1, -1]] * 6 + [[1, 2]] * 3
+    assert both.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
     with torch.no_grad():
         torch.testing.assert_close(paradec.replay(model, both), both.logp, equal_nan=True, rtol=0, atol=1e-10)
     found: dict[int, Rollout] = {}

@@ -39,7 +39,7 @@ class OwnBlock:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        masks = torch.full((len(rows), state.width - 1), _mask_of(state), device=state.context.device)
+        masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         slot = torch.arange(state.width, device=masks.device).expand(len(rows), -1)
         if self.threshold is None:
             positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
@@ -87,12 +87,6 @@ class OwnBlock:
             logits = model(query, state.store)
         drafting.nfe += Cost([query], state.batch).nfe
         return read_logits(state, [logits], [query])
-
-
-def _mask_of(state: CausalState) -> int:
-    """The id of a mask."""
-    own = getattr(drafting_of(state).model, "own_drafts", None)
-    return state.facts.mask_id if own is None else int(own.mask_token_id)
 
 
 def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
