@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import UNIT, TokenStats, padded, recycled, stats_where
-from paradec.kernels.token_stats.portable import LEAST_POWER
+from paradec.kernels.token_stats import TokenStats, padded, portable, recycled, stats_where
 from paradec.samplers import distributions
 
 TINY = 1e-12
@@ -36,7 +35,7 @@ class Moved(NamedTuple):
     stats: TokenStats
     """Fields [N]: `token` and `prob`."""
     kept: Tensor
-    """[..., V] float32: exponents of `POWER`, as they are to be given at the next step."""
+    """[..., V] float32: exponents of `portable.exponential`, as they are to be given at the next step."""
     total: Tensor
     """[...] float64: the exponent of what they sum up to; infinite where nothing is kept."""
     kl: Tensor
@@ -61,7 +60,7 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
     at = np.flatnonzero(seen)
     first_step = np.isinf(told[at])
     memory = recycled((len(flat), padded(size)))
-    memory[:, size:].fill_(LEAST_POWER)
+    memory[:, size:].fill_(portable.exponential.floor)
     kept = memory[:, :size]
     old = before.unbind()
     own = list(zip(memory.unbind(), kept.split(1), strict=True))
@@ -74,9 +73,9 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
     prob = stats.prob.numpy()
     # what is left of the best token's own share, in the units of `share`
     with np.errstate(invalid="ignore"):  # of logits that are not finite, which the commit refuses
-        now = highest - UNIT * np.log(prob)
-        change = sums * np.exp(-highest / UNIT) + highest - before.numpy()[at, best]
-        moves = np.where(first_step, np.inf, (change * prob + told[at] - now) / UNIT)
+        now = highest - portable.exponential.unit * np.log(prob)
+        change = sums * np.exp(-highest / portable.exponential.unit) + highest - before.numpy()[at, best]
+        moves = np.where(first_step, np.inf, (change * prob + told[at] - now) / portable.exponential.unit)
     near = (moves > threshold / 4 - ROUNDED) & (moves < 32 * threshold + ROUNDED)
     if threshold > -math.log(TINY) - math.log(size):  # else nothing is stable at first
         near |= first_step
@@ -92,7 +91,7 @@ def moved(logits: Tensor, chosen: Tensor, previous: Tensor, total: Tensor, thres
 
 def share_of(kept: Tensor, total: Tensor | float) -> Tensor:
     """The distribution [V] of a row of `Moved.kept`, in float32."""
-    return ((kept.double() - total) / UNIT).exp_().float()
+    return ((kept.double() - total) / portable.exponential.unit).exp_().float()
 
 
 class _Moving:
@@ -102,9 +101,8 @@ class _Moving:
         rows: the `memory` of `RowReader`, and [V], what the last step left there; None where there was none.
     """
 
-    least = LEAST * UNIT
-
     def __init__(self, rows: list[tuple[Tensor, Tensor, Tensor | None]]):
+        self.least = LEAST * portable.exponential.unit
         self.memory: Iterator[tuple[Tensor, Tensor]] = ((padded, row) for padded, row, _ in rows)
         self._rows = iter(rows)
         self.heights: list[float] = []

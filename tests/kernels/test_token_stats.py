@@ -109,6 +109,7 @@ def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
 # ---- the PyTorch paths ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(
     ("path", "dtype"),
@@ -125,6 +126,7 @@ def test_every_field_is_what_it_says(path: str, dtype: torch.dtype, temperature:
     assert found.ids_prob is None and found.sample is None
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
 def test_odd_vocabularies(vocabulary: int) -> None:
     logits = logits_of(6, vocabulary=vocabulary)
@@ -136,6 +138,7 @@ def test_odd_vocabularies(vocabulary: int) -> None:
     assert_close(found, reference_stats(logits)._asdict(), FIELDS, 1e-6)
 
 
+@pytest.mark.usefixtures("processor")
 def test_sure_tokens_keep_their_order_and_doubt() -> None:
     # float32 probabilities tie at 1 where the next token is 17 below; these differ from 20 to 30 below
     logits = torch.full((11, VOCABULARY), -torch.inf)
@@ -160,6 +163,7 @@ def test_sure_tokens_keep_their_order_and_doubt() -> None:
     torch.testing.assert_close(found, torch.full_like(found, entropy), rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
     logits = logits_of(6)
@@ -298,6 +302,7 @@ def assert_exact_zeros(found: TokenStats, logits: Tensor) -> None:
     assert found.token[5] == 2 and found.prob[5] == found.second_prob[5] == 0.5 and found.margin[5] == 0
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"),
     [
@@ -323,6 +328,7 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
         assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
@@ -411,6 +417,7 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 def test_a_sample_depends_on_its_row_alone(path: str) -> None:
     logits, draws = logits_of(3, 4), draws_for(3, 4)
@@ -513,6 +520,7 @@ def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, te
     return others
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
 @pytest.mark.parametrize("path", ["chunked", "float64"])
 @pytest.mark.parametrize(
@@ -534,6 +542,7 @@ def test_paths_draw_the_same_tokens_but_at_boundaries(
     assert others_drawn(read, logits, count, temperature) <= count // 10_000
 
 
+@pytest.mark.usefixtures("processor")
 def test_draws_beside_boundaries_are_those_of_float64() -> None:
     """Nearer to them than float32 weights place them, on either side; alone and beside other rows."""
     logits = torch.linspace(0.1, 1, 4).unsqueeze(1) * torch.randn(
@@ -569,6 +578,7 @@ def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:
     assert others_drawn(read, logits, count, 0.7) <= count // 10_000
 
 
+@pytest.mark.usefixtures("processor")
 def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:
     """To the last bit: what torch computes after whole vectors is rounded otherwise, and no row may have some of it."""
     logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)

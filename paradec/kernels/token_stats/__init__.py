@@ -27,7 +27,7 @@ from paradec.kernels import interpreting
 from paradec.kernels.token_stats.api import PATHS, token_stats
 from paradec.kernels.token_stats.draws import BELOW_ONE, TokenDraws, draw
 from paradec.kernels.token_stats.memory import recycled, scratch
-from paradec.kernels.token_stats.portable import UNIT, RowReader, padded, stats_where
+from paradec.kernels.token_stats.portable import RowReader, padded, stats_where
 from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, path_for, read_stats
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats, reference_stats
 
@@ -39,7 +39,6 @@ __all__ = [
     "PATHS",
     "SMALL_VOCABULARY",
     "RowReader",
-    "UNIT",
     "TokenDraws",
     "TokenStats",
     "draw",

@@ -38,11 +38,6 @@ HIGHEST = 256.0
 MOST_APART = 700.0
 """Where the best token's difference to the second best is cut off in draws: its weight stays a number."""
 LOG2_E = 1 / math.log(2)
-POWER, UNIT = (torch.exp, 1.0) if exp_is_faster() else (torch.exp2, LOG2_E)
-"""What differences are raised by, and what one nat is as an exponent."""
-LEAST_POWER = FLOOR * UNIT
-UNSEEN_POWER = -30.5 * UNIT
-"""All tokens of the largest vocabulary, this far below the second best, are less beside it than float32 is rounded."""
 MOST_PIECES = 4
 """`_Piece`s that a thread keeps: up to 3 MB if a row is no longer than `CPU_CHUNK`, most of it shared by all."""
 VECTORS = 64
@@ -53,6 +48,34 @@ LANES = 3 * SEGMENT
 """Powers are taken of multiples of so many numbers: 1, 2, 3 or 4 threads have whole vectors each."""
 PART = 170 * LANES
 """Numbers that 4 threads share at most: torch gives each 32,768 at least."""
+
+
+class Exponential(NamedTuple):
+    """An exponential function of torch, and the constants that depend on its base."""
+
+    power: Callable[..., Tensor]
+    unit: float
+    """One nat as an exponent."""
+
+    @property
+    def floor(self) -> float:
+        """`FLOOR` as an exponent."""
+        return FLOOR * self.unit
+
+    @property
+    def unseen(self) -> float:
+        """All tokens of the largest vocabulary, this far below the second best, are less beside it than float32 is
+        rounded."""
+        return -30.5 * self.unit
+
+
+EXP, EXP2 = Exponential(torch.exp, 1.0), Exponential(torch.exp2, LOG2_E)
+exponential = EXP if exp_is_faster() else EXP2
+"""The one that differences are raised by: the faster one on this processor."""
+_PRODUCT = torch.full((VECTORS,), 1 + 2.0**-12)
+fuses_product = bool((torch.add(-_PRODUCT.square(), _PRODUCT, alpha=1 + 2.0**-12) != 0).all())
+"""Whether this processor's torch adds a product that it does not round. Without that, differences of large logits
+would be wrong by 2**-16, and take two passes."""
 
 
 def with_sample(read: Callable[[Tensor | None], TokenStats], sample: Tensor, ids: Tensor | None) -> TokenStats:
@@ -162,7 +185,7 @@ class RowReader(Protocol):
     """Where exponents are cut off, beside the best token's."""
     memory: Iterator[tuple[Tensor, Tensor]]
     """Where each row is written and stays, [`padded(V)`], and its first V numbers, [1, V]: beside some base, as
-    exponents of `POWER`, and the least of them at the best token. What is padded is `LEAST_POWER` before."""
+    exponents of `exponential`, and the least of them at the best token. What is padded is its `floor` before."""
 
     def read(self, share: Tensor, height: float) -> None:
         """The next row has been written. share: [V], what its exponents come to, in memory that is used again. height:
@@ -216,8 +239,9 @@ class _Base(NamedTuple):
 
     @classmethod
     def to(cls, logit: Tensor, temperature: float) -> _Base:
-        scale = float(np.float32(UNIT / temperature))
-        if scale == 1 or not logit.is_cpu:  # nothing to scale; or `near` would be waited for
+        scale = float(np.float32(exponential.unit / temperature))
+        # nothing to scale; or the product would be rounded; or `near` would be waited for
+        if scale == 1 or not (fuses_product and logit.is_cpu):
             apart = torch.zeros_like(logit)
             return cls(logit, scale, [], logit, apart, apart.double() + 1)
         with np.errstate(over="ignore"):
@@ -227,7 +251,7 @@ class _Base(NamedTuple):
         apart = torch.add(whole, logit.expand(-1, VECTORS), alpha=scale)
         if not all(near):
             apart[torch.tensor(near).logical_not_()] = 0
-        return cls(logit, scale, near, whole, apart, POWER(apart)[:, :1].double())
+        return cls(logit, scale, near, whole, apart, exponential.power(apart)[:, :1].double())
 
     def split(self, sizes: Sequence[int]) -> list[_Base]:
         """That of some rows after the other, but for `apart` and `share`."""
@@ -243,7 +267,7 @@ def _difference(rows: Tensor, base: _Base, out: Tensor) -> Tensor:
     """Differences of rows [n, V], all of them near or none."""
     if rows.dtype != base.logit.dtype:
         rows = out.copy_(rows)
-    if base.near and base.near[0]:  # the product is not rounded: processors multiply and add at once
+    if base.near and base.near[0]:  # one pass, where `fuses_product`
         return torch.add(base.whole, rows, alpha=base.scale, out=out)
     apart = torch.sub(rows, base.logit, out=out)
     return apart if base.scale == 1 else apart.mul_(base.scale)
@@ -275,15 +299,15 @@ class _Piece:
 
     def raise_to(self, sums: Tensor) -> None:
         """Make `share` of `apart`, and `sums` [n, S] its sums."""
-        self._pads.fill_(LEAST_POWER)
+        self._pads.fill_(exponential.floor)
         for apart, share in self._parts:
-            POWER(apart, out=share)
+            exponential.power(apart, out=share)
         self.add_up(sums)
 
     def raise_row(self, exponents: Tensor, sums: Tensor) -> None:
         """The same of a row's exponents [padded(V)], which are elsewhere."""
         for apart, (_, share) in zip(cut(exponents, PART), self._parts, strict=True):
-            POWER(apart, out=share)
+            exponential.power(apart, out=share)
         self.add_up(sums)
 
     def add_up(self, sums: Tensor) -> None:
@@ -367,14 +391,14 @@ def _sums(views: list[Tensor], asked: _Asked) -> _Sums:
         if asked.reader is not None:
             memory, apart = next(asked.reader.memory)
             cut_off = asked.reader.least + heights[here.start]
-            least = max(LEAST_POWER, min(cut_off, UNSEEN_POWER))
+            least = max(exponential.floor, min(cut_off, exponential.unseen))
             _difference(rows, origin, apart).clamp_(min=least).scatter_(-1, best, least)
             now.raise_row(memory, mass)
             if cut_off > least:  # else one pass was enough
                 apart.clamp_(min=cut_off)
             asked.reader.read(now.share[0], heights[here.start])
             continue
-        now.subtract(rows, origin).clamp_(min=LEAST_POWER).scatter_(-1, best, LEAST_POWER)
+        now.subtract(rows, origin).clamp_(min=exponential.floor).scatter_(-1, best, exponential.floor)
         now.raise_to(mass)
         if smoothed:
             others.append(now.smoothed(second[here] - top[here], asked.temperature, own.share[here], mass))
@@ -386,13 +410,13 @@ def _sums(views: list[Tensor], asked: _Asked) -> _Sums:
             now.weigh(sums[1, here])
         if drawn_from is not own:
             apart = now.subtract(rows, drawn_base)
-            torch.threshold_(apart, LEAST_POWER, -torch.inf).scatter_(-1, best, -torch.inf)
+            torch.threshold_(apart, exponential.floor, -torch.inf).scatter_(-1, best, -torch.inf)
             now.raise_to(sums[-1, here])
     total, weight = sums[0].sum(-1, dtype=torch.float64), None
     share = own.share.squeeze(-1)
     if weighs:
         weight = sums[1].sum(-1, dtype=torch.float64).addcmul_(own.beyond.squeeze(-1), total, value=-1)
-        weight.div_(UNIT * share)
+        weight.div_(exponential.unit * share)
     total.div_(share)
     drawn = None
     if sharpness is not None:

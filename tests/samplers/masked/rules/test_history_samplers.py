@@ -326,15 +326,9 @@ def test_large_vocabularies_are_read_once(
     assert not reads
 
 
-@pytest.mark.parametrize("power", [(torch.exp, 1.0), (torch.exp2, 1 / math.log(2))])
-def test_divergence_without_a_logarithm_per_token(
-    power: tuple[Callable[..., Tensor], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("processor")
+def test_divergence_without_a_logarithm_per_token() -> None:
     """It is on the formula's side of the threshold, and the formula's own number near it, from the first step on."""
-    for module in ("kernels.token_stats.portable", "samplers.divergences"):
-        monkeypatch.setattr(f"paradec.{module}.UNIT", power[1])
-    monkeypatch.setattr("paradec.kernels.token_stats.portable.POWER", power[0])
-    monkeypatch.setattr("paradec.kernels.token_stats.portable.LEAST_POWER", -73.5 * power[1])
     logits = 3 * torch.randn(3, 6, 500, generator=torch.Generator().manual_seed(3))
     logits[..., 7] = -torch.inf
     logits[2, :3, 11] = torch.tensor([60.0, 150.0, 900.0])  # so sure of one token that little is left
@@ -365,6 +359,7 @@ def test_divergence_without_a_logarithm_per_token(
         assert torch.equal(again.total[~seen], first.total[~seen])
 
 
+@pytest.mark.usefixtures("processor")
 def test_a_row_moves_alone_as_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whatever is decided around it, with any number of threads, in groups that are searched apart."""
     monkeypatch.setattr("paradec.kernels.token_stats.portable.SEARCH_CHUNK", 3 * 9_001)
