@@ -54,7 +54,7 @@ def decide(
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a tokenizer; of masked models those that are bidirectional or
             block-causal.
-        state: what is asked about: a text, or data of JSON.
+        state: what is asked about: a text, or an object of JSON; one state, no list of them.
         questions: `YesNo`, `Pick`, `Score` or `Span` by name.
         together: ask all questions in one row, as turns of one chat. It takes less time, and each answer then depends
             on the texts of all questions. For bidirectional models and canvases.
@@ -77,6 +77,11 @@ def decide(
         ImportError: the installed transformers has no prompt for questions, and `template` is not given.
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
+    if isinstance(state, (list, tuple)):
+        raise ValueError(
+            f"state={shown(state)} must be one text or JSON object: call decide once for each state, or give "
+            "json.dumps of a list that is one state"
+        )
     if not isinstance(questions, Mapping) or not questions:
         raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
     asked = {}
