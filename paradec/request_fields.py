@@ -408,7 +408,9 @@ def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> No
         if name in allowed:
             continue
         if ELSEWHERE.get(name) in allowed:
-            raise TypeError(f"unknown argument: {name!r}; it is called {ELSEWHERE[name]!r} here")
+            # of text; the codes of image models add 1 or not
+            value = f", and guidance_scale = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
+            raise TypeError(f"unknown argument: {name!r}; it is called {ELSEWHERE[name]!r} here{value}")
         if name == "do_sample":
             raise TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
         owner = _sampler_with(name)

@@ -242,6 +242,8 @@ def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada
     for name, here in ELSEWHERE.items():
         with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
             call(**{name: 1})
+    with pytest.raises(TypeError, match=r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1"):
+        call(cfg_scale=0.5)
     with pytest.raises(TypeError, match="do_sample.*temperature"):
         call(do_sample=True)
     with pytest.raises(TypeError, match=r"'threshold'; it is a setting of a sampler: .*create\('threshold', thresh"):
