@@ -23,7 +23,8 @@ ROPE_NUMBERS = (
 )
 """Fields of `rope_parameters` that are numbers."""
 TABLES = ("d2t", "t2d")
-"""Which of the model's tokens the drafter has: how much further each of its own ids lies, and which the model's are."""
+"""Which of the model's tokens the drafter has: how much further than each of its own ids the model's lies; and [V], true
+for the model's ids that it has."""
 
 
 class FeatureDrafter:
@@ -191,17 +192,37 @@ def drafted_ids(source: str, tables: Mapping[str, Tensor], rows: int | None, bas
     """
     vocab = base.facts.vocab_size
     count = vocab if rows is None else rows
-    if "d2t" not in tables:
-        if count != vocab:
-            raise CheckpointError(f"{source!r} has {count} rows of lm_head.weight for {vocab} tokens, and no d2t")
-        return None
-    steps = tables["d2t"]
-    if steps.shape != (count,) or steps.dtype.is_floating_point:
+    tokens = torch.arange(count)
+    if "d2t" in tables:
+        steps = tables["d2t"]
+        if steps.shape != (count,) or steps.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{source!r}: d2t must be {count} integers, as many as lm_head.weight has rows; it has shape "
+                f"{tuple(steps.shape)} and dtype {steps.dtype}"
+            )
+        tokens = tokens + steps.long()
+        if bool((tokens < 0).any() | (tokens >= vocab).any()) or len(tokens.unique()) < count:
+            raise CheckpointError(f"{source!r}: d2t must lead to {count} different ids from 0 to {vocab - 1}")
+    elif count != vocab:
+        raise CheckpointError(f"{source!r} has {count} rows of lm_head.weight for {vocab} tokens, and no d2t")
+    if "t2d" in tables:
+        _check_t2d(source, tables["t2d"], tokens, vocab)
+    return tokens if "d2t" in tables else None
+
+
+def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
+    """Raise CheckpointError unless `t2d` is true for the drafter's `tokens` alone."""
+    if t2d.shape != (vocab,) or t2d.dtype.is_floating_point:
         raise CheckpointError(
-            f"{source!r}: d2t must be {count} integers, as many as lm_head.weight has rows; it has shape "
-            f"{tuple(steps.shape)} and dtype {steps.dtype}"
+            f"{source!r}: t2d must have a truth value for each of {vocab} ids; it has shape {tuple(t2d.shape)} and "
+            f"dtype {t2d.dtype}"
         )
-    tokens = torch.arange(count) + steps.long()
-    if bool((tokens < 0).any() | (tokens >= vocab).any()) or len(tokens.unique()) < count:
-        raise CheckpointError(f"{source!r}: d2t must lead to {count} different ids from 0 to {vocab - 1}")
-    return tokens
+    drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, tokens, True)
+    wrong = (drafted != t2d.bool()).nonzero()
+    if len(wrong):
+        token = int(wrong[0])
+        leads = "leads to" if drafted[token] else "does not lead to"
+        raise CheckpointError(
+            f"{source!r}: d2t and t2d contradict each other for {len(wrong)} ids: d2t {leads} id {token}, and "
+            f"t2d[{token}] is {bool(t2d[token])}"
+        )

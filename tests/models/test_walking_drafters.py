@@ -159,6 +159,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
     ("dspark-rnn", lambda c, w: c.update(markov_head_type="gated"), "markov_head.gate_proj"),
     ("dspark-speculators", lambda c, w: w.pop("d2t"), "40 rows of lm_head.weight for 64 tokens"),
     ("dspark-speculators", lambda c, w: w.update(d2t=torch.full((40,), 60)), "40 different ids from 0 to 63"),
+    ("dspark-speculators", lambda c, w: w["d2t"].zero_(), r"d2t leads to id \d+, and t2d.\d+. is False"),
     ("dspark-vanilla", lambda c, w: c.update(vocab_size=65), "vocab_size=65"),
     ("dspark-vanilla", lambda c, w: c.update(architectures=[], model_type="deepseek_v4"), "built-in DSpark is not"),
 ]
