@@ -23,8 +23,8 @@ ROPE_NUMBERS = (
 )
 """Fields of `rope_parameters` that are numbers."""
 TABLES = ("d2t", "t2d")
-"""Which of the model's tokens the drafter has: how much further than each of its own ids the model's lies; and [V], true
-for the model's ids that it has."""
+"""Which of the model's tokens the drafter has: how much further than each of its own ids the model's lies; and true for
+the model's ids that it has."""
 
 
 class FeatureDrafter:

@@ -66,8 +66,9 @@ def load(
     gguf) are unpacked to plain numbers.
 
     The ids of a masked model's mask, padding and end tokens come from the checkpoint's files: config.json, then
-    generation_config.json, then the tokenizer. If these disagree on the mask or the padding, the first one is used (and
-    the logger "paradec" reports it). Every end token that one of them names is used, the tokenizer's turn ends too.
+    generation_config.json, then the tokenizer. If these disagree, the first one is used, with a warning about the mask
+    (the logger "paradec" reports the padding). Every end token that one of them names is used, the tokenizer's turn
+    ends too.
 
     Image models (for `paradec.generate_images`) load from the published files and folders of LlamaGen, MAR, VAR, LPD
     and others (docs/pictures.md has the table), and in transformers' format for Emu3, Chameleon, Janus and GLM-Image's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,13 +33,14 @@ def facts_of(
     `raised` says whether `load` was given another base of the rotary angles."""
     vocab = hf_config.vocab_size
     known = {} if tokenizer is None else tokenizer.get_vocab()
-    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer, mask_token_id)
-    if mask is None:
-        mask = known.get(family.mask_token)
+    tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
+    if tokenizer_mask is None:
+        tokenizer_mask = known.get(family.mask_token)
+    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer_mask, mask_token_id)
     if mask is None:
         raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
     ends = stated_ends(config, generation, tokenizer, family)
-    pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
+    pad = _first_stated(source, "pad_token_id", config, {}, getattr(tokenizer, "pad_token_id", None))
     control = {name: config.get(name) for name in CONTROL}
     stated = (("mask_token_id", mask), ("pad_token_id", pad), *control.items())
     for name, value in (*stated, *(("eos_token_id", end) for end in ends)):
@@ -78,21 +80,26 @@ def stated_ends(config: Mapping[str, Any], generation: Mapping[str, Any], tokeni
 
 
 def _first_stated(
-    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any, given: Any = None
+    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, given: Any = None
 ) -> Any:
-    """The first of the places that state this id; others that state another one are mentioned to the log."""
+    """The first of the places that state this id. Others that state another one are mentioned to the log; of the mask,
+    without which nothing is read as it was trained, in a warning unless the id is given."""
     stated = {
         "argument": given,
         "config.json": config.get(name),
         "generation_config.json": generation.get(name),
-        "tokenizer": getattr(tokenizer, name, None),
+        "tokenizer": tokenizer_id,
     }
     stated = {place: value for place, value in stated.items() if value is not None}
     if not stated:
         return None
     used, value = next(iter(stated.items()))
     if any(other != value for other in stated.values()):
-        logger.info("%r: %s=%r as its %s says, of %r", source, name, value, used, stated)
+        text = f"{source!r}: {name}={value!r} as its {used} says, of {stated!r}"
+        if name == "mask_token_id" and given is None:
+            warnings.warn(f"{text}; load(..., mask_token_id=...) gives another one", stacklevel=5)
+        else:
+            logger.info(text)
     return value
 
 

@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,12 @@ def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) ->
     assert paradec.load(folder).facts.mask_token_id == 3
     assert paradec.load(folder, mask_token_id=9).facts.mask_token_id == 9
     (folder / "config.json").write_text(json.dumps(CONFIGS[family] | {"mask_token_id": 8}))
-    assert paradec.load(folder).facts.mask_token_id == 8
+    with pytest.warns(UserWarning, match="mask_token_id=8 as its config.json says, of .*'tokenizer': 3") as caught:
+        assert paradec.load(folder).facts.mask_token_id == 8
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert paradec.load(folder, mask_token_id=8).facts.mask_token_id == 8
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert paradec.load(folder).tokenizer is None
