@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 T = TypeVar("T")
 MOST_NESTED = 100
@@ -106,15 +108,31 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
     return (json.dumps(data, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
+@contextmanager
+def replacing(file: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path next to a file, of this call alone, that takes the file's place at the end unless an error is raised.
+
+    Of several processes that write one file the last one wins. One that is killed may leave its draft behind, which
+    nothing reads.
+    """
+    path = Path(os.path.realpath(file))
+    draft = path.with_name(f"{path.name}.{uuid4().hex}.part")
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
 def write_bytes(file: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole or not at all: the old content stays until the new content is complete."""
     path = Path(os.path.realpath(file))
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_bytes(data)
         return
-    draft = path.with_name(path.name + ".part")
-    draft.write_bytes(data)
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        draft.write_bytes(data)
 
 
 def write_json(file: str | os.PathLike[str], data: Any, indent: int | None = 1) -> None:

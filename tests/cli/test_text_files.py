@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from terminals import refused
 
 from paradec.cli.files import read_lines as read_file_of_prompts
@@ -119,15 +122,39 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         text_files.write_json(file, {"a": object()})
     assert file.read_bytes() == before
-    (tmp_path / "a.json.part").mkdir()  # the draft cannot be written
-    with pytest.raises(OSError):
-        text_files.write_json(file, {"a": 1})
+    with pytest.raises(ZeroDivisionError), text_files.replacing(file) as draft:
+        draft.write_text("half")
+        raise ZeroDivisionError
     assert file.read_bytes() == before
-    (tmp_path / "a.json.part").rmdir()
     link.symlink_to(file)
     text_files.write_json(link, {"a": 1})
     assert link.is_symlink() and json.loads(file.read_text()) == {"a": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "link.json"]
+
+
+WRITER = """
+import sys
+from paradec.core.text_files import read_json, write_json
+file, who = sys.argv[1:]
+for turn in range(150):
+    write_json(file, {"who": who, "long": ["y" * 50] * 400})
+    found = read_json(file)
+    assert len(found["long"]) == 400 and found["who"] in ("0", "1"), found
+"""
+
+
+def test_two_processes_write_one_file(tmp_path: Path) -> None:
+    """Each writes every time, and whoever reads sees a whole file; what a killed process leaves hinders none."""
+    file = tmp_path / "a.json"
+    (tmp_path / "a.json.part").mkdir()
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(file), who], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for who in "01"
+    ]
+    for writer in writers:
+        _, errors = writer.communicate(timeout=60)
+        assert writer.returncode == 0, errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.json.part"]
 
 
 def test_a_mark_before_a_structure_s_first_line(tmp_path: Path) -> None:

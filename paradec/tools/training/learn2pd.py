@@ -28,7 +28,7 @@ from paradec.api.generate import generate
 from paradec.core.checks import check_choice, check_int, check_number, check_text, shown
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Commit, Interrupted, State
-from paradec.core.text_files import parse_json, read_lines
+from paradec.core.text_files import parse_json, read_lines, replacing
 from paradec.models.base import Model
 from paradec.samplers.masked.base import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
@@ -119,8 +119,8 @@ class Records:
         """Write a safetensors file, whole or not at all."""
         tensors = {f.name: getattr(self, f.name).contiguous() for f in dataclasses.fields(self)[2:]}
         about = {"format": FORMAT, "setup": self.setup, "done": self.done}
-        save_file(tensors, f"{os.fspath(file)}.part", metadata={"learn2pd": json.dumps(about)})
-        os.replace(f"{os.fspath(file)}.part", file)
+        with replacing(file) as draft:
+            save_file(tensors, draft, metadata={"learn2pd": json.dumps(about)})
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Records:

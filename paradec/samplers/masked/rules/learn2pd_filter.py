@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
+from paradec.core.text_files import replacing
 from paradec.models.checkpoint import DTYPES, check_dtypes
 
 FORMAT = "paradec-learn2pd/1"
@@ -190,9 +191,8 @@ def register_filter(path: str | os.PathLike[str]) -> None:
 def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Module) -> None:
     """Write a filter, whole or not at all. Weights are kept in float32."""
     weights = {name: tensor.detach().float().contiguous() for name, tensor in network.state_dict().items()}
-    draft = f"{os.fspath(path)}.part"
-    save_file(weights, draft, metadata={"learn2pd": json.dumps(dataclasses.asdict(facts))})
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        save_file(weights, draft, metadata={"learn2pd": json.dumps(dataclasses.asdict(facts))})
     _load.cache_clear()  # a clock's tick is long: the file may be as old as the one that it replaces
 
 
