@@ -44,9 +44,12 @@ def test_the_tables(name: str) -> None:
     fields = {"head_dim": case["head_dim"], "hidden_size": case["head_dim"], "num_attention_heads": 1}
     length = case["max_position_embeddings"]
     config = LlamaConfig(**fields, max_position_embeddings=length, rope_parameters=rope_parameters(case))
-    found = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([case["positions"]]))
+    module, positions = LlamaRotaryEmbedding(config), torch.tensor(case["positions"])
+    # processors round powers otherwise: an angle may be off by the last bit of its frequency, at every position
+    rounding = 1e-6 + positions[:, None] * module.inv_freq * 2.0**-23
+    found = module(torch.zeros(1), positions[None])
     for one, expected in zip(found, (case["cos"], case["sin"]), strict=True):
-        assert (one[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs().max() < 1e-6
+        assert ((one[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs() < rounding).all()
 
 
 def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
