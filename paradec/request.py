@@ -77,7 +77,8 @@ class Request:
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole, which is a mask that something given follows.
         confidence_eos_eot_inf: commit end tokens last (LLaDA's, which loses one of two ids at temperature > 0).
-        suppress_tokens: ids that are never proposed, beside the mask id.
+        suppress_tokens: ids that are never proposed, beside the mask id; by default those that the tokenizer has no
+            text for. A sequence replaces them: () lets all be proposed.
         stop_strings: a text or several; a row ends at the token that completes one of them in its answer, once
             everything before is decided. The token is kept, as in transformers. Needs a tokenizer.
         stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
@@ -130,7 +131,7 @@ class Request:
     logits_eos_inf: bool = False
     holes_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
-    suppress_tokens: Sequence[int] = ()
+    suppress_tokens: Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
     stop: Any = None
     constraint: Constraint | Sequence[Constraint | None] | None = None
@@ -307,7 +308,7 @@ class Arguments(TypedDict, total=False):
     logits_eos_inf: bool
     holes_eos_inf: bool
     confidence_eos_eot_inf: bool
-    suppress_tokens: Sequence[int]
+    suppress_tokens: Sequence[int] | None
     stop_strings: str | Sequence[str] | None
     stop: Any
     constraint: Constraint | Sequence[Constraint | None] | None

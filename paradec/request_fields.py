@@ -137,10 +137,8 @@ def _listed(value: Any) -> Any:
 
 
 def _ids(name: str, value: Any) -> tuple[Any, ...]:
-    """A sequence of ids as a tuple; None is empty. Whether they are in the vocabulary is checked with the model."""
+    """A sequence of ids as a tuple. Whether they are in the vocabulary is checked with the model."""
     value = _listed(value)
-    if value is None:
-        return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
         raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
     for entry in value:

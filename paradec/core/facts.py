@@ -40,6 +40,8 @@ class ModelFacts:
             "prompt" the end of the prompt, which is one block whatever its length (D2F).
         delete_token_id, split_token_id: ids that say that a position goes, or that a mask comes in before it, of models
             that were trained to edit so (LLaDA2.2); None of all others.
+        tokenizer_size: ids from this one on have no text, such as rows that pad the embedding; None where all ids may
+            be drawn.
         whole_blocks: whether a call must hold whole blocks of a block-causal model, since all positions of a block take
             part in what each of them is computed by (experts that are chosen for blocks).
         name: what messages call it.
@@ -62,9 +64,11 @@ class ModelFacts:
     delete_token_id: int | None = None
     split_token_id: int | None = None
     whole_blocks: bool = False
+    tokenizer_size: int | None = None
 
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size, low=1)
+        check_int("tokenizer_size", self.tokenizer_size, low=1, none=True)
         check_choice("prediction", self.prediction, PREDICTIONS)
         check_choice("topology", self.topology, TOPOLOGIES)
         check_choice("block_align", self.block_align, BLOCK_ALIGNS)
@@ -100,6 +104,14 @@ class ModelFacts:
             what = "it decodes canvases of noise" if self.topology == "canvas" else "it is autoregressive"
             raise ValueError(f"{self.name} has no mask token: {what}")
         return self.mask_token_id
+
+    @property
+    def textless_ids(self) -> frozenset[int]:
+        """Ids without a text, which a request suppresses unless it says which ids to suppress."""
+        if self.tokenizer_size is None:
+            return frozenset()
+        control = {*self.eos_token_ids, self.delete_token_id, self.split_token_id}
+        return frozenset(range(self.tokenizer_size, self.vocab_size)) - control
 
     @property
     def hole_id(self) -> int | None:

@@ -140,7 +140,7 @@ def hf_generate(
         "top_p": config.top_p if sampled and config.top_p != 1.0 else None,
         "top_k": config.top_k or None if sampled else None,
         "guidance_scale": 1.0 if config.guidance_scale is None else config.guidance_scale,
-        "suppress_tokens": config.suppress_tokens or (),
+        "suppress_tokens": config.suppress_tokens,
     }
     stated = (mask_token_id, getattr(config, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
     mask = next((value for value in stated if value is not None), None)

@@ -59,11 +59,18 @@ def facts_of(
             block_length=block_length,
             block_align=family.block_align,
             whole_blocks=getattr(hf_config, "expert_capacity", None) is not None,
+            tokenizer_size=tokenizer_size(tokenizer),
             **control,
             name=os.path.basename(source.rstrip("/")) or source,
         )
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def tokenizer_size(tokenizer: Any) -> int | None:
+    """One more than the largest id that a tokenizer has a token for; None without a tokenizer that lists them."""
+    ids = getattr(tokenizer, "get_vocab", dict)().values()
+    return max(ids) + 1 if ids else None
 
 
 def stated_ends(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:

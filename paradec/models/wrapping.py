@@ -18,6 +18,7 @@ from paradec.models.base import Model
 from paradec.models.decoder import Decoder
 from paradec.models.text import diffusion_gemma
 from paradec.models.visibility import beyond_plain
+from paradec.models.vocabulary import tokenizer_size
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
@@ -117,6 +118,7 @@ def wrap(
         block_length=block_length,
         block_align=block_align,
         name=name,
+        tokenizer_size=tokenizer_size(tokenizer),
     )
     if adapter is not Decoder and facts.prompt_aligned:
         raise ValueError(f"block_align='prompt' does not work with {name}, which is not told where a prompt ends")

@@ -43,9 +43,10 @@ def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
 
 def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
     """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
-    for token in request.suppress_tokens:
+    suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
+    for token in suppressed:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    return sorted({*request.suppress_tokens, *(facts.eos_token_ids if request.logits_eos_inf else ())})
+    return sorted({*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())})
 
 
 def stop_strings_of(request: Request, model: Any) -> tuple[str, ...]:

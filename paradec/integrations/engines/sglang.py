@@ -35,7 +35,7 @@ REQUEST = (
     *("logits_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
 )
 """Keys of the configuration that are fields of `paradec.Request`."""
-FACTS = {"eos_token_ids": (), "model_name": "model"}
+FACTS = {"eos_token_ids": (), "model_name": "model", "tokenizer_size": None}
 """Keys that say about the model what SGLang does not tell an algorithm, with their defaults."""
 ENGINE = ("block_size", "capture_input_preparation")
 """Keys that SGLang reads itself."""
@@ -131,6 +131,8 @@ class BlockSteps:
         self.model_name = given.get("model_name", FACTS["model_name"])
         if not isinstance(self.model_name, str):
             raise ValueError(f"model_name={shown(self.model_name)} must be text")
+        self.tokenizer_size = given.get("tokenizer_size", FACTS["tokenizer_size"])
+        check_int("tokenizer_size", self.tokenizer_size, low=1, none=True)
         self._hosted: Hosted | None = None
         self._opened = 0
         specs = self.sampler.memory().values()
@@ -246,6 +248,7 @@ class BlockSteps:
                 topology="block_causal",
                 block_length=self.block_size,
                 name=self.model_name,
+                tokenizer_size=self.tokenizer_size,
             )
             self._hosted = Hosted(self.sampler, facts, logits.device)
         return self._hosted

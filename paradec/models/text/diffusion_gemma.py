@@ -21,6 +21,7 @@ from paradec.models.base import Model
 from paradec.models.calls import ModuleCall
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.pretrained import read_module, reason
+from paradec.models.vocabulary import tokenizer_size
 from paradec.models.wraps import SoftWrap
 
 MODEL_TYPE = "diffusion_gemma"
@@ -308,6 +309,7 @@ def adapted(
             topology="canvas",
             block_length=module.config.canvas_length,
             name=name,
+            tokenizer_size=tokenizer_size(tokenizer),
         )
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error

@@ -183,7 +183,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
-        logits = logits.masked_fill(~allowed, -torch.inf)
+        logits = torch.where(allowed, logits, -torch.inf)
     if request.temperature == 0:
         return one_hot_on_best(logits)
     if request.temperature != 1:
