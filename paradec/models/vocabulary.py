@@ -69,8 +69,8 @@ def facts_of(
 
 def tokenizer_size(tokenizer: Any) -> int | None:
     """One more than the largest id that a tokenizer has a token for; None without a tokenizer that lists them."""
-    ids = getattr(tokenizer, "get_vocab", dict)().values()
-    return max(ids) + 1 if ids else None
+    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return max(known.values()) + 1 if known else None
 
 
 def stated_ends(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:

@@ -146,7 +146,7 @@ for turn in range(150):
 def test_two_processes_write_one_file(tmp_path: Path) -> None:
     """Each writes every time, and whoever reads sees a whole file; what a killed process leaves hinders none."""
     file = tmp_path / "a.json"
-    (tmp_path / "a.json.part").mkdir()
+    (tmp_path / "a.json.part").write_text("half")
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(file), who], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for who in "01"
