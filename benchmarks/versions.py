@@ -1,4 +1,4 @@
-"""What a change costs: processor time of a step in a wheel of the commit before and in this tree, in alternate turns.
+"""What a change costs: processor time of a step at the commit before and in this tree, in alternate turns.
 
     python benchmarks/versions.py --base COMMIT [--processes 5] [--pairs 5] [--out FILE]
 
@@ -18,6 +18,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,16 @@ def main() -> int:
     if arguments.serve:
         serve(arguments.serve)
         return 0
-    sys.path += [str(ROOT / "tests")]
-    from differential import installed
+    with tempfile.TemporaryDirectory() as base:
+        command = ["git", "archive", arguments.base, "paradec"]
+        archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", base], input=archive.stdout, check=True)
+        return compare((Path(base), ROOT), arguments)
 
-    homes, rows, slower = (installed(arguments.base), ROOT), [], 0
+
+def compare(homes: tuple[Path, Path], arguments: argparse.Namespace) -> int:
+    """Decode all cases in turns with the packages in two folders; return 1 if the second is slower."""
+    rows, slower = [], 0
     print(f"{'model':12} {'sampler':16} {'block':>5} {'batch':>5} {'before, ms':>11} {'now / before':>13}  95 %")
     ratios: dict[int, list[float]] = {}
     before: dict[int, list[float]] = {}

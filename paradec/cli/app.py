@@ -35,7 +35,6 @@ from paradec.cli.serve import serve
 from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
 from paradec.cli.tune import tune
-from paradec.cli.verify import verify
 from paradec.core.interrupts import EXIT_CODE, debugging
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
@@ -144,7 +143,6 @@ app.command(short_help="Find settings for a model and its prompts.")(tune)
 app.command("eval", short_help="Score a model with lm-evaluation-harness.")(evaluate)
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs as pages, animations or plots.")(trace)
-app.command(short_help="Compare a decoder with recorded traces.")(verify)
 app.command("export-folder", short_help="Write code that transformers or diffusers load.")(export_folder)
 app.command(short_help="List the samplers, or describe one.")(samplers)
 app.command(short_help="List the caches and what each works with.")(caches)

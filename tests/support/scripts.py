@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from places import ROOT
-
-import paradec
-
-BESIDE = Path(paradec.__file__).resolve().parents[1]
-CODE = BESIDE if (BESIDE / "benchmarks").is_dir() else ROOT
-"""mutations/run.py tests copies, the package's and those beside it."""
 
 
 def load_script(file: str) -> ModuleType:
@@ -22,7 +15,7 @@ def load_script(file: str) -> ModuleType:
     Its folder comes last among the places that modules are imported from, for what stands beside it: some names there
     are those of installed packages, which come first.
     """
-    path = CODE / file
+    path = ROOT / file
     name = f"{path.parent.name}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
