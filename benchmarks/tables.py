@@ -490,43 +490,6 @@ def canvases_memory_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def estimate_table(data: dict[str, Any]) -> str:
-    """Estimated steps beside measured ones on this project's machine."""
-    kinds = [(dtype, step) for dtype in data["probe"] for step in ("whole", "part")]
-    heads = " | ".join(f"{dtype}, {'whole rows' if step == 'whole' else 'the block'}" for dtype, step in kinds)
-    lines = [f"| hidden x layers, rows x (prompt + answer), block | {heads} |", "|---" * (len(kinds) + 1) + "|"]
-    shapes: dict[str, dict[tuple[str, str], str]] = {}
-    for row in data["rows"]:
-        size = f"{row['rows']} x ({row['prompt']} + {row['answer']})"
-        name = f"{row['hidden']} x {row['layers']}, {size}, {row['block']}"
-        told = f"{1e3 * row['estimate']:.0f} for {1e3 * row['seconds']:.0f} ms, {100 * row['error']:+.0f}%"
-        shapes.setdefault(name, {})[row["dtype"], row["step"]] = told
-    lines += [f"| {name} | " + " | ".join(found[kind] for kind in kinds) + " |" for name, found in shapes.items()]
-    return "\n".join(lines)
-
-
-def estimate_published_table(data: dict[str, Any]) -> str:
-    """Published tokens per second beside the bound of the device's peaks."""
-    lines = ["| who | model | device | task | tokens per forward | published | bound | reached |", "|---" * 8 + "|"]
-    for row in data["rows"]:
-        cells = [row["system"], row["model"], row["device"], f"{row['task']}, {row['answer']} new"]
-        cells += [f"{row['tokens_per_forward']:.3g}", f"{row['published']:g}", f"{row['bound']:.0f}"]
-        lines.append("| " + " | ".join([*cells, f"{100 * row['ratio']:.0f}%"]) + " |")
-    return "\n".join(lines)
-
-
-def estimate_daily_table(data: dict[str, Any]) -> str:
-    """Devices that a billion tokens a day take."""
-    devices = list(dict.fromkeys(row["device"] for row in data["rows"]))
-    lines = ["| model | decoded with | " + " | ".join(devices) + " |", "|---" * (len(devices) + 2) + "|"]
-    plans: dict[tuple[str, str], dict[str, str]] = {}
-    for row in data["rows"]:
-        told = f"{row['devices']:.1f}" + ("" if row["fits"] else ", too small")
-        plans.setdefault((row["model"], row["what"]), {})[row["device"]] = told
-    lines += [f"| {m} | {w} | " + " | ".join(found[d] for d in devices) + " |" for (m, w), found in plans.items()]
-    return "\n".join(lines)
-
-
 def peers_text_table(data: dict[str, Any]) -> str:
     """Whole decodes beside public decoders of LLaDA and Dream, with quartiles."""
     beyond = "load_average" in data
@@ -901,9 +864,6 @@ def rendered() -> dict[str, str]:
             "digits": digits_table(digits, short=True),
         },
         "docs/performance_data.md": {
-            "estimate": estimate_table(_result("estimate")),
-            "estimate_published": estimate_published_table(_result("estimate_published")),
-            "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
             "peers_text_intel": peers_text_line(_result("peers_text_intel")),
             "peers_rule": peers_rule_table(_result("peers_rule")),

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from paradec.samplers.forecast.seacache import SeaCache
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.rules.prophet import Prophet
-    from paradec.tools.estimation.estimate import estimate
     from paradec.tools.training.replay import replay
     from paradec.tools.tuning.run import tune
 
@@ -100,7 +99,6 @@ __all__ = [
     "caches",
     "decide",
     "decode",
-    "estimate",
     "fit_temperature",
     "generate",
     "generate_images",
@@ -154,7 +152,6 @@ LATER = {
     "accelerate": "paradec.integrations.diffusers.hooks.session",
     "decide": "paradec.api.decisions.decide",
     "decode": "paradec.core.protocol",
-    "estimate": "paradec.tools.estimation.estimate",
     "fit_temperature": "paradec.api.decisions.answers",
     "generate": "paradec.api.generate",
     "generate_images": "paradec.api.images",

@@ -324,7 +324,7 @@ def store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
 
 
 def check_memory(needed: int, device: torch.device, max_memory: int | None, what: str) -> None:
-    """Raise ValueError when a store of `needed` bytes cannot fit; `what` says whose it is, for the message."""
+    """Raise ValueError when `needed` bytes cannot fit; `what` names their use, for the message."""
     if max_memory is not None:
         limit, source = max_memory, "max_memory"
     elif device.type == "cuda":
@@ -336,8 +336,8 @@ def check_memory(needed: int, device: torch.device, max_memory: int | None, what
         return
     if needed > limit:
         raise ValueError(
-            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows, a "
-            "narrower store_dtype, or cache='none'"
+            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows or "
+            "blocks; of a store a narrower store_dtype, or cache='none'"
         )
 
 

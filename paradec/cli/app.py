@@ -23,7 +23,6 @@ from paradec.cli.caches import caches
 from paradec.cli.chat import chat
 from paradec.cli.compare import compare
 from paradec.cli.design import design
-from paradec.cli.estimate import estimate
 from paradec.cli.eval import evaluate
 from paradec.cli.export_folder import export_folder
 from paradec.cli.generate import generate
@@ -141,7 +140,6 @@ app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
 app.command(short_help="Compare samplers by right answers and forwards.")(compare)
 app.command(short_help="Find settings for a model and its prompts.")(tune)
 app.command("eval", short_help="Score a model with lm-evaluation-harness.")(evaluate)
-app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs as pages, animations or plots.")(trace)
 app.command("export-folder", short_help="Write code that transformers or diffusers load.")(export_folder)
 app.command(short_help="List the samplers, or describe one.")(samplers)

@@ -68,8 +68,9 @@ UseCache = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result, with the whole recipe.")]
 LogSamples = Annotated[bool, typer.Option("--log-samples", help="Add all prompts and answers to the result.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would run, with an estimate; load no weights.")]
-On = Annotated[str, typer.Option("--estimate-on", help="The device of that estimate, as in `paradec estimate`.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would run and the memory that it needs; load no weights.")
+]
 
 
 @options.takes("model dtype device block_length steps max_new_tokens preset as_json")
@@ -98,7 +99,6 @@ def evaluate(
     log_samples: LogSamples = False,
     out: Out = None,
     dry_run: DryRun = False,
-    estimate_on: On = "h100",
     **shared: Any,
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
@@ -112,7 +112,7 @@ def evaluate(
     from paradec.tools.evaluation import evaluate as running
 
     if dry_run:
-        said = running.plan(wanted, estimate_on)
+        said = running.plan(wanted)
         typer.echo(json.dumps(said, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(said))
         return
     for sentence in running.other_versions(wanted):
@@ -234,13 +234,13 @@ def plan_text(said: dict[str, Any]) -> str:
     ]
     if recipe["published"]:
         lines.append("published {metric} {value} ({source})".format(**recipe["published"]))
-    estimate = said["estimate"]
-    if "none" in estimate:
-        lines.append(f"estimate  none: {estimate['none']}")
+    memory = said["memory"]
+    if "unknown" in memory:
+        lines.append(f"memory    unknown: {memory['unknown']}")
     else:
+        sizes = ", ".join(f"{memory[part] / 1e9:.2f} {part}" for part in ("weights", "store", "logits"))
         lines.append(
-            f"estimate  {estimate['seconds']:.2f} s at least for {estimate['batch']} x {estimate['max_new_tokens']} "
-            f"tokens on {estimate['device']}, prompts of {estimate['prompt_tokens']} assumed, "
-            f"{estimate['tokens_per_forward']:g} tokens per forward"
+            f"memory    {memory['total'] / 1e9:.2f} GB ({sizes}) for a batch of {memory['prompt_tokens']} + "
+            f"{memory['max_new_tokens']} tokens"
         )
     return "\n".join([*lines, *(f"note: {sentence}" for sentence in said["missing"])])

@@ -1,1 +1,1 @@
-"""What is built on decoding: comparing, tuning, training, estimating, checking, looking at traces."""
+"""What is built on decoding: comparing, tuning, training, looking at traces."""

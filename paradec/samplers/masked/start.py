@@ -9,6 +9,7 @@ import torch
 
 from paradec.caches.base import Cache
 from paradec.caches.kept import Reuse, plan_reuse
+from paradec.caches.store import check_memory
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.core import rng
@@ -163,6 +164,9 @@ def _track(
 def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attention: Any) -> None:
     """Make what the request keeps outside of the canvas: store, what cache and attention keep, trace, a prefix."""
     cache, reuse = state.cache, state.reuse
+    evaluated, width = state.branches * state.batch, state.window.positions.shape[1]
+    logits = evaluated * width * state.facts.vocab_size * model.dtype.itemsize
+    check_memory(logits, model.device, None, f"the logits of {evaluated} x {width} positions")
     if isinstance(cache, StoredCache):
         rows, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
         state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)

@@ -7,15 +7,18 @@ import re
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import paradec
 from paradec.core.checks import check_int, shown
 from paradec.core.version import DRAWS
-from paradec.models.checkpoint import CheckpointError
 from paradec.models.loading import PACKAGED
+from paradec.models.request_memory import request_memory
 from paradec.tools.evaluation.recipe import Recipe
 
 SCHEMA = "paradec-eval/1"
@@ -184,18 +187,18 @@ def on_disk(recipe: Recipe) -> bool:
     return recipe.model is None or os.path.isdir(recipe.model) or commit_of(recipe) is not None
 
 
-def plan(recipe: Recipe, device: str = "h100", prompt_tokens: int = 512) -> dict[str, Any]:
+def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     """What a recipe would run, with all that can be known without the weights.
 
     Args:
-        device: of the estimate, as in `paradec.estimate`. prompt_tokens: a guess at the tokens of a prompt.
+        prompt_tokens: a guess at the tokens of a prompt.
 
     Returns:
         What JSON can hold: the recipe, the sampler with its settings, whether the harness knows the tasks, whether the
-        weights are on this disk, the versions, what is missing, and "estimate", per batch of answers.
+        weights are on this disk, the versions, what is missing, and "memory", the bytes of a batch of answers.
 
     Raises:
-        ValueError: as `tasks_of`, and for settings that cannot be estimated.
+        ValueError: as `tasks_of`.
     """
     method = recipe.method()
     missing: list[str] = []
@@ -215,40 +218,29 @@ def plan(recipe: Recipe, device: str = "h100", prompt_tokens: int = 512) -> dict
         "weights": commit_of(recipe),
         "versions": versions(),
         "missing": missing,
-        "estimate": _estimate(recipe, method, device, prompt_tokens),
+        "memory": _memory(recipe, prompt_tokens),
     }
 
 
-def _estimate(recipe: Recipe, method: Any, device: str, prompt_tokens: int) -> dict[str, Any]:
-    """What a batch of answers takes by arithmetic; a sentence under "none" where that is not known."""
-    if recipe.likelihood is not None:
-        return {"none": "the recipe judges continuations, and how long these are is the tasks'"}
+def _memory(recipe: Recipe, prompt_tokens: int) -> dict[str, Any]:
+    """Bytes of a batch of answers, or {"unknown": why} where config.json is not on this disk."""
     request: Mapping[str, Any] = recipe.asked()
-    packaged = Path(paradec.__file__).parent / "assets" / PACKAGED
-    local = packaged if recipe.model is None else recipe.model
-    source = local if os.path.isdir(local) else recipe.shape
-    if source is None:
-        return {"none": "the recipe names no shape, and its model's config.json is not at hand"}
+    folder = str(Path(paradec.__file__).parent / "assets" / PACKAGED) if recipe.model is None else recipe.model
+    if not os.path.isdir(folder):
+        commit = commit_of(recipe)
+        if commit is None:
+            return {"unknown": "the model's config.json is not on this disk"}
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(recipe.model or "", revision=commit, local_files_only=True)
     new = request.get("max_new_tokens") or 256
-    steps = request.get("steps")
-    per_forward = max(1.0, new / steps) if steps and method.uses_steps else 1.0
-    block = request.get("block_length")
     branches = 1 if request.get("guidance_scale", 1) == 1 else 2
-    try:
-        found = paradec.estimate(
-            source,
-            device=device,
-            batch=recipe.batch * branches,
-            prompt=prompt_tokens,
-            answer=new,
-            cache=request.get("cache") or "none",
-            suffix=request.get("suffix"),
-            attention=request.get("attention"),
-            tokens_per_forward=per_forward,
-            block=None if block is None else min(block, new),
-            dtype=recipe.dtype,
-        )
-    except (ValueError, CheckpointError) as error:
-        return {"none": str(error)}
-    said = {"device": device, "prompt_tokens": prompt_tokens, "max_new_tokens": new, "tokens_per_forward": per_forward}
-    return said | {"batch": recipe.batch, "seconds": found.seconds, "text": str(found)}
+    needed = request_memory(
+        folder,
+        recipe.batch * branches,
+        prompt_tokens + new,
+        wanted=min(request.get("block_length") or new, new),
+        stores=(request.get("cache") or "none") != "none",
+        dtype=None if recipe.dtype is None else getattr(torch, recipe.dtype),
+    )
+    return {"prompt_tokens": prompt_tokens, "max_new_tokens": new, **asdict(needed), "total": needed.total}

@@ -33,8 +33,6 @@ from paradec.tools.evaluation.likelihood import METHODS, ORDERS
 from paradec.tools.evaluation.multiple_choice import CHOICES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-SHAPES = ("LLaDA-8B", "Dream-7B", "LLaDA2.0-mini")
-"""What `paradec estimate` knows without a checkpoint."""
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
 """Fields that name files, which are beside the recipe's own."""
@@ -62,7 +60,6 @@ class Recipe:
         seed: of paradec's draws, and of the harness' own.
         include: a folder of further tasks.
         unsafe_code: whether tasks may run the code that the model writes.
-        shape: what represents the model in an estimate where its config.json is not at hand, one of `SHAPES`.
         versions: by package, what the recipe was written for; others are met with a warning.
         published: the metric, the value that somebody published for these settings, and where.
         about: what this is, in a sentence.
@@ -93,7 +90,6 @@ class Recipe:
     seed: int = 0
     include: str | None = None
     unsafe_code: bool = False
-    shape: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, Any] | None = None
     about: str = ""
@@ -113,8 +109,6 @@ class Recipe:
             check_bool("chat", self.chat)
         if self.dtype is not None:
             check_choice("dtype", self.dtype, DTYPES)
-        if self.shape is not None:
-            check_choice("shape", self.shape, SHAPES)
         if self.likelihood is not None:
             check_choice("likelihood", self.likelihood, METHODS)
         check_choice("order", self.order, ORDERS)

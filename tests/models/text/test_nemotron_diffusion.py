@@ -386,16 +386,3 @@ def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
             found = again.own_drafts.adapter.products[name]
             assert torch.equal(found[0], down) and torch.equal(found[1], up) and found[2] == scale
     assert (FOLDERS[0] / "linear_spec_lora").is_dir() == (tmp_path / "linear_spec_lora").is_dir()
-
-
-@pytest.mark.parametrize("cache", ["none", "block"])
-def test_estimates(cache: str) -> None:
-    """The forwards of decoding one token a forward, and what they evaluate: a block's first token has its own."""
-    model = some()
-    block, (row,) = model.facts.block_length, prompts(model, (5,))
-    new = 2 * block + 1
-    found = paradec.estimate(FOLDERS[0], cache=cache, prompt=len(row), answer=new, device="H100")
-    request = {"sampler": "low_confidence", "eos_early_stop": False, "max_new_tokens": new}
-    made = paradec.generate(model, [row], cache=cache, **request)
-    assert found.forwards == made.row_nfe[0] == new
-    assert sum(step.count * step.positions for step in found.steps) == pytest.approx(made.forwarded_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -61,9 +60,8 @@ def test_recipes_are_whole_and_run_dry(path: Path, no_harness: None) -> None:
     said = running.plan(recipe)
     assert said["recipe"] == recipe.to_dict() and Recipe(**{**said["recipe"], "tasks": recipe.tasks}) == recipe
     assert said["tasks_known"] is None and "were not checked" in said["missing"][0]
-    assert recipe.about and (recipe.model is None or recipe.shape is not None)
-    estimated = said["estimate"].get("seconds", 0) > 0
-    assert estimated is (recipe.likelihood is None and recipe.model is not None), said["estimate"]
+    assert recipe.about
+    assert (recipe.model is None) is ("total" in said["memory"]) is ("unknown" not in said["memory"])
     json.dumps(said)
 
 
@@ -74,17 +72,11 @@ def test_there_are_recipes() -> None:
     assert values["llada-8b-base-mmlu"] is None
 
 
-def test_a_dry_run_knows_of_a_suffix_window(no_harness: None) -> None:
-    recipe = Recipe.load(TESTS.parent / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml")
-    cut = dataclasses.replace(recipe, request={**recipe.request, "suffix": "gaussian:32"})
-    assert running.plan(cut)["estimate"]["seconds"] < running.plan(recipe)["estimate"]["seconds"]
-
-
 def test_a_dry_run_fits_a_terminal(no_harness: None) -> None:
     path = TESTS.parent / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml"
     shown = CliRunner().invoke(cli.app, ["eval", str(path), "--dry-run", "--batch", "8"])
     assert shown.exit_code == 0, shown.output
-    assert "sampler   threshold (threshold=0.9" in shown.stdout and "on h100" in shown.stdout
+    assert "sampler   threshold (threshold=0.9" in shown.stdout and "memory    unknown" in shown.stdout
     assert "batch     8" in shown.stdout and "78.5 (Fast-dLLM, README)" in shown.stdout
 
 

@@ -1,0 +1,86 @@
+"""Bytes that a request needs: weights, key/value store and logits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paradec.caches.store import store_bytes
+from paradec.core.checks import check_int
+
+
+@dataclass(frozen=True)
+class RequestMemory:
+    """Bytes, summed over all devices."""
+
+    weights: int
+    store: int
+    """Keys and values of all positions; 0 without a store."""
+    logits: int
+    """Of one step, in the model's dtype."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.store + self.logits
+
+
+def request_memory(
+    source: Any,
+    rows: int,
+    length: int,
+    *,
+    wanted: int | None = None,
+    stores: bool = True,
+    dtype: torch.dtype | None = None,
+    store_dtype: torch.dtype | None = None,
+) -> RequestMemory:
+    """Calculate the bytes that decoding needs; no weights are read.
+
+    Args:
+        source: a loaded text model, or the folder of a checkpoint (only its config.json is read).
+        rows: rows decoded together; guidance counts twice.
+        length: positions of a row, prompt and answer.
+        wanted: positions of a row whose logits a step reads; None is `length`.
+        stores: whether keys and values are stored.
+        dtype: of weights and logits; None is the model's, or that of config.json (bfloat16 if it names none).
+        store_dtype: of keys and values; None is `dtype`.
+
+    Raises:
+        CheckpointError: the folder has no config.json of a text model that `paradec.load` reads.
+        ValueError: rows, length or wanted below 1.
+    """
+    for name, value in (("rows", rows), ("length", length), ("wanted", wanted)):
+        check_int(name, value, low=1, none=name == "wanted")
+    if isinstance(source, (str, os.PathLike)):
+        config, module = _empty_module(os.fspath(source))
+        dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    else:
+        config, module = source.text_config, source.module
+    sizes = [(weight.numel(), dtype or weight.dtype) for weight in module.parameters()]
+    weights, dtype = sum(count * of.itemsize for count, of in sizes), dtype or sizes[0][1]
+    store = store_bytes(config, rows, length, store_dtype or dtype) if stores else 0
+    return RequestMemory(weights, store, rows * (wanted or length) * config.vocab_size * dtype.itemsize)
+
+
+def _empty_module(folder: str) -> tuple[Any, torch.nn.Module]:
+    """Build the module that a folder's config.json describes, without memory for its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from paradec.models.causal import is_causal
+    from paradec.models.checkpoint import CheckpointError, read_json
+    from paradec.models.masked import known_family
+
+    fields = read_json(folder, "config.json", None, required=True)
+    family = known_family(fields)
+    if family is None and not is_causal(fields):
+        raise CheckpointError(
+            f"{folder!r}: model_type={fields.get('model_type')!r} is not a text model of paradec.load"
+        )
+    config = AutoConfig.for_model(**fields) if family is None else family.config(fields)
+    if isinstance(stated := fields.get("dtype", fields.get("torch_dtype")), str):
+        config.dtype = getattr(torch, stated, None)
+    with torch.device("meta"):
+        return config, AutoModelForCausalLM.from_config(config)
