@@ -165,8 +165,9 @@ def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attent
     """Make what the request keeps outside of the canvas: store, what cache and attention keep, trace, a prefix."""
     cache, reuse = state.cache, state.reuse
     evaluated, width = state.branches * state.batch, state.window.positions.shape[1]
-    logits = evaluated * width * state.facts.vocab_size * model.dtype.itemsize
-    check_memory(logits, model.device, None, f"the logits of {evaluated} x {width} positions")
+    if (dtype := getattr(model, "dtype", None)) is not None:  # a scheduler or an engine has its logits already
+        logits = evaluated * width * state.facts.vocab_size * dtype.itemsize
+        check_memory(logits, model.device, None, f"the logits of {evaluated} x {width} positions")
     if isinstance(cache, StoredCache):
         rows, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
         state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
