@@ -89,8 +89,6 @@ class Request:
             `paradec.core.orders`. All places or all undecided ones, each once; what is given comes first. None is
             "random". For samplers of causal models without a drafter.
         num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
-        race: decode so many copies of one prompt side by side, each with its own random numbers, and return the one
-            that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). All copies are counted.
         chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
         streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
@@ -137,7 +135,6 @@ class Request:
     constraint: Constraint | Sequence[Constraint | None] | None = None
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = None
     num_return_sequences: int = 1
-    race: int | None = None
     chat: bool | None = None
     streamer: Any = None
     callback: Callable[[State, Commit], bool | None] | None = None
@@ -314,7 +311,6 @@ class Arguments(TypedDict, total=False):
     constraint: Constraint | Sequence[Constraint | None] | None
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None
     num_return_sequences: int
-    race: int | None
     chat: bool | None
     streamer: Any
     callback: Callable[[State, Commit], bool | None] | None

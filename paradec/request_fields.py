@@ -339,11 +339,6 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
             help="Number of answers, each with its own draws.",
         ),
     ),
-    "race": Field(
-        check=partial(check_int, low=1, high=MOST_ANSWERS),
-        served="draft_verify",
-        refused={"batch": "a race fills a batch with one prompt; use paradec.generate"},
-    ),
     "chat": Field(check=check_bool, served="draft_verify nar server tune", own="all"),
     "streamer": Field(
         served="draft_verify hf",

@@ -48,7 +48,6 @@ OTHER_VALUES: dict[str, Any] = {
     "suppress_tokens": (3, 4),
     "stop_strings": ("a", "b"),
     "num_return_sequences": 2,
-    "race": 3,
     "chat": False,
     "trace": True,
     "compile": True,
@@ -270,7 +269,6 @@ def test_a_request_is_checked_when_it_is_made() -> None:
         ({"stop_strings": ["a", ""]}, "stop_strings"),
         ({"suppress_tokens": "ab"}, "suppress_tokens"),
         ({"chat": 1}, "chat=1"),
-        ({"race": 0}, "race=0"),
     ]:
         with pytest.raises(ValueError, match=message):
             Request(**arguments)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.api import race
 from paradec.api.output import Output, aligned, runs
 from paradec.api.progress import bar
 from paradec.api.streaming import check_streamer, stream
@@ -93,9 +92,6 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
             "launches to save)"
         )
     callback, copies = request.callback, request.num_return_sequences
-    if request.race is not None:
-        race.check_race(request, prompts)
-        copies, prompts, callback = request.race, replace(prompts, single=False), race.until_first(callback)
     if copies > 1:
         if isinstance(request.seed, tuple) and len(request.seed) == len(prompts.rows):
             request = replace(request, seed=[entry for entry in request.seed for _ in range(copies)])
@@ -125,8 +121,6 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
         except KeyboardInterrupt as interrupt:
             stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
             stopped.output = output_of(model, state, prompts, time.perf_counter() - begin)
-            if request.race is not None:
-                stopped.output = race.winner(stopped.output, state)
             raise stopped from interrupt
         if state.canvas.is_cuda:
             torch.cuda.synchronize(state.canvas.device)
@@ -137,10 +131,7 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
         ranks.meet("the answer")
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
-    if request.race is None:
-        return output
-    race.warn_of_equals(request.race, state)
-    return race.winner(output, state)
+    return output
 
 
 def sampler_on(model: Any, method: Any) -> Any:

@@ -54,8 +54,6 @@ class Output:
     """Where the prompt had masks in it: the text of each run of filled positions, in reading order, per row."""
     trace: Trace | None = None
     """What each step did, when asked for."""
-    race_winner: int | None = None
-    """With `race`: which of the copies this is; its row in `trace` and `cost`."""
     cost: CacheCost | None = None
     """Whole and partial forwards and positions evaluated, per row, and the bytes that the cache held."""
     attention: AttentionCost | None = None

@@ -645,7 +645,6 @@ def test_an_interrupted_step_is_taken_again(model: Model) -> None:
 
 NOT_HERE: dict[str, Any] = {
     "num_return_sequences": 2,
-    "race": 2,
     "generator": torch.Generator(),
     "keep_prefix": True,
     "share_prefix": True,

@@ -213,14 +213,6 @@ def test_rows_find_their_own_prefix_in_any_order() -> None:
     assert one.cost.reused_tokens == [len(kept.tokens[0])] and one.new_tokens.tolist() == out.new_tokens[1:2].tolist()
 
 
-def test_a_race_keeps_the_winners_prefix() -> None:
-    model = tiny(2, "block_causal", ends=ENDS)
-    changes = {"temperature": 1.5, "eos_early_stop": True, "max_new_tokens": 16}
-    out = paradec.generate(model, [[1] * 9], cache="block", race=4, keep_prefix=True, **request(**changes))
-    assert len(out.prefix) == 1 and out.prefix.tokens[0] == out.sequences[0, : len(out.prefix.tokens[0])].tolist()
-    assert len(out.prefix.tokens[0]) >= 8
-
-
 # ---- a prefix that rows share -------------------------------------------------------------------------------------
 
 

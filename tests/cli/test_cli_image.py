@@ -398,7 +398,7 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
         wanted = paradec.generate_images(model, class_labels=3, preset=path, **changes)
         assert json.loads(done.stdout)["nfe"] == wanted.nfe
         assert Image.open(sheet).convert("L").tobytes() == wanted.images[0].convert("L").tobytes()
-    for text, message in [('{"race": 2}', "race=2 has no meaning for pictures"), ("{", "is no JSON")]:
+    for text, message in [('{"chat": true}', "chat=True has no meaning for pictures"), ("{", "is no JSON")]:
         path.write_text(text)
         done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
         assert done.exit_code != 0 and message in done.stderr

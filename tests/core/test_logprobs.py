@@ -321,12 +321,10 @@ def test_the_device_step_leaves_them_to_the_plain_loop(masked: Model) -> None:
     assert device_step.refusal(sampler, masked, state) == "logprobs are kept step by step"
 
 
-def test_copies_races_and_ends(masked: Model) -> None:
+def test_copies_and_ends(masked: Model) -> None:
     output = paradec.generate(masked, ROWS, max_new_tokens=NEW, logprobs=2)
     for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
         assert torch.equal(copied.logprobs.best_tokens, output.logprobs.best_tokens)
-    one = paradec.generate(masked, ROWS[0], max_new_tokens=NEW, logprobs=2, race=3, temperature=1.0, seed=0)
-    assert one.logprobs is not None and one.logprobs.best.shape == (1, len(ROWS[0]) + NEW, 2)
     # padding after an end has none
     ended = paradec.wrap(
         tiny(2).unwrap(), mask_token_id=MASK, eos_token_id=list(range(20)), prediction="same", topology="bidirectional"

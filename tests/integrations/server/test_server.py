@@ -203,7 +203,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(preset="fast"), 400, "preset='fast' must be one of slowly, warm"),
     (chat(paradec=3), 422, "paradec=3 must be an object"),
     (chat(paradec={"sampler": "nosuch"}), 400, "nosuch"),
-    (chat(paradec={"race": 4}), 422, "unknown field of paradec: 'race'"),
+    (chat(paradec={"rollout": True}), 422, "unknown field of paradec: 'rollout'"),
     (chat(paradec={"temperature": 1}, temperature=1), 400, "say the same"),
     (chat(paradec={"drafts": True}), 400, "needs stream=true"),
     (chat(paradec={"sampler": {"sampler": "learn2pd", "filter": "/etc/passwd"}}), 422, "must be a number here"),

@@ -418,14 +418,12 @@ def test_streamers_see_drafts_and_then_text() -> None:
     assert {len(draft) for draft in streamer.drafts} <= {CANVAS, 20 - CANVAS}
 
 
-def test_copies_and_races() -> None:
+def test_copies() -> None:
     own, method = model(), sampler("diffusion_gemma")
     out = paradec.generate(own, ROWS[0], sampler=method, seed=3, max_new_tokens=20, num_return_sequences=3)
     assert len({tuple(row) for row in out.new_tokens.tolist()}) == 3
     again = paradec.generate(own, ROWS[0], sampler=method, seed=3, max_new_tokens=20)
     assert torch.equal(out.new_tokens[0], again.new_tokens[0])
-    raced = paradec.generate(own, ROWS[0], sampler=method, seed=3, max_new_tokens=20, race=3)
-    assert raced.new_tokens.tolist()[0] in out.new_tokens.tolist()
 
 
 def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
