@@ -31,7 +31,6 @@ DEFAULT = ROOT / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml"
 class Scale:
     """How much is asked; `DRY` asks the packaged model."""
 
-    form: str = "names"
     batch: int = 8
     batches: int = 6
     limit: int = 8
@@ -39,7 +38,7 @@ class Scale:
     packaged: bool = False
 
 
-DRY = Scale(form="packaged", batch=4, batches=1, limit=1, packaged=True)
+DRY = Scale(batch=4, batches=1, limit=1, packaged=True)
 
 
 def weights_of(recipe: Recipe, given: Path | None) -> Path | None:
@@ -74,7 +73,7 @@ def lines(section: Section, model: Any, recipe: Recipe, scale: Scale) -> list[di
     asked = {name: value for name, value in asked.items() if name in paradec.request_fields.FIELDS}
     new = asked.get("max_new_tokens", 256)
     asked |= {"seed": recipe.seed, "max_new_tokens": new, "block_length": min(asked.get("block_length") or new, new)}
-    questions = parallel_questions(scale.form, limit=max(1, scale.batch * scale.batches // 11 + 1))
+    questions = parallel_questions(limit=max(1, scale.batch * scale.batches // 11 + 1))
     requests = {
         "the recipe": {"sampler": recipe.method(), "cache": recipe.asked().get("cache")},
         "one token per forward": {"sampler": "low_confidence"},

@@ -20,12 +20,6 @@ Samplers = Annotated[
 ]
 Settings = Annotated[int, typer.Option(help="Settings of each sampler, 2 to 5.")]
 Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all eleven.")]
-Form = Annotated[
-    str | None,
-    typer.Option(
-        help="packaged asks in the packaged model's words (its default), names in plain words (default of others)."
-    ),
-]
 
 
 @bench.callback()
@@ -38,7 +32,6 @@ def _bench() -> None:
 def parallel(
     samplers: Samplers = None,
     settings: Settings = 5,
-    form: Form = None,
     tasks: Tasks = None,
     limit: Limit = None,
     seed: Seed = 0,
@@ -58,11 +51,10 @@ def parallel(
     names = options.names(samplers)
     for name in benches.SWEEPS if names is None else names:
         benches.sweep(name, settings)
-    form = form or ("packaged" if shared["model"] is None else "names")
-    wanted: dict[str, Any] = {"form": form, "tasks": options.names(tasks), "limit": limit, "names": names}
+    wanted: dict[str, Any] = {"tasks": options.names(tasks), "limit": limit, "names": names}
     wanted |= {"settings": settings, "seed": seed}
     as_json, shared["suffix"] = shared.pop("as_json"), paradec.Suffix.of(shared["suffix"])
-    benches.parallel_questions(wanted["form"], wanted["tasks"], limit)
+    benches.parallel_questions(wanted["tasks"], limit)
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     loaded = options.load(shared)
     found, code = measured(benches.parallel, loaded, out, resume=earlier, **wanted, **shared)

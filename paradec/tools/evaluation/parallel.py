@@ -18,7 +18,6 @@ from paradec.models.base import Model
 from paradec.tools.evaluation.compare import Comparison, Progress, compare
 from paradec.tools.evaluation.configuration import BASELINE, Configuration
 from paradec.tools.evaluation.questions import Question, packaged_questions
-from paradec.tools.evaluation.waiting_line import NAMES, waiting_line_questions
 
 Changes = Mapping[str, Any]
 
@@ -35,7 +34,11 @@ SWEEPS: dict[str, tuple[Changes, ...]] = {
 }
 """ParallelBench's methods, each with its default first: thresholds in its range of 0.5 to 1, and its five factors. The
 first `n` are measured where fewer are asked for."""
-FORMS = ("packaged", "names")
+NAMES = (
+    *("copy", "reverse", "sort", "shuffle", "insert_at", "insert_random", "remove_at", "remove_random", "replace_at"),
+    *("replace_random", "latin_square"),
+)
+"""ParallelBench's ten waiting lines and its Latin squares among `paradec.tools.evaluation.TASKS`."""
 
 
 def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
@@ -69,20 +72,15 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
     return found
 
 
-def parallel_questions(form: str, tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """ParallelBench's ten waiting lines and its Latin squares.
+def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
+    """Make prompts of ParallelBench's tasks, in the words that the packaged model was trained on.
 
     Args:
-        form: "packaged" asks in the words that the packaged model was trained on, "names" in plain words
-            (`paradec.tools.evaluation.waiting_line`), for models that follow instructions.
-        tasks: of `paradec.tools.evaluation.waiting_line.NAMES`; None takes all. limit: prompts of each.
+        tasks: of `NAMES`; None takes all. limit: prompts of each.
 
     Raises:
         ValueError: an argument out of its range.
     """
-    check_choice("form", form, FORMS)
-    if form == "names":
-        return waiting_line_questions(tasks, limit)
     wanted = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     for name in wanted:
         check_choice("task", name, NAMES)
@@ -94,7 +92,6 @@ def parallel(
     *,
     names: Iterable[str] | None = None,
     settings: int = MOST_SETTINGS,
-    form: str | None = None,
     tasks: str | Iterable[str] | None = None,
     limit: int | None = None,
     max_new_tokens: int | None = None,
@@ -112,8 +109,8 @@ def parallel(
         model: a masked language model; None takes the small one inside the package.
         names: samplers; None takes ParallelBench's (`SWEEPS`).
         settings: of each sampler, 2 to 5.
-        form, tasks, limit: as in `parallel_questions`; form None is "packaged" for the packaged model, else "names".
-        max_new_tokens: by default the model's own for the packaged form, and 64 for "names".
+        tasks, limit: as in `parallel_questions`.
+        max_new_tokens: by default the model's own.
         others: as in `paradec.tools.evaluation.compare`.
 
     Returns:
@@ -124,14 +121,10 @@ def parallel(
         Interrupted: as `compare`.
     """
     configurations = [one for name in (SWEEPS if names is None else names) for one in sweep(name, settings)]
-    if form is not None:
-        check_choice("form", form, FORMS)
-    form = form or ("packaged" if model is None else "names")
-    questions = parallel_questions(form, tasks, limit)
+    questions = parallel_questions(tasks, limit)
     model = paradec.load() if model is None else model
-    new = 64 if max_new_tokens is None and form == "names" else max_new_tokens
     asked = {"cache": cache, "suffix": suffix, "block_length": block_length}
-    asked |= {"max_new_tokens": new or model.default_max_new_tokens}
+    asked |= {"max_new_tokens": max_new_tokens or model.default_max_new_tokens}
     for configuration in configurations:  # not after hours
         with configuration.make().start(model, questions[0].prompt, **asked).freed_store():
             pass
@@ -148,7 +141,7 @@ def parallel(
         suffix=suffix,
         batch=batch,
         seed=seed,
-        max_new_tokens=new,
+        max_new_tokens=max_new_tokens,
         block_length=block_length,
         resume=resume,
         progress=progress,
