@@ -284,7 +284,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "temperature 0.7": {"temperature": 0.7},
     "top-k 3": {"top_k": 3},
     "top-p 0.8": {"top_p": 0.8},
-    "top-n-sigma 1.2": {"top_n_sigma": 1.2},
     "guidance 2": {"guidance_scale": 2.0},
     "all": {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5},
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paradec.constraints.values import Constraint
     from paradec.core.orders import Order
 
-FILTERS = ("top_p", "top_k", "top_n_sigma")
+FILTERS = ("top_p", "top_k")
 """Fields that restrict what tokens are drawn from."""
 
 
@@ -65,8 +65,6 @@ class Request:
         max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128 (0 with masks).
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
-        top_n_sigma: then to tokens whose logit is at most this many standard deviations below the best, those of the
-            logits that are left (`paradec.samplers.filters.near_the_best`); without top_p, whatever the temperature.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
             cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
             (`paradec.samplers.guidance.guided`).
@@ -120,7 +118,6 @@ class Request:
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
-    top_n_sigma: float | None = None
     guidance_scale: float = 1.0
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
@@ -296,7 +293,6 @@ class Arguments(TypedDict, total=False):
     temperature: float
     top_p: float | None
     top_k: int | None
-    top_n_sigma: float | None
     guidance_scale: float
     seed: int | Sequence[int] | None
     generator: torch.Generator | None
@@ -438,16 +434,13 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
     """The generator of `rng="reference"`, and one seed per row.
 
     Raises:
-        ValueError: seeds that are not one or one per row, rows that one stream cannot serve, or a filter that the
-            references do not have.
+        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
     """
     seed, generator = request.seed, request.generator
     seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
     if request.rng == "reference":
-        if request.top_n_sigma is not None:
-            raise ValueError(f"top_n_sigma={request.top_n_sigma}: the public codes of rng='reference' do not have it")
         if len({len(row) for row in rows}) != 1:
             raise ValueError("rng='reference' needs rows of one length: the references know no padding")
         if generator is None:

@@ -275,15 +275,6 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         stepwise=True,
         option=Option(help="Draw from this many of the likeliest tokens."),
     ),
-    "top_n_sigma": Field(
-        check=partial(check_number, low=0, open_low=True),
-        served="draft_verify hf engine tune",
-        stepwise=True,
-        option=Option(
-            kind=float | None,
-            help="Draw from tokens at most this many standard deviations of the logits below the best.",
-        ),
-    ),
     "guidance_scale": Field(
         check=partial(check_number, low=0, high=LARGEST_GUIDANCE),
         served=f"draft_verify {PICTURES} server tune",

@@ -39,8 +39,6 @@ REPLAYS = {
         "samplers/test_distilled.py": "llamagen_replays_the_reference",
         "samplers/test_distilled_var.py": "replays_the_reference",
         "samplers/continuous/test_cspd.py": "replays_the_reference replays_the_rule",
-        "samplers/test_top_n_sigma.py": "the_public_code_s_filter_where_nothing_was_filtered_and_the_mended_one_"
-        "elsewhere the_public_code_s_redraw_changes_the_distribution_and_ours_keeps_it",
         "samplers/causal/test_jacobi_blocks.py": "blocks_are_those_of_the_public_code "
         "a_block_that_stays_in_the_store_has_another_fixed_point "
         "the_published_early_exit_is_another_text_and_the_prefix_is_not",

@@ -37,7 +37,6 @@ OTHER_VALUES: dict[str, Any] = {
     "temperature": 0.3,
     "top_p": 0.9,
     "top_k": 5,
-    "top_n_sigma": 1.5,
     "guidance_scale": 1.5,
     "seed": (1, 2),
     "rng": "reference",

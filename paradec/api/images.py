@@ -41,7 +41,6 @@ class ImageArguments(TypedDict, total=False):
     temperature: float | None
     top_k: int | None
     top_p: float | None
-    top_n_sigma: float | None
     seed: int | Sequence[int] | None
     generator: torch.Generator | None
     callback: Callable[[State, Commit], bool | None] | None
@@ -93,7 +92,6 @@ def generate_images(
         cache: for masked models: by default "recap" with the sampler `recap`, none with others.
         guidance_scale: s in uncond + s (cond - uncond); 1 is off. By default what the model's authors use, as are
             `temperature`, `top_k` and `top_p`; top_k=0 takes all tokens, temperature=0 the likeliest one.
-        top_n_sigma: as in `paradec.Request`, after these two.
         seed: one for all rows or one per row. A row's numbers depend on its seed and prompt, not on its neighbours.
         generator: a torch.Generator instead, from which a seed is drawn.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.

@@ -71,7 +71,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue from the answer
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
-    "top_p top_k top_n_sigma guidance_scale seed num_return_sequences eos_early_stop dtype device trace live as_json"
+    "top_p top_k guidance_scale seed num_return_sequences eos_early_stop dtype device trace live as_json"
 )
 def generate(
     context: typer.Context,

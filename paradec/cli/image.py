@@ -87,7 +87,7 @@ TracePictures = Annotated[
 ]
 
 
-@options.takes("set_ preset top_p top_n_sigma seed dtype device as_json")
+@options.takes("set_ preset top_p seed dtype device as_json")
 def image(
     out: Out,
     model: Model = "digits-ar",
@@ -255,7 +255,7 @@ def check_options(request: dict[str, Any]) -> None:
     for name in ("height", "width"):
         check_int(f"--{name}", request[name], low=1, high=LONGEST_SIDE, none=True)
     check_int("--top-k", request["top_k"], low=0, none=True)
-    for name in ("steps", "seed", "guidance_scale", "temperature", "top_p", "top_n_sigma"):
+    for name in ("steps", "seed", "guidance_scale", "temperature", "top_p"):
         if request[name] is not None:
             FIELDS[name].check("--" + name.replace("_", "-"), request[name])
     if isinstance(request["cache"], str):
@@ -266,7 +266,7 @@ def check_options(request: dict[str, Any]) -> None:
 
 def check_options_of(sampler: Any, source: str, request: dict[str, Any]) -> None:
     """Raise ValueError for an option that models with samplers of this family do not have."""
-    others = [name for name in ("steps", "cache", "top_k", "top_p", "top_n_sigma") if name in sampler.unsupported]
+    others = [name for name in ("steps", "cache", "top_k", "top_p") if name in sampler.unsupported]
     for name in others:
         if request[name] is not None:
             option = "--" + name.replace("_", "-")

@@ -25,7 +25,7 @@ MaxNewTokens = Annotated[int, typer.Option(help="Tokens to append to the text.")
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k "
-    "top_n_sigma guidance_scale seed num_return_sequences dtype device trace live as_json"
+    "guidance_scale seed num_return_sequences dtype device trace live as_json"
 )
 def infill(
     context: typer.Context,

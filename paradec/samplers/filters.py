@@ -1,4 +1,4 @@
-"""Filters of the distribution that tokens are drawn from: the nucleus, the best tokens, those near the best one."""
+"""Filters of the distribution that tokens are drawn from: the nucleus, and the best tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,13 @@ HEAD = 2**12
 """Tokens that a nucleus is looked for in before all others are."""
 
 
-def filter_logits(
-    logits: Tensor,
-    top_p: float | None,
-    top_k: int | None,
-    top_n_sigma: float | None = None,
-    *,
-    sorted_ties: bool = True,
-) -> Tensor:
-    """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best, then all but those within
-    `top_n_sigma` standard deviations of the best (`near_the_best`). logits: [..., V].
+def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, *, sorted_ties: bool = True) -> Tensor:
+    """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
 
     Dream's order; the token that crosses `top_p` stays in, and so does the best one always. Tokens as good as the
     `top_k`-th stay. Which of equal tokens the nucleus ends with is left to `torch.sort`, as in public codes. Without
     `sorted_ties` the first of them stay in large vocabularies on the CPU, which takes no sort.
     """
-    if top_n_sigma is not None:
-        return near_the_best(filter_logits(logits, top_p, top_k, sorted_ties=sorted_ties), top_n_sigma)
     nucleus = top_p is not None and top_p < 1
     if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
         return logits
@@ -57,31 +47,6 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
         return one_hot_on_best(logits)
     kept = filter_logits(tempered(logits, temperature), None, top_k)
     return filter_logits(kept, top_p, None).softmax(-1)
-
-
-def near_the_best(logits: Tensor, count: float) -> Tensor:
-    """Exclude (-inf) logits [..., V] that are more than `count` standard deviations below the best of their row.
-
-    Tang et al., "Top-nsigma: Not All Logits Are You Need", arXiv 2411.07641. The deviation is that of the row's finite
-    logits about their mean (divisor N), in float64. Neither an offset nor a temperature changes what is kept. What
-    Lumina-mGPT 2.0 computes where logits are excluded already is their root mean square about zero, which an offset
-    changes. Rows with NaN or +inf stay as they are.
-    """
-    return torch.cat([_near_the_best(rows, count) for rows in chunks(logits)]).view(logits.shape)
-
-
-def _near_the_best(logits: Tensor, count: float) -> Tensor:
-    """The same of [n, V]."""
-    finite = logits.isfinite()
-    below = logits.double() - logits.amax(-1, keepdim=True)
-    known = below.where(finite, 0)
-    number = finite.sum(-1, keepdim=True).clamp(min=1)
-    # as shares of the widest distance: squares stay in range
-    widest = known.amin(-1, keepdim=True).neg().clamp(min=torch.finfo(torch.float64).tiny)
-    share = known / widest
-    spread = (share - share.sum(-1, keepdim=True) / number).where(finite, 0)
-    sigma = (spread.square().sum(-1, keepdim=True) / number).sqrt() * widest
-    return logits.masked_fill(below < -count * sigma, -torch.inf)
 
 
 def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:

@@ -105,7 +105,6 @@ class BlockScheduler(SamplerScheduler):
         temperature: float = 0.0,
         top_p: float | None = None,
         top_k: int | None = None,
-        top_n_sigma: float | None = None,
         sampling_method: str = "auto",
         threshold: float | None = None,
         editing_threshold: float | None = None,
@@ -121,8 +120,7 @@ class BlockScheduler(SamplerScheduler):
             timestep: 0 in a block's first step.
             sample: [B, L] int64, the block; masks are undecided.
             mask_token_id: the mask; None where the model has none, for schedulers that work without.
-            temperature, top_p, top_k, top_n_sigma: as in `paradec.generate`; read in a block's first step. Pipelines of
-                diffusers have no argument for the last one, whose schedulers do not know it.
+            temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
             sampling_method: "greedy" is temperature 0.
             threshold, editing_threshold, minimal_topk: no effect; see the class.
             prompt_mask: no effect: what is decided when a block begins is the user's, and stays.
@@ -135,8 +133,6 @@ class BlockScheduler(SamplerScheduler):
         self._enter(sys._getframe(1))
         self._check_tokens(model_output, sample, "[batch, block]", 2)
         if mask_token_id is None:
-            if top_n_sigma is not None:
-                raise ValueError(f"top_n_sigma={shown(top_n_sigma)} has no meaning without a mask: leave it out")
             anew = self._afresh(model_output, int(timestep), sample, generator)
             return BlockSchedulerOutput(*anew) if return_dict else anew
         check_choice("sampling_method", sampling_method, ("auto", "greedy", "multinomial"))
@@ -146,7 +142,7 @@ class BlockScheduler(SamplerScheduler):
         )
         if int(timestep) == 0 or not self._holds(sample):
             temperature = 0.0 if sampling_method == "greedy" else temperature
-            self._open(model_output, sample, mask_token_id, temperature, top_p, top_k, top_n_sigma, generator)
+            self._open(model_output, sample, mask_token_id, temperature, top_p, top_k, generator)
         block, tokens, probabilities = self._advance(model_output, sample)
         filled = (sample == mask_token_id) & (block != mask_token_id)
         changed = (sample != block) & ~filled
@@ -178,7 +174,6 @@ class BlockScheduler(SamplerScheduler):
         temperature: float,
         top_p: float | None,
         top_k: int | None,
-        top_n_sigma: float | None,
         generator: torch.Generator | None,
     ) -> None:
         """Start the sampler on the rows of a block that have masks."""
@@ -197,7 +192,6 @@ class BlockScheduler(SamplerScheduler):
             temperature=temperature,
             top_p=None if top_p is None or top_p >= 1 else top_p,
             top_k=None if top_k is None or top_k <= 0 else top_k,
-            top_n_sigma=top_n_sigma,
             generator=generator,
             eos_early_stop=False,
         )
@@ -411,7 +405,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         pred_logits = divided(model_output, annealed(left, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a token that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
-        self._open(logits, masks, vocab, 0.0, None, None, None, None)  # what is best is asked alone: draws come below
+        self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below
         block, _, _ = self._advance(logits, masks)
         accepted = block != vocab
         device = _device_of(generator, sample)

@@ -230,7 +230,7 @@ def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> N
         assert torch.equal(greedy, cold), (block, filters)
 
 
-IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2}, {"top_n_sigma": 0.1})
+IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2})
 DRAWN = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
 """Samplers that draw positions, or whether a draft stands, whatever the temperature."""
 

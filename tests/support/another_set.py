@@ -158,12 +158,12 @@ def next_image(folder: Path, step: int = 2) -> None:
             said["vae"] = "var/" + names["var", said["vae"].removeprefix("var/")]
         write(folder / system / f"{new}.config.json", said)
         (folder / system / f"{new}.safetensors").symlink_to(source / system / f"{old}.safetensors")
-    for system in sorted({system for system, _ in names} | {"lumina-sjd"}):
+    for system in sorted({system for system, _ in names}):
         kinds: dict[frozenset[str], list[Path]] = {}
         for path in sorted((source / system).glob("*.json")):
             said = read(path)
             if "id" in said:
-                kind = {"steps", "shuffled_candidates", "kept", "mask", "reconstruction"} & said.keys()
+                kind = {"steps", "shuffled_candidates", "mask", "reconstruction"} & said.keys()
                 kinds.setdefault(frozenset(kind), []).append(path)
         for number, path in enumerate(path for paths in kinds.values() for path in paths[::step]):
             said, new = read(path), f"{number} of them"

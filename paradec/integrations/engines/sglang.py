@@ -31,7 +31,7 @@ from paradec.samplers.masked.base import MaskedSampler
 PREFIX = "Paradec"
 """Comes before a sampler's class name in SGLang's list of algorithms."""
 REQUEST = (
-    *("block_length", "steps", "temperature", "top_p", "top_k", "top_n_sigma", "seed"),
+    *("block_length", "steps", "temperature", "top_p", "top_k", "seed"),
     *("logits_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
 )
 """Keys of the configuration that are fields of `paradec.Request`."""

@@ -311,7 +311,7 @@ class CausalState(State):
         model's own."""
         if self.request.temperature == 0:
             own = copy.copy(self)
-            own.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None, top_n_sigma=None)
+            own.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
             p = own.distribution(logits, rows, positions)
         return log_of(p)
 

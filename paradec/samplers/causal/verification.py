@@ -188,7 +188,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         return one_hot_on_best(logits)
     if request.temperature != 1:
         logits = tempered(logits, request.temperature)
-        # softmax takes twice as long over what is too small to be drawn; deviations are those of all logits
-        if logits.dtype == torch.float32 and request.top_n_sigma is None:
+        # softmax takes twice as long over what is too small to be drawn
+        if logits.dtype == torch.float32:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
-    return filter_logits(logits, request.top_p, request.top_k, request.top_n_sigma).softmax(-1)
+    return filter_logits(logits, request.top_p, request.top_k).softmax(-1)

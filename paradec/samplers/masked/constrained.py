@@ -112,7 +112,7 @@ class Constrained(Tracker):
         """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
         sampler reads."""
         request, needs = state.request, sampler.needs
-        filters = (request.top_p, request.top_k, request.top_n_sigma)
+        filters = (request.top_p, request.top_k)
         filtered = any(each is not None for each in filters)
         warm = request.temperature if request.temperature > 0 else 1.0
         model = self._marginals(state, part, raw)

@@ -76,7 +76,7 @@ def candidates(
     """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
     request, needs = state.request, sampler.needs
     statistics = token_statistics if generator is None else reference.statistics
-    filters = request.top_p, request.top_k, request.top_n_sigma
+    filters = request.top_p, request.top_k
     filtered = any(each is not None for each in filters)
     if isinstance(logits, Unread):
         if request.temperature == 0 and not filtered and generator is None:
@@ -93,8 +93,8 @@ def candidates(
     if counted and not filtered:
         found_in = 1.0 if raw else request.temperature
         return token_statistics(logits, needs.reads, None, of_tokens(state, query, request.temperature), found_in)
-    if counted and raw and request.top_n_sigma is None:
-        drawn = draw_filtered(logits, of_tokens(state, query).uniform(), request.temperature, *filters[:2])
+    if counted and raw:
+        drawn = draw_filtered(logits, of_tokens(state, query).uniform(), request.temperature, *filters)
         if drawn is not None:
             return token_statistics(logits, needs.reads, drawn)
     drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)

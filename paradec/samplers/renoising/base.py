@@ -194,7 +194,7 @@ class CanvasSampler(Sampler):
     def _drawn_from(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
         """The logits [..., V] that tokens are drawn from: over temperatures [...], and filtered."""
         request = state.request
-        return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k, request.top_n_sigma)
+        return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k)
 
     def _drawn_from_in_pieces(
         self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int

@@ -65,7 +65,7 @@ class CanvasTexts:
         temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
         undecided = torch.as_tensor(~state._final).numpy()
         best, where = logits.argmax(-1), positions.cpu().numpy()
-        filters = (request.top_p, request.top_k, request.top_n_sigma)
+        filters = (request.top_p, request.top_k)
         self._found = []
         for index, row in enumerate(rows.tolist()):
             begin, asked = int(where[index, 0]), int(state.asked[row])

@@ -203,7 +203,7 @@ class S2D2(MaskedSampler):
         request = state.request
         if request.temperature:
             logits = tempered(logits, request.temperature)
-            logits = filter_logits(logits, request.top_p, request.top_k, request.top_n_sigma)
+            logits = filter_logits(logits, request.top_p, request.top_k)
         return logits.softmax(-1)
 
     def read(

@@ -340,7 +340,6 @@ def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
         {"sampler": "factor"},
         {"cache": "prefix"},
         {"top_p": 0.8},
-        {"top_n_sigma": 1.0},
         {"suppress_tokens": (3,)},
         {"block_length": 6},
         {"eos_early_stop": False},

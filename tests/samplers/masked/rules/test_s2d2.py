@@ -38,8 +38,8 @@ class Replayed(S2D2):
     def distribution(self, state: Any, logits: Tensor) -> Tensor:
         request = state.request
         if request.temperature:
-            logits = filter_logits(logits / request.temperature, None, request.top_k, None)
-            logits = filter_logits(logits, request.top_p, None, None)
+            logits = filter_logits(logits / request.temperature, None, request.top_k)
+            logits = filter_logits(logits, request.top_p, None)
         return logits.softmax(-1)
 
     def numbers(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
