@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from paradec.core.checks import shown
-from paradec.models import cpu_dtypes
 from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, fetch, states_quantiser, stored_weights
@@ -87,7 +86,6 @@ def load_causal(
         _forget_file(module)
     if device is not None:
         module = module.to(device)
-    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), module.dtype, module.device)
     tokenizer = _tokenizer(source, files)
     ends, pad = generation_ids(module, tokenizer)
     try:

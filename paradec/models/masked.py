@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paradec.core.checks import shown
-from paradec.models import cpu_dtypes, lora, own_drafts
+from paradec.models import lora, own_drafts
 from paradec.models.checkpoint import (
     CheckpointError,
     check_weights,
@@ -140,7 +140,6 @@ def load_masked(
         attn_implementation="sdpa" if facts.topology == "causal" else name,
     )
     model.own_drafts = own
-    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), model.dtype, model.device)
     place = os.path.abspath(source) if os.path.isdir(source) else source
     model.published = Published(place, family, config, generation, names)
     return model
