@@ -15,6 +15,7 @@ from paradec import samplers
 from paradec.core.blocks import FixedBlocks
 from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Sampler
 from paradec.samplers.distributions import divided
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.renoising.annealing import annealed
@@ -359,7 +360,7 @@ class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
 
 class CombinationScheduler(BlockScheduler, sampler="union"):
     """Several samplers joined, under `combination`: "credit+localleap", "threshold&klass", "credit>>factor", with
-    settings in parentheses (`paradec.samplers.create`)."""
+    settings in parentheses (`paradec.samplers.create`), or the `to_dict` of a sampler."""
 
     family_settings = {**BlockScheduler.family_settings, "combination": "credit+localleap"}
 
@@ -368,7 +369,8 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
         return {}
 
     def make_sampler(self) -> MaskedSampler:
-        found = samplers.create(self.config.combination)
+        given = self.config.combination
+        found: Any = Sampler.from_dict(given) if isinstance(given, Mapping) else samplers.create(given)
         if found.family != "masked" or found.needs.multi_step or found.needs.mask_probes:
             raise ValueError(
                 f"combination={shown(self.config.combination)} cannot be a scheduler: use paradec.generate"
