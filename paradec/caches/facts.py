@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
-
-from paradec.core.former import check_former
 
 
 @dataclass(frozen=True)
@@ -34,17 +32,12 @@ class CacheFacts:
     """Whether commits tell it how confident the model was (`heard`)."""
 
 
-FORMER = {field.name: f"facts = CacheFacts({field.name}=...)" for field in fields(CacheFacts)}
-"""What a subclass may have been written with, and what is written now."""
-
-
 def declare(cls: Any) -> None:
     """Check what a subclass of `Cache` says of itself.
 
     Raises:
-        TypeError: a name of before, or `facts` that are no `CacheFacts`.
+        TypeError: `facts` that are no `CacheFacts`.
     """
-    check_former("cache", cls, FORMER)
     if not isinstance(cls.facts, CacheFacts):
         raise TypeError(f"facts={cls.facts!r} of cache class {cls.__name__} must be a paradec.caches.facts.CacheFacts")
     cls.device_step = vars(cls).get("device_step", False)

@@ -19,7 +19,6 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
-from paradec.core.former import check_former
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import Prompts, encode
@@ -56,10 +55,6 @@ class CausalSampler(Sampler):
     orders: ClassVar[bool] = False
     """Whether the method decodes models of any order too (`paradec.samplers.causal.any_order`)."""
     state_type: ClassVar[type[CausalState]] = CausalState
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        check_former("sampler", cls, {"reads": "compared_by", "_memory": "memory"})
 
     # ---- start ----------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,11 @@ A class says what it needs (`needs = Needs(score="margin")`), but for what follo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paradec.core.checks import check_choice
 from paradec.core.facts import TOPOLOGIES
-from paradec.core.former import check_former
 from paradec.core.registry import unknown
 from paradec.samplers.statistics import QUANTITIES
 
@@ -101,29 +100,12 @@ class Needs:
         return f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}"
 
 
-FORMER = {
-    "announce": "preview",
-    "assess": "extra_quantities",
-    "drafts": "needs = Needs(multi_step=...)",
-    "frontier": "sweep",
-    "fuse": "process_logits",
-    "has_extra_quantities": "needs = Needs(extra_quantities=...)",
-    "needs_decided_logits": "needs = Needs(decided_logits=...)",
-    "rereads": "needs = Needs(decided_logits=...)",
-    "shadows": "needs = Needs(mask_probes=...)",
-    "unserved": "unsupported",
-}
-FORMER |= {field.name: f"needs = Needs({field.name}=...)" for field in fields(Needs) if field.name not in OVERRIDES}
-"""What a subclass may have been written with, and what is written now."""
-
-
 def declare(cls: Any, base: type) -> None:
     """Complete the `needs` of a subclass of `base` by what it overrides.
 
     Raises:
-        TypeError: a name that the family had before, or `needs` that are no `Needs`.
+        TypeError: `needs` that are no `Needs`.
     """
-    check_former("sampler", cls, FORMER)
     if not isinstance(cls.needs, Needs):
         raise TypeError(f"needs={cls.needs!r} of sampler class {cls.__name__} must be a paradec.samplers.masked.Needs")
     own: Any = {OVERRIDES[name]: True for name in OVERRIDES if getattr(cls, name) is not getattr(base, name)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.device.engine import DeviceEngine
 from paradec.samplers.masked.device.graphs import StepLayout, block_table
-from paradec.samplers.masked.needs import FORMER, OVERRIDES, Needs
+from paradec.samplers.masked.needs import OVERRIDES, Needs
 from paradec.samplers.masked.state import MaskedState
 
 MODEL = tiny(2)
@@ -303,23 +302,3 @@ def test_a_shadow_that_is_not_finite_is_seen() -> None:
     with pytest.raises(FloatingPointError, match="row 1 at its step 0"):
         sampler.commit(state, proposal)
     assert torch.equal(before, state.canvas)
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_a_class_with_an_old_name_is_told_the_new_one(name: str) -> None:
-    assert hasattr(MaskedSampler, FORMER[name].split(" ")[0])
-    with pytest.raises(TypeError, match=re.escape(f"sampler class Old defines {name}, which is now {FORMER[name]}")):
-        type("Old", (MaskedSampler,), {name: None})
-
-
-@pytest.mark.parametrize("name", ["evaluates", "exact_on", "steady", "uses_store"])
-def test_a_cache_with_an_old_name_is_told_the_new_one(name: str) -> None:
-    said = f"cache class Old defines {name}, which is now facts = CacheFacts({name}=...)"
-    with pytest.raises(TypeError, match=re.escape(said)):
-        type("Old", (caches.get("dual"),), {name: None})
-
-
-@pytest.mark.parametrize(("name", "now"), [("reads", "compared_by"), ("_memory", "memory")])
-def test_a_causal_method_with_an_old_name_is_told_the_new_one(name: str, now: str) -> None:
-    with pytest.raises(TypeError, match=f"sampler class Old defines {name}, which is now {now}"):
-        type("Old", (samplers.get("gsd"),), {name: None})
