@@ -161,9 +161,8 @@ class Registry:
                 raise ValueError(unknown(f"preset of {what}", preset, presets))
             settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]
-        moved = getattr(cls, "moved", ())  # the class tells the new spelling
         for setting in settings:
-            if setting not in allowed and setting not in moved:
+            if setting not in allowed:
                 raise ValueError(unknown(f"setting of {what}", setting, allowed))
         return cls(**settings)
 

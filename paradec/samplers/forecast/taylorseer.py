@@ -20,7 +20,6 @@ from paradec.core.memory import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History, basis_from
-from paradec.samplers.forecast.old_settings import OLD, spelled
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.rules import refresh_from
@@ -59,8 +58,7 @@ class TaylorSeer(ForecastSampler):
             target does not fit, a smaller one is used, and the session says so.
 
     Raises:
-        ValueError: a value that is none of these, two that do not go together, or a setting of former versions; the
-            message has the new spelling.
+        ValueError: a value that is none of these, or two that do not go together.
     """
 
     refresh: Rule | Sequence[int] | str | None = None
@@ -74,8 +72,6 @@ class TaylorSeer(ForecastSampler):
     paper = "TaylorSeer"
     arxiv = "2503.06923"
     summary = "most solver steps skip the transformer; its output is forecast by a Taylor expansion"
-    moved: ClassVar[frozenset[str]] = OLD
-    """Settings of former versions."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"refresh": "every(interval=6, first_enhance=3)"},
         "flux": {"refresh": "every(interval=6, first_enhance=3)"},
@@ -88,16 +84,6 @@ class TaylorSeer(ForecastSampler):
         "lite_detailed": LITE | {"refresh": "every(interval=3, first_enhance=3)"},
         "diffusers": {"refresh": "every(interval=5, first_enhance=3, style=diffusers)"},
     }
-
-    def __new__(cls, *values: Any, **settings: Any) -> TaylorSeer:
-        if not OLD.isdisjoint(settings):
-            raise ValueError(spelled(settings))
-        return super().__new__(cls)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if not OLD.isdisjoint(state):  # pickled by a former version
-            raise ValueError(spelled(state))
-        self.__dict__.update(state)
 
     def __post_init__(self) -> None:
         for name, read in (("refresh", refresh_from), ("basis", basis_from), ("target", target_from)):

@@ -617,39 +617,6 @@ def test_nan_outputs_are_refused() -> None:
         decode(sampler, DiffusionModel(module), state)
 
 
-OLD_CALLS = [
-    ({"first_enhance": 3, "interval": 6}, TaylorSeer(Every(6, 3))),
-    ({"style": "diffusers", "full_after": 9, "order": 2}, TaylorSeer(Every(5, 1, "diffusers", 9), order=2)),
-    ({"full_steps": [0, 3], "order": 0}, TaylorSeer([0, 3], order=0)),
-    ({"full_steps": "fast", "target": "stack"}, TaylorSeer("fast", target="stack")),
-    ({"basis": "hermite", "sigma": 0.7, "order": 2}, TaylorSeer(basis=Hermite(sigma=0.7), order=2)),
-    ({"derivative_dtype": "bfloat16", "interval": 3}, TaylorSeer(interval=3, basis=Taylor(dtype="bfloat16"))),
-    ({"basis": "dmd", "window": 4, "max_memory": 99}, TaylorSeer(basis=DMD(window=4), max_memory=99)),
-    ({"modules": "a.*"}, TaylorSeer(target=["a.*"])),
-    ({"modules": ["a", "b"], "skip": "c"}, TaylorSeer(target=Modules(("a", "b"), "c"))),
-    ({"schedule": {"steps": 2, "modules": {"a": [0]}}}, TaylorSeer(BlockSchedule(2, (("a", (0,)),)))),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_CALLS)
-def test_old_calls_are_told_the_new_spelling(old: dict, new: TaylorSeer) -> None:
-    """The call that the message writes is the one that is meant, wherever the old one comes from."""
-    saved = {"sampler": "taylorseer", "interval": 5, "order": 1, "first_enhance": 1, "sigma": 0.5, "window": 6}
-    saved |= {"style": "reference", "full_steps": None, "schedule": None, "modules": None, "refresh": None} | old
-    own = {key: value for key, value in saved.items() if key != "sampler"}
-    for call in (
-        lambda: TaylorSeer(**old),
-        lambda: paradec.samplers.create("taylorseer", **old),
-        lambda: TaylorSeer.from_dict(json.loads(json.dumps(saved))),
-        lambda: TaylorSeer.__new__(TaylorSeer).__setstate__(own),  # pickled by a former version
-    ):
-        with pytest.raises(ValueError, match=f"no .*{list(old)[0 if 'basis' not in old else 1]}.* any more") as told:
-            call()
-        written = eval(str(told.value).partition("write ")[2], {"TaylorSeer": TaylorSeer})
-        assert (written.rule, written.forecaster) == (new.rule, new.forecaster)
-        assert (written.target, written.max_memory) == (new.target, new.max_memory)
-
-
 def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
     """Objects, texts, short forms and plain data make the same sampler; copies and pickles are equal."""
     (tmp_path / "rule.json").write_text(json.dumps(Every(3, 2).to_dict()))
