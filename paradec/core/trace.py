@@ -45,8 +45,7 @@ Counts = Annotated[list[int], _counts]
 class TraceStep:
     """One step. Rows count from 0; positions count from a row's first prompt token.
 
-    What comes after `kind` is None in records that do not have it, older files among them, and is left out where steps
-    are compared.
+    What comes after `kind` is None in records that do not have it, and is left out where steps are compared.
     """
 
     commits: list[tuple[int, int, Token, float]]
@@ -117,7 +116,7 @@ DRAFTED, DRAWN = "accepted draft", "own token"
 class Trace:
     """All steps of one request, and what is needed to replay them: the canvas before the first step.
 
-    What comes after `steps` says how to draw it. Older files do not have it.
+    What comes after `steps` says how to draw it.
     """
 
     canvas: list[list[Token]]
@@ -168,7 +167,7 @@ class Trace:
         return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
 
     def to_fill(self, row: int) -> list[Span]:
-        """The spans that decoding is to fill in a row; of older files those that it wrote to."""
+        """The spans that decoding is to fill in a row; without `family`, those that it wrote to."""
         if self.filled is not None:
             return [(start, stop) for start, stop in self.filled[row]]
         if not self.canvas:
@@ -179,7 +178,7 @@ class Trace:
 
     @property
     def row_nfe(self) -> list[int]:
-        """Forward calls that each row took part in; of older files the steps that evaluated something of it."""
+        """Forward calls that each row took part in; of steps without `nfe`, those that evaluated something of it."""
         counts = [0] * self.batch
         for step in self.steps:
             for row, forwarded in enumerate(step.forwarded):
@@ -384,9 +383,6 @@ class Trace:
             f"Trace({sampler!r}: {count(self.batch, 'row')}, {count(len(self.steps), 'step')}, "
             f"{count(max(self.row_nfe, default=0), 'forward')})"
         )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(vars(Trace([])) | state)  # a pickle of an earlier version has less
 
 
 def drawing(name: str) -> Callable[..., Any]:

@@ -134,9 +134,6 @@ def feed_soft(module: nn.Module, args: Any) -> Any:
     return args[0], call.soft
 
 
-_gather_wanted, _feed_soft = gather_wanted, feed_soft  # pickles of modules that were wrapped name them so
-
-
 def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
     """tensor [R, Q, D] and columns [R, W] -> [R, W, D]."""
     index = columns.to(tensor.device).unsqueeze(-1).expand(-1, -1, tensor.shape[-1])

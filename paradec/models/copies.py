@@ -19,9 +19,6 @@ class Copied:
         return kept | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        kind = state.pop("kind", None)
-        if kind and not self.kind:  # pickled before there was a class for each kind
-            self.__class__ = next(each for each in type(self).__subclasses__() if each.kind == kind)
         wrapped = state["_wrap"]
         self.__dict__.update(state | {"_wrap": None})
         if self._unmasked:

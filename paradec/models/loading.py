@@ -19,7 +19,6 @@ from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.layout import LAYOUTS, lay
 from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
-from paradec.models.masked import _Float32Angles as _Float32Angles  # pickles of modules name it here
 from paradec.models.tensor_parallel import asked
 from paradec.models.text import diffusion_gemma
 from paradec.models.wrapping import implementation, wrap

@@ -23,7 +23,6 @@ from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.prompts import encode
 from paradec.core.protocol import decode
-from paradec.models.adapter import Model
 from paradec.samplers.masked.device import step as engine
 
 
@@ -92,20 +91,6 @@ def test_the_original_may_be_unwrapped_first(way: str) -> None:
     assert hooks(late) == 0
     with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
         decoded(late, "Llama")
-
-
-@pytest.mark.parametrize("kind", ["Llama bidirectional", "Bert", "Opaque"])
-def test_a_pickle_from_when_one_class_served_every_kind(kind: str) -> None:
-    model = shared(kind)
-
-    class Before:
-        def __reduce__(self) -> Any:
-            return object.__new__, (Model,), model.__getstate__() | {"kind": model.kind}
-
-    found = pickled(Before())
-    assert type(found) is type(model) and found.kind == model.kind
-    assert vars(found).keys() == vars(model).keys() - {"requests"}  # made on first use
-    assert torch.equal(decoded(found, kind), expected(kind))
 
 
 def test_a_shallow_copy_is_another_wrap_of_the_module() -> None:

@@ -26,20 +26,7 @@ from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
-from paradec.models.images.llamagen_network import (  # noqa: F401 - pickles of networks name them here
-    PRESETS,
-    Attention,
-    Block,
-    CaptionEmbedding,
-    CaptionProjection,
-    FeedForward,
-    LabelEmbedding,
-    LlamaGen,
-    LlamaGenConfig,
-    RMSNorm,
-    angles,
-    rotate,
-)
+from paradec.models.images.llamagen_network import PRESETS, CaptionEmbedding, LabelEmbedding, LlamaGen, LlamaGenConfig
 from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import NESTED, PICKLES, read_weights
 

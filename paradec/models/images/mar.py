@@ -29,14 +29,7 @@ from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenDistribution
-from paradec.models.images.diffusion_head import (  # noqa: F401 - pickles of networks name them here
-    DiffusionHead,
-    HeadBlock,
-    HeadNetwork,
-    HeadOutput,
-    TimeEmbedding,
-    solver,
-)
+from paradec.models.images.diffusion_head import DiffusionHead
 from paradec.models.images.grid import Grid
 from paradec.models.images.kl import KLDecoder, load_kl, same_latents
 from paradec.models.weights import PICKLES, read_weights

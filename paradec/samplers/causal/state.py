@@ -493,6 +493,3 @@ class CausalState(State):
 
     def kept_prefix(self, model: Any) -> None:
         """Nothing is kept for the next request."""
-
-
-"""The name that it had when all methods had a Jacobi window."""
