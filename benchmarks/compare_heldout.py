@@ -11,6 +11,7 @@ the samplers whose defaults take at most `SLOW` forwards an answer. Writes bench
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from provenance import write_result
 
 from paradec.tools import evaluation
-from paradec.tools.evaluation.compare import Comparison
 from paradec.tools.evaluation.configuration import COMBINATIONS
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -28,17 +28,20 @@ SLOW = 6.0
 """Forwards an answer; what takes more is left out, for time."""
 
 
-def chosen(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    """Each sampler's setting, by the choosing half; samplers without a good one at their defaults."""
-    least = comparison.baseline.right()[0] - FEWER
+def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each sampler's setting, by the choosing half, the baseline first; samplers without a good one at their
+    defaults."""
+
+    def right(row: dict[str, Any]) -> int:
+        return sum(count for count, _ in row["tasks"].values())
+
     found: dict[str, dict[str, Any]] = {}
-    for sampler in dict.fromkeys(result.configuration.sampler for result in comparison.results):
-        own = [result for result in comparison.results if result.configuration.sampler == sampler]
-        if own[0].nfe > SLOW:
+    for sampler in dict.fromkeys(row["sampler"] for row in rows):
+        settings = [row for row in rows if row["sampler"] == sampler]
+        if settings[0]["nfe"] > SLOW:
             continue
-        good = [result for result in own if result.right()[0] >= least]
-        best = max(good, key=lambda result: result.tokens_per_forward, default=own[0])
-        found[sampler] = dict(best.configuration.changes)
+        good = [row for row in settings if right(row) >= right(rows[0]) - FEWER]
+        found[sampler] = max(good, key=lambda row: row["tokens_per_forward"], default=settings[0])["changes"]
     return found
 
 
@@ -58,8 +61,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=20)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    first = Comparison.from_json(RESULTS / "compare.json")
-    choice = chosen(first)
+    choice = chosen(json.loads((RESULTS / "compare.json").read_text())["results"])
     names = [name for name in choice if name not in COMBINATIONS] + [n for n in COMBINATIONS if n in choice]
     again = evaluation.compare(
         names=names,

@@ -43,8 +43,8 @@ from paradec.tools.evaluation.padding import PaddingCounter
 from paradec.tools.evaluation.questions import Question, packaged_questions
 
 SCHEMA = "paradec-compare/2"
-READ = ("paradec-compare/1", SCHEMA)
-"""Files of the first kind have no answers."""
+READ = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source", "draws")
+"""Fields of `Result` that a file holds unchanged."""
 Progress = Callable[["Comparison", "Configuration", float], None]
 """Called after every batch with what is finished, the configuration under way, and the share of the work done."""
 
@@ -64,14 +64,14 @@ class Result:
     """Answer tokens, end tokens included and the padding after them excluded."""
     seconds: float = 0.0
     """Wall time of decoding."""
-    padding_forwards: int | None = None
-    """Of `row_calls` those that decided only padding after the answer; None where an older file did not count them."""
-    answers: list[dict[str, Any]] | None = field(default_factory=list)
-    """In the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens" of each; None: they were not kept."""
+    padding_forwards: int = 0
+    """Of `row_calls` those that decided only padding after the answer."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """In the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens" of each."""
     source: str | None = None
     """Of a sampler that is not paradec's own: a digest of the file that it is in."""
     draws: int | None = None
-    """Version of the draws that it was measured with; None where nothing was drawn, and in older files."""
+    """Version of the draws that it was measured with; None where nothing was drawn."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
         """(right answers, prompts) of some tasks, or of all."""
@@ -180,12 +180,11 @@ class Comparison:
             "aup": self.aup(),
         }
 
-    def lost(self, result: Result) -> list[int] | None:
-        """Which of `prompts` the baseline answered right and this configuration did not; None where answers were not
-        kept."""
+    def lost(self, result: Result) -> list[int]:
+        """Which of `prompts` the baseline answered right and this configuration did not."""
         return _ahead(self.baseline, result)
 
-    def won(self, result: Result) -> list[int] | None:
+    def won(self, result: Result) -> list[int]:
         """The other way round."""
         return _ahead(result, self.baseline)
 
@@ -212,23 +211,18 @@ class Comparison:
         """
         try:
             data = parse_json(read_text(file))
-            if data["schema"] not in READ:
+            if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']!r}")
             results = [
                 Result(
                     Configuration(row["sampler"], row["changes"]),
                     {name: (right, asked) for name, (right, asked) in row["tasks"].items()},
-                    row["row_calls"] if "row_calls" in row else row["forwards"],  # as the first kind has it
-                    answers=_answers(row.get("answers"), row["tasks"]),
-                    padding_forwards=row.get("padding_forwards"),
-                    source=row.get("source"),
-                    draws=row.get("draws"),
-                    **{name: row[name] for name in ("forwarded_tokens", "tokens", "seconds")},
+                    answers=_answers(row["answers"], row["tasks"]),
+                    **{name: row[name] for name in READ},
                 )
                 for row in data["results"]
             ]
-            prompts = data.get("prompts", [])
-            return cls(data["setup"], data["machine"], data["many"], results, data["complete"], prompts)
+            return cls(data["setup"], data["machine"], data["many"], results, data["complete"], data["prompts"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{str(file)!r} is no comparison of schema {SCHEMA!r} ({error!r})") from None
 
@@ -272,22 +266,18 @@ class Comparison:
         return bool(self.group(False)) and bool(self.group(True))
 
 
-def _ahead(one: Result, other: Result) -> list[int] | None:
+def _ahead(one: Result, other: Result) -> list[int]:
     """The prompts that one of them answered right, and the other did not."""
-    if one.answers is None or other.answers is None:
-        return None
     pairs = zip(one.answers, other.answers, strict=True)
     return [index for index, (mine, theirs) in enumerate(pairs) if mine["right"] and not theirs["right"]]
 
 
-def _answers(found: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The answers of a file; None where there are none.
+def _answers(found: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answers of a file.
 
     Raises:
         ValueError: they are not those of so many prompts.
     """
-    if found is None:
-        return None
     answers = list(found)
     right, asked = sum(bool(each["right"]) for each in answers), sum(of for _, of in tasks.values())
     if (right, len(answers)) != (sum(count for count, _ in tasks.values()), asked):
@@ -455,14 +445,13 @@ def _measure(
             judged = bool(question.right(text))
             right.setdefault(question.task, []).append(judged)
             counts_of = {"nfe": output.row_nfe[row], "tokens": output.tokens[row]}
-            assert result.answers is not None
             result.answers.append({"text": text, "right": judged, **counts_of})
         result.row_calls += sum(output.row_nfe)
         result.forwarded_tokens += output.forwarded_tokens
         result.tokens += sum(output.tokens)
         result.seconds += output.seconds
-        result.padding_forwards = (result.padding_forwards or 0) + padding.forwards(output)
-        yield len(result.answers or ())
+        result.padding_forwards += padding.forwards(output)
+        yield len(result.answers)
     result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
 
 

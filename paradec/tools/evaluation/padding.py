@@ -44,7 +44,7 @@ def padding_lines(results: Iterable[Any]) -> list[str]:
     found = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results
-        if result.padding_forwards is not None and result.padding_forwards >= WORTH_SAYING * result.row_calls
+        if result.padding_forwards >= WORTH_SAYING * result.row_calls
     ]
     heading = "forwards per prompt that decided only padding after the answer (a shorter --block-length saves most):"
     return [heading, *found] if found else []

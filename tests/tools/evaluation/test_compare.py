@@ -347,17 +347,6 @@ def test_answers_are_kept_and_what_was_lost(packaged: Model, small: Comparison, 
         pairs = list(enumerate(zip(rows[0]["answers"], row["answers"], strict=True)))
         assert row["lost"] == [k for k, (base, own) in pairs if base["right"] > own["right"]]
         assert row["won"] == [k for k, (base, own) in pairs if base["right"] < own["right"]]
-    data = small.to_dict()  # a file of before: without answers, and with another name of the row calls
-    data |= {"schema": "paradec-compare/1"}
-    for row in data["results"]:
-        row["forwards"] = row.pop("row_calls")
-        for name in ("answers", "lost", "won", "source"):
-            row.pop(name)
-    data.pop("prompts")
-    (tmp_path / "old.json").write_text(json.dumps(data))
-    old = Comparison.from_json(tmp_path / "old.json")
-    assert [result.row_calls for result in old.results] == [result.row_calls for result in small.results]
-    assert old.lost(old.results[1]) is None and old.table()[1][:8] == small.table()[1][:8]
     data = json.loads(json.dumps(small.to_dict()))
     data["results"][1]["answers"].pop()
     (tmp_path / "cut.json").write_text(json.dumps(data))
@@ -496,13 +485,13 @@ def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: 
     schedule = next(result for result in small.results if result.configuration.name == "low_confidence")
     assert schedule.padding_forwards == schedule.row_calls - schedule.tokens > 0  # one token a forward
     assert small.baseline.padding_forwards == 0
-    # a line for every row that it is a tenth of; an older file did not count them
+    # a line for every row that it is a tenth of
     heading, *lines = padding_lines(small.results)
     assert "only padding" in heading and [line.split(":")[0].strip() for line in lines] == [
         result.configuration.name for result in small.results if result.padding_forwards >= 0.1 * result.row_calls
     ]
     assert f"  low_confidence: {schedule.padding_forwards / 8:.1f} of {schedule.nfe:.1f}" in lines
-    assert padding_lines([small.baseline, replace(schedule, padding_forwards=None)]) == []
+    assert padding_lines([small.baseline]) == []
 
 
 def test_caches_are_compared_too(packaged: Model) -> None:
