@@ -264,8 +264,8 @@ class Request:
             found = cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"preset={str(path)!r}: {error}") from None
-        if version != DRAWS and found.get("temperature") and found.get("seed") is not None:
-            was = "an earlier version of the draws" if version is None else f"version {shown(version)} of the draws"
+        if version not in (None, DRAWS) and found.get("temperature") and found.get("seed") is not None:
+            was = f"version {shown(version)} of the draws"
             warnings.warn(f"preset={str(path)!r} was saved with {was}: its seed draws other tokens now", stacklevel=2)
         return found
 

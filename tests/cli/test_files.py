@@ -190,7 +190,7 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
         assert out.read_bytes() == before
     drawn = f', "draws": {DRAWS}'.encode()
     assert drawn in before
-    out.write_bytes(before.replace(drawn, b""))  # as an earlier version wrote it
+    out.write_bytes(before.replace(drawn, b""))
     message = refused("generate", "--in", source, "--out", out, "--resume", "--temperature", 1)
     assert f"draws is not set there and {DRAWS} here" in message
 
