@@ -27,7 +27,6 @@ def main() -> None:
     parser.add_argument("--block-length", type=int, default=8)
     parser.add_argument("--gif", metavar="FILE.gif", default="watch.gif", help="(default: %(default)s)")
     parser.add_argument("--html", metavar="FILE.html", default="watch.html", help="(default: %(default)s)")
-    parser.add_argument("--dark", action="store_true", help="an animation with bright letters")
     parser.add_argument("--tiny", action="store_true", help="no files")
     args = parser.parse_args()
     if args.tiny:
@@ -41,7 +40,7 @@ def main() -> None:
     for name, out in zip(names, (plain, fast), strict=True):
         print(f"{name}: {out.nfe} forwards\n{out.text}")
     if args.gif:
-        plain.trace.to_gif(args.gif, beside=fast.trace, names=names, dark=args.dark)
+        plain.trace.to_gif(args.gif, beside=fast.trace, names=names)
     if args.html:
         plain.trace.to_html(args.html, beside=fast.trace, names=names)
 

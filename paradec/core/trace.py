@@ -356,7 +356,7 @@ class Trace:
         """An animation.
 
         Args:
-            how: what `paradec.tools.traces.gif.write` takes: row, width, seconds, most_frames, font, dark.
+            how: what `paradec.tools.traces.gif.write` takes: row, width, seconds, font.
 
         Raises:
             ImportError: pillow is missing. ValueError: as `paradec.tools.traces.gif.write`.

@@ -116,7 +116,7 @@ def test_the_animation_of_the_readme_is_what_the_script_draws(
     assert "threshold: 4 forwards" in capsys.readouterr().out
     assert stored.stat().st_size < 1_000_000
     with Image.open(stored) as one, Image.open(tmp_path / "x.gif") as other:
-        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (9, (720, 191))
+        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (9, (720, 117))
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:

@@ -174,14 +174,8 @@ def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -
     # grey where nothing is decided: less from frame to frame as long as nothing is taken back
     grey = [int((np.abs(frame.astype(int) - (226, 226, 234)).max(-1) <= 4).sum()) for frame in frames]
     assert grey[0] > 2 * grey[-1]
-    trace.to_gif(file, row=1, width=400, most_frames=3)
-    with Image.open(file) as drawn:
-        assert drawn.n_frames == 3
-        drawn.seek(2)
-        assert np.abs(np.asarray(drawn.convert("RGB")).astype(int) - frames[-1]).mean() < 1  # it ends at the end
-    trace.to_gif(file, dark=True)
     for wrong, message in (
-        ({"row": 3}, "row=3"), ({"width": 5}, "width=5"), ({"most_frames": 1}, "most_frames=1"),
+        ({"row": 3}, "row=3"), ({"width": 5}, "width=5"),
         ({"seconds": 0}, "seconds=0"), ({"font": tmp_path / "no.ttf"}, "no font file"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -200,7 +194,7 @@ def test_tokens_that_were_put_back_wait_again(grid: tuple[int, int] | None, tmp_
     with Image.open(tmp_path / "run.gif") as drawn:
         for index in range(drawn.n_frames):
             drawn.seek(index)
-            below = np.asarray(drawn.convert("RGB")).astype(int)[100:]  # the heading and the bar
+            below = np.asarray(drawn.convert("RGB")).astype(int)[60:]  # the heading
             waiting.append(int((np.abs(below - (226, 226, 234)).max(-1) <= 4).sum()))
     assert [round(2 * count / waiting[0]) for count in waiting] == [2, 1, 1, 2, 0]
     pytest.importorskip("matplotlib")
