@@ -66,6 +66,8 @@ class Prefixes:
         self._began |= dict.fromkeys([ticket.number for ticket in tickets], weights)
         first = {self._first(ticket) for ticket in tickets}
         for group in groups:
+            if refusal(self.model, group.state) is not None:
+                continue
             alike = [slot for slot, each in enumerate(group.tickets) if each is not None and self._first(each) in first]
             self.keep(group, [slot for slot in alike if self._helps(group, slot, state, tickets)])
         others = dict.fromkeys((*tickets, *(each for each in waiting if self._first(each) in first)))

@@ -196,6 +196,21 @@ def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
         assert second.output.reused == again.output.reused == [0]
 
 
+@pytest.mark.parametrize("first", [{"cache": "none"}, {"cache": "dkv_decode"}, {"sampler": "self_speculative"}])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_row_that_shares_nothing_runs_beside_one_that_begins_alike(first: dict[str, Any], turned: bool) -> None:
+    model, shared, pair = model_of("block"), words(3, 24), (first, {"cache": "block"})
+    with Batch(model, batch_size=2, prefix_memory=10**6, max_new_tokens=12, seed=1) as batch:
+        tickets = []
+        for at, request in enumerate(reversed(pair) if turned else pair):
+            tickets.append((batch.add(shared + words(at, 2), alone=True, **request), request))
+            batch.step()
+        drained(batch)
+    for ticket, request in tickets:
+        plain = paradec.generate(model, ticket.prompts.rows, max_new_tokens=12, seed=1, **request)
+        assert ticket.output.error is None and torch.equal(ticket.output.sequences, plain.sequences)
+
+
 def test_adapters_dtype_and_attention_drop_all(tmp_path: Path) -> None:
     module = tiny(2).unwrap()
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
