@@ -293,7 +293,7 @@ def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
 
 def weights_of(module: torch.nn.Module) -> int:
     """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
-    update was noted, and when an adapter of peft comes, goes, is switched or merged."""
+    update was noted, and when an adapter of peft comes, goes, is switched, merged or scaled."""
     found: list[Any] = [_updates.get(module, 0)]
     seen, waiting = {module}, [module]
     for part in waiting:  # `module.parameters()` spells every name on the way, for each request
@@ -303,9 +303,13 @@ def weights_of(module: torch.nn.Module) -> int:
                 waiting.append(each)
         for own in part._parameters.values():
             if own is not None:
-                found.append((_place(own), 0 if own.is_inference() else own._version))
+                found.append(_state_of(own))
         if isinstance(getattr(type(part), ADAPTERS[0], None), property):
             found += [str(getattr(part, name)) for name in ADAPTERS]
+            layer: Any = part
+            for name in layer.other_param_names:  # rank, alpha, scaling, ... by adapter, as each kind of layer has them
+                if isinstance(settings := vars(layer).get(name), dict):
+                    found += [(name, adapter, _state_of(value)) for adapter, value in settings.items()]
     return hash(tuple(found))
 
 
@@ -319,6 +323,13 @@ def note_update(module: torch.nn.Module) -> None:
 
 
 _updates: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def _state_of(value: Any) -> Any:
+    """Something hashable that changes with a number, or when a tensor moves or is written."""
+    if isinstance(value, Tensor):
+        return _place(value), 0 if value.is_inference() else value._version
+    return value if isinstance(value, int | float | str) else id(value)
 
 
 def _place(parameter: Tensor) -> tuple[int, int | torch.device]:

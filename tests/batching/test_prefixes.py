@@ -12,6 +12,7 @@ import torch
 from batches import Failing, drained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft.helpers import rescale_adapter_scale
 from tiny_models import END, MASK, tiny
 
 import paradec
@@ -234,7 +235,23 @@ def test_adapters_dtype_and_attention_drop_all(tmp_path: Path) -> None:
         assert [reused(), reused()] == [0, 32]
         module.enable_adapters()
         assert [reused(), reused()] == [0, 32]
-        for layer in (each for each in module.modules() if hasattr(each, "merge")):
+        layers = [each for each in module.modules() if hasattr(each, "merge")]
+        for layer in layers:
+            layer.scale_layer(4.0)
+        assert [reused(), reused()] == [0, 32]
+        for layer in layers:
+            layer.set_scale("default", 6.0)
+        assert [reused(), reused()] == [0, 32]
+        layers[0].scaling["default"] = 9.0
+        assert [reused(), reused()] == [0, 32]
+        layers[0].scaling["default"] = torch.tensor(2.0, dtype=torch.float64)
+        assert [reused(), reused()] == [0, 32]
+        layers[0].scaling["default"].fill_(3.0)
+        assert [reused(), reused()] == [0, 32]
+        with rescale_adapter_scale(module, 0.5):
+            assert [reused(), reused()] == [0, 32]
+        assert [reused(), reused()] == [0, 32]
+        for layer in layers:
             layer.merge()
         assert [reused(), reused()] == [0, 32]
         module.set_attn_implementation("eager")  # over which nothing is stored
