@@ -141,7 +141,7 @@ class Prefixes:
             known = {layer: (keys.unsqueeze(0), values.unsqueeze(0)) for layer, (keys, values) in layers.items()}
             kept = KeptPrefix(self.model.module, [tokens[:count]], known, True)
             store.load(kept, np.zeros(1, np.int64), np.array([count]))
-        evaluate(self.model, store, tokens, count)
+        evaluate(self.model, store, tokens, count, state.causal_keys)
         self.tree.add(tokens, _row_of(store, 0, 0, len(tokens)), 0, scope)
         state._calls.append(CallCost(np.array([row]), 1, None, np.array([len(tokens) - count]), False))
 
@@ -193,7 +193,7 @@ def refusal(model: Any, state: Any) -> str | None:
 
 def scope_of(state: Any, ticket: Ticket) -> Hashable:
     """Only rows with an equal one share."""
-    return ticket.cache_salt, str(state.store.dtype)
+    return ticket.cache_salt, str(state.store.dtype), state.causal_keys
 
 
 def _row_of(store: Any, row: int, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:

@@ -35,13 +35,20 @@ class KeptPrefix:
     Attributes:
         tokens: one list of ids per row.
         exact: whether taking it over changes no logits: block-causal models, and a cache that is exact for them.
+        causal_keys: whether its keys and values are those of causal calls (`samplers.masked.needs.Needs`); requests of
+            samplers that store others refuse it.
     """
 
     def __init__(
-        self, module: torch.nn.Module, tokens: list[list[int]], layers: Mapping[int, tuple[Tensor, Tensor]], exact: bool
+        self,
+        module: torch.nn.Module,
+        tokens: list[list[int]],
+        layers: Mapping[int, tuple[Tensor, Tensor]],
+        exact: bool,
+        causal_keys: bool = False,
     ):
         self.tokens = tokens
-        self.exact = exact
+        self.exact, self.causal_keys = exact, causal_keys
         self._layers = dict(layers)
         self._module: weakref.ref[torch.nn.Module] | None = weakref.ref(module)
         self._weights = weights_of(module)
@@ -92,8 +99,9 @@ class KeptPrefix:
         """Give the memory back now; it can be given to no request after this."""
         self._layers, self._released = {}, True
 
-    def check(self, model: Any, cache: StoredCache) -> None:
-        """Raise ValueError where its keys and values are not what this model and cache would compute and store."""
+    def check(self, model: Any, cache: StoredCache, causal_keys: bool = False) -> None:
+        """Raise ValueError where its keys and values are not what this model and cache would compute and store, for a
+        sampler with such `causal_keys`."""
         if self._released:
             raise ValueError("prefix was released; keep a new one with keep_prefix=True")
         module = None if self._module is None else self._module()
@@ -101,6 +109,12 @@ class KeptPrefix:
             raise ValueError(f"prefix={self!r} was kept with another model than this {model.facts.name}")
         if self._weights != weights_of(module):
             raise ValueError(f"prefix={self!r} was kept before the weights of {model.facts.name} changed or moved")
+        if self.causal_keys != causal_keys:
+            ways = ("the attention of the model", "causal attention")
+            raise ValueError(
+                f"prefix={self!r} holds keys and values of {ways[self.causal_keys]}, and this sampler stores those of "
+                f"{ways[causal_keys]}: leave prefix out, or use the sampler that kept it"
+            )
         wanted = _dtype(model, cache)
         if self.dtype not in (None, wanted):
             raise ValueError(
@@ -136,12 +150,12 @@ class Reuse:
         """Positions that the rows' own store leaves out."""
         return len(self.tokens)
 
-    def fill(self, store: Any, model: Any, cache: StoredCache) -> bool:
+    def fill(self, store: Any, model: Any, cache: StoredCache, causal_keys: bool) -> bool:
         """Give the store its keys and values; whether the model was called for that."""
         if not self.shared:
             store.load(self.kept, self.source, self.counts)
             return False
-        kept = prefill(model, self.tokens, cache) if self.kept is None else self.kept
+        kept = prefill(model, self.tokens, cache, causal_keys) if self.kept is None else self.kept
         row, size = int(self.source[0]), self.start
         store.shared = SharedPrefix({at: (k[row, :size], v[row, :size]) for at, (k, v) in kept.layers.items()})
         return self.kept is None
@@ -183,6 +197,7 @@ def plan_reuse(
     branches: int,
     rows: list[list[int]],
     starts: np.ndarray,
+    causal_keys: bool = False,
 ) -> Reuse | None:
     """Check the three arguments of a request, and say what it takes over.
 
@@ -192,6 +207,7 @@ def plan_reuse(
     Args:
         prefix, share, keep: `prefix`, `share_prefix` and `keep_prefix` as given.
         branches: 2 under guidance. rows: the prompts' ids. starts: [B] int64, where decoding starts in each.
+        causal_keys: of the sampler.
 
     Raises:
         ValueError: an argument that does not fit the request; the message names it.
@@ -220,7 +236,7 @@ def plan_reuse(
         )
     limit = np.maximum(starts - model.facts.shift, 0)
     if prefix is not None:
-        prefix.check(model, cache)
+        prefix.check(model, cache, causal_keys)
         source, counts = prefix.common(rows)
     elif share:
         first = np.array(rows[0], np.int64)
@@ -253,18 +269,24 @@ def keep_prefix(state: CanvasState, model: Any, before: KeptPrefix | None) -> Ke
     canvas = state.canvas.cpu()
     tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]
     layers = store.leading(int(counts.max()))
-    return KeptPrefix(model.module, tokens, layers, exact and (before is None or before.exact))
+    exact = exact and (before is None or before.exact)
+    return KeptPrefix(model.module, tokens, layers, exact, state.causal_keys)
 
 
-def prefill(model: Any, tokens: list[int], cache: StoredCache) -> KeptPrefix:
+def prefill(model: Any, tokens: list[int], cache: StoredCache, causal_keys: bool = False) -> KeptPrefix:
     """Evaluate `tokens` once, by themselves, and keep all of them."""
     store = model.make_store(1, len(tokens), cache.store_dtype, cache.max_memory)
-    evaluate(model, store, tokens, 0)
-    return KeptPrefix(model.module, [tokens], store.leading(len(tokens), copy=False), False)
+    evaluate(model, store, tokens, 0, causal_keys)
+    return KeptPrefix(model.module, [tokens], store.leading(len(tokens), copy=False), False, causal_keys)
 
 
-def evaluate(model: Any, store: Any, tokens: list[int], start: int) -> None:
-    """Evaluate the `tokens` from `start` on, by themselves, over a store of one row that has those before."""
+def evaluate(model: Any, store: Any, tokens: list[int], start: int, causal_keys: bool) -> None:
+    """Evaluate the `tokens` from `start` on, by themselves, over a store of one row that has those before.
+
+    Args:
+        causal_keys: whether they attend causally, whatever the model's topology.
+    """
+    count, causal = len(tokens) - start, causal_keys and model.facts.topology != "causal"
     positions = torch.arange(start, len(tokens), device=model.device).unsqueeze(0)
     row = np.zeros(1, np.int64)
     query = Query(
@@ -273,7 +295,8 @@ def evaluate(model: Any, store: Any, tokens: list[int], start: int) -> None:
         positions=positions,
         wanted=positions[:, -1:] - start,
         store=StoreCall(torch.zeros(1, dtype=torch.int64, device=model.device), positions, row),
-        forwarded=np.array([len(tokens) - start]),
+        forwarded=np.array([count]),
+        visible=torch.ones((1, count, count), dtype=torch.bool, device=model.device).tril() if causal else None,
     )
     with torch.inference_mode():
         model(query, store)

@@ -242,6 +242,8 @@ class CanvasState:
     present: Numbers | None = None
     """[B, L]: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated nor
     seen. None: all of a row's do."""
+    causal_keys: bool = False
+    """Whether final tokens attended causally when their keys and values were stored, whatever the model's topology."""
     seeding: Numbers | None = None
     """[B] bool, on models of causal context: rows whose block begins with a token that the causal call before it
     predicts; None on all others."""

@@ -28,6 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "block": {"cache": "block", "max_new_tokens": 8},
     "smaller": {"cache": "block", "block_length": 2, "sampler": "credit", "max_new_tokens": 8},
     "prefix": {"cache": "prefix", "max_new_tokens": 8},
+    "s2d2": {"cache": "block", "sampler": "s2d2", "max_new_tokens": 8},
     "pipelined": {"cache": "block", "blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8},
 }
 

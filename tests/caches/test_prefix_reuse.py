@@ -22,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
 EXACT_CACHES = ["block", "prefix", "dual", "vicinity", "delayed", "dkv_prefill"]
 PREDICTIONS = ["same", "shifted"]
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+OFTEN = ["low_confidence", "credit", "wino", "freedave", "prophet_rows", "learn2pd", "s2d2"]
 EXACT_PAIRS = [(name, PREDICTIONS[index % 2]) for index, name in enumerate(EXACT_CACHES)] + [("block", "shifted")]
 """Every exact cache, and both predictions."""
 ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10] * 11]
@@ -101,6 +103,27 @@ def test_a_prefix_is_as_exact_as_what_it_was_made_over(first: str) -> None:
         prefix, rows = out.prefix, [[*row, 5, 5] for row in out.prefix.tokens]
 
 
+def test_keys_of_causal_calls_are_shared_with_their_like_alone() -> None:
+    model, causal, other = tiny(2, "block_causal"), samplers.create("s2d2"), samplers.create("s2d2", causal=False)
+    outputs = conversation(model, "block", sampler=causal)
+    assert outputs[-1].prefix.exact and outputs[-1].prefix.causal_keys
+    for first, second in ((causal, "threshold"), ("threshold", causal), (causal, other)):
+        kept = paradec.generate(model, ROWS, cache="block", keep_prefix=True, **request(sampler=first)).prefix
+        with pytest.raises(ValueError, match="^prefix=KeptPrefix.* keys and values of .*causal attention"):
+            paradec.generate(model, ROWS, cache="block", prefix=kept, **request(sampler=second))
+    rows = [[*SYSTEM, at] for at in range(3)]
+    arguments = request(sampler=causal, cache="block")
+    shared = paradec.generate(model, rows, share_prefix=True, **arguments)
+    assert shared.cost.reused_tokens == [8, 8, 8]
+    assert torch.equal(shared.sequences, paradec.generate(model, rows, **arguments).sequences)
+    conversation(
+        model,
+        "block",
+        paradec.generate(model, ROWS, keep_prefix=True, cache="block", **request()).prefix,
+        sampler=other,
+    )
+
+
 def test_forwarded_tokens_drop_by_what_was_reused() -> None:
     """With `block` a row's first step alone evaluates the prompt, so that is where the prefix is missing."""
     model = tiny(2, "block_causal")
@@ -115,11 +138,13 @@ def test_forwarded_tokens_drop_by_what_was_reused() -> None:
     assert [s.forwarded for s in reused.trace.steps][1:] == [s.forwarded for s in plain.trace.steps][1:]
 
 
-@pytest.mark.parametrize("sampler", ["low_confidence", "credit", "wino", "freedave", "prophet_rows", "learn2pd"])
+@pytest.mark.parametrize(
+    "sampler", [*OFTEN, *(pytest.param(name, marks=pytest.mark.full) for name in MASKED if name not in OFTEN)]
+)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, prediction: str) -> None:
     """Keys and values of every kept position, whichever rows ended when and whatever was taken back on the way."""
-    if sampler == "wino" and prediction == "shifted":
+    if prediction == "shifted" and sampler in MASKED and samplers.get(sampler).needs.mask_probes:
         pytest.skip("refused")
     model = tiny(3, "block_causal", prediction, ends=ENDS)
     changes: dict[str, Any] = {
@@ -131,6 +156,8 @@ def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, predic
     }
     if sampler == "prophet_rows":
         changes |= {"sampler": "threshold", "stop": paradec.Prophet()}
+    elif "temperature" in samplers.get(sampler).unsupported:
+        del changes["temperature"]
     for cache in ("block", "dual") if sampler == "low_confidence" else ("block",):
         out = paradec.generate(model, ROWS, cache=cache, keep_prefix=True, **request(**changes))
         longest = 0
@@ -140,11 +167,11 @@ def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, predic
             longest = max(longest, len(tokens))
             if not tokens:
                 continue
-            expected = prefill(model, tokens, caches.create(cache))
+            expected = prefill(model, tokens, caches.create(cache), out.prefix.causal_keys)
             for layer, pair in expected.layers.items():
                 for ours, theirs in zip(out.prefix.layers[layer], pair, strict=True):
                     torch.testing.assert_close(ours[index, : len(tokens)], theirs[0], rtol=0, atol=1e-12)
-        assert longest >= 12
+        assert longest >= (12 if sampler in OFTEN else 8)  # the prompts' blocks, and one more
         assert out.prefix.nbytes == 2 * 3 * 3 * longest * 2 * 8 * 8
 
 

@@ -167,6 +167,7 @@ class CausalState(State):
     guesses: ClassVar[bool] = True
     """Whether slots come into the window that nothing is known of, and that are guessed."""
     attention_state: ClassVar[None] = None
+    causal_keys: ClassVar[bool] = True
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
 
     def __post_init__(self) -> None:

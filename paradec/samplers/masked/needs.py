@@ -55,6 +55,9 @@ class Needs:
     """Whether it evaluates masks beside the row that the rest of the row does not see."""
     stores_final: bool = False
     """Whether it lets keys and values of final blocks be stored, and no others: for caches with `final_alone`."""
+    causal_keys: bool = False
+    """Whether final tokens attend causally in the calls that store their keys and values, whatever the model's
+    topology. Only requests that agree on it share keys and values."""
     multi_step: bool = False
     """Whether it evaluates drafts of later steps, and promises the result of taking them one by one."""
     moves: bool = False

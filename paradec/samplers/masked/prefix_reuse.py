@@ -35,7 +35,7 @@ class PrefixReuse(Tracker):
 def take_over(state: MaskedState, reuse: Reuse, model: Any) -> None:
     """Put the prefix of a request into its store. One that is evaluated for that is a forward of every row's, whose
     positions are the first row's."""
-    called = reuse.fill(state.store, model, state.stored_cache)
+    called = reuse.fill(state.store, model, state.stored_cache, state.causal_keys)
     state.reused, state.reuses = reuse.counts, True
     if not called:
         return

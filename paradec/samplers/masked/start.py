@@ -65,7 +65,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     generator, seeds = randomness(request, rows)
     stop_rules, early_rules = check_stop(request.stop, sampler)
     texts = stop_strings_of(request, model)
-    reuse, attention = _reuse(request, model, cache, rows, starts), attention_of(request, sampler, model)
+    reuse = _reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
+    attention = attention_of(request, sampler, model)
     if request.suffix is not None:
         check_suffix(request, sampler, model, cache, policy, len(rows), gaps)
 
@@ -100,6 +101,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
         revises=sampler.needs.revises,
+        causal_keys=sampler.needs.causal_keys,
         stop_rules=tuple(rules),
     )
     _track(state, sampler, model, early_rules, generator, reuse)
@@ -117,13 +119,15 @@ def _ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) 
     return ends if facts.max_length is None else np.minimum(ends, facts.max_length)
 
 
-def _reuse(request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray) -> Reuse | None:
+def _reuse(
+    request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray, causal_keys: bool
+) -> Reuse | None:
     """What the request takes over of keys and values that there are."""
     prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
     if prefix is None and share is False and keep is False:
         return None
     branches = 1 if request.guidance_scale == 1.0 else 2
-    return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts)
+    return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)
 
 
 def _track(

@@ -84,6 +84,7 @@ class MaskedState(Tracked, RefilledRows):
     """[E] int64 ids that end an answer."""
     revises: bool = False
     """Whether the sampler may take back what it decided in an open block."""
+    causal_keys: bool = False
     stop_rules: tuple[StopRule, ...] = ()
     trackers: tuple[Tracker, ...] = ()
     """What the request needs beside canvas, blocks and counters, in the order in which the loop calls them."""

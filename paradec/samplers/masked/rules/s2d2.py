@@ -7,7 +7,7 @@ SDAR (phymhan/S2D2, generate_ssd_policy.py). `sampler="self_speculative"` is the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,7 @@ class S2D2(MaskedSampler):
         check_number("threshold", self.threshold, low=0, high=1)
         for name in ("dynamic", "confident_too", "causal"):
             check_bool(name, getattr(self, name))
+        object.__setattr__(self, "needs", replace(self.needs, causal_keys=self.causal))
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if facts.prompt_aligned:
