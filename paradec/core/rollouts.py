@@ -17,8 +17,9 @@ from paradec.core.protocol import plain
 from paradec.core.rows import fitted
 
 FORMAT = "paradec-rollout/1"
-GIVEN, NEVER = -1, -2
-"""The steps of what was given, and of what was never decided."""
+GIVEN, NEVER, FORCED = -1, -2, -3
+"""The steps of what was given, of what was never decided, and of what was written before step 0 without a forward;
+`FORCED - t` before step t."""
 TENSORS = {"tokens": 0, "step_map": GIVEN, "logp": float("nan"), "logp_drawn": float("nan")}
 """Those with a column for every position, and what is after a row's end."""
 WRITES = ("writes", "writes_logp", "writes_logp_drawn")
@@ -41,11 +42,12 @@ class Rollout:
     """[B, C] int64: prompts, and what was decided; the mask id (of causal models any) where nothing was."""
     step_map: Tensor
     """[B, C] int64: the row's step that wrote the token, from 0; -1 where it was given (and after a row's end), -2
-    where nothing was decided."""
+    where nothing was decided, -3 - t where it was written before step t without a forward, as the only token that fits
+    a constraint."""
     logp: Tensor
     """[B, C] float64: log softmax of the step's logits at the token: after guidance, without the mask and the tokens
     that are never proposed, at temperature 1 and before filters and the method's own stage. NaN where nothing was
-    decided."""
+    decided, or without a forward."""
     logp_drawn: Tensor | None
     """[B, C] float64: the same at the temperature of the request, before filters; None at temperature 0."""
     length: Tensor
@@ -82,7 +84,7 @@ class Rollout:
 
     @property
     def decided(self) -> Tensor:
-        """[B, C] bool: where something was decided."""
+        """[B, C] bool: where a step decided something."""
         return self.step_map >= 0
 
     def row(self, row: int) -> Rollout:

@@ -337,7 +337,7 @@ class DraftingSampler(ChainSampler):
         node = found.nodes.clamp(min=0)
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
         if self._named:
-            quantities["logits"] = logits
+            quantities["node_logits"] = logits
         if state.logprobs is not None:
             reached, at = logits.take_along_dim(node.unsqueeze(-1), 1), places.gather(1, node)
             p = state.distribution(reached, rows, at)
@@ -385,7 +385,7 @@ class DraftingSampler(ChainSampler):
         said = self._note(state, proposal, tokens, selected)
         self._advance(state, proposal)
         if self._named:
-            self.drafter.observe(state, rows, evaluated, proposal.quantities["logits"])
+            self.drafter.observe(state, rows, evaluated, proposal.quantities["node_logits"])
         self._draft_next(state, rows, proposal.quantities.get("features"))
         state.rows = np.flatnonzero(state.committed < state.end)
         return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)

@@ -167,6 +167,8 @@ class Constrained(Tracker):
                 continue
             places, tokens = torch.tensor([*certain.items()], device=state.canvas.device).unbind(1)
             state.canvas[row, places] = tokens
+            if state.rollout is not None:
+                state.rollout.record_forced(state, row, places, tokens)
             if state.trace is not None:  # which has what was there before the first step
                 for position, token in certain.items():
                     state.trace.canvas[row][position] = token

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.caches.table import EXACT, verdict
 from paradec.core.checks import shown
-from paradec.core.rollouts import GIVEN, NEVER, Rollout, settings_of
+from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, settings_of
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
@@ -133,6 +133,11 @@ class RecordedRollout(Tracker):
             every = torch.cat((every, chosen.unsqueeze(-1), drawn.unsqueeze(-1)), -1).cpu()
             for row, own, selected in zip(proposal.rows, every, decision.selected.cpu(), strict=True):
                 self.kept_writes.rows[row].append(own[selected])
+
+    def record_forced(self, state: MaskedState, row: int, positions: Tensor, tokens: Tensor) -> None:
+        """Record tokens [n] that are written at positions [n] of a row before its next step, without a forward."""
+        self.tokens[row, positions] = tokens
+        self.steps[row, positions] = FORCED - int(state.row_step[row])
 
     def read(self, model: Any, state: MaskedState) -> Rollout:
         """What was recorded until now."""

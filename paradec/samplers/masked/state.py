@@ -39,6 +39,8 @@ class Tracked:
     opening: np.ndarray | None = None
     """[B] bool: rows whose block ends where this step's logits say; until then it is all that the policy reads."""
     holes: Holes | None = None
+    rollout: Any = None
+    """Records every write of a request with `rollout` (`paradec.samplers.masked.rollouts.RecordedRollout`)."""
     decided_at: Tensor | None = None
     """[B, L] int64: the row's step after which each position took its token, -1 where it was given or is undecided."""
     suffix: Suffix | None = None

@@ -21,7 +21,7 @@ from torch import Tensor
 from paradec.core.checks import check_bool, check_int, check_model, check_number, shown
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
-from paradec.core.rollouts import GIVEN, NEVER, Rollout
+from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout
 from paradec.models.base import Model
 from paradec.models.gradients import with_gradients
 from paradec.samplers.guidance import guided
@@ -181,7 +181,12 @@ def _written(states: Rollout, row: int) -> Tensor:
 
 def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
     """The steps [S] of a row, and the tokens [S + 1, L] in the state of each, the last of all after the last."""
-    length, written = int(states.length[row]), _written(states, row)
+    length, step_map = int(states.length[row]), states.step_map[row]
+    place = (step_map <= FORCED).nonzero().squeeze(1)
+    # the state of step t holds what was forced before it, as if step t - 1 had written that
+    forced = torch.stack((FORCED - step_map[place] - 1, place, states.tokens[row, place]), 1)
+    written = torch.cat((_written(states, row), forced))
+    written = written[written[:, 0].argsort(stable=True)]
     canvas = states.tokens[row, :length].masked_fill(states.step_map[row, :length] != GIVEN, model.facts.mask_id)
     steps, counts = written[:, 0].unique_consecutive(return_counts=True)
     found = [canvas]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from places import golden
 from rollouts import assert_same, by_trace
-from structured import CASES, causal_model_of, named
+from structured import CASES, causal_model_of, named, reading_letters
 from tiny_models import END, MASK, tiny
 
 import paradec
@@ -21,6 +21,7 @@ from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers import create
+from paradec.samplers.causal.recycling import TokenRecycling
 from paradec.samplers.causal.trees import DynamicTree
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
@@ -217,6 +218,22 @@ def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
         torch.testing.assert_close(
             paradec.replay(model, rollout).double(), rollout.logp, equal_nan=True, rtol=0, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("constraint", [None, paradec.Regex("[b-h]{2}x[b-h]+")])
+@pytest.mark.parametrize("tree", [(1, 1), (2, 2), "2.2.2"])
+def test_recycled_tokens(tree: Any, constraint: Any) -> None:
+    """The drafter reads the logits of all nodes, the rollout those of the accepted ones."""
+    model = reading_letters(paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted"), 0)
+    sampler = create("speculative", drafter=TokenRecycling(tree=tree), rule="naive")
+    given: dict[str, Any] = {"sampler": sampler, "constraint": constraint, "temperature": 0.7, "seed": 3}
+    output = paradec.generate(model, ROWS, **GIVEN, **given)
+    plain = paradec.generate(model, ROWS, **given, max_new_tokens=GIVEN["max_new_tokens"])
+    assert torch.equal(output.sequences, plain.sequences)
+    with torch.no_grad():
+        found = paradec.replay(model, output.rollout)
+    torch.testing.assert_close(found, output.rollout.logp, equal_nan=True, rtol=0, atol=1e-10)
+    assert output.rollout.exact and output.rollout.decided.any(1).all()
 
 
 def test_nemotron_s_causal_mode() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rollouts import assert_same, by_trace
+from structured import KINDS, TEXTS, lettered
 from tiny_models import MASK, tiny
 from torch import Tensor
 
@@ -237,6 +238,47 @@ def test_a_row_of_nan_leaves_the_others_alone() -> None:
 
 def test_every_copy_has_a_rollout(model: Model) -> None:
     assert len(paradec.generate(model, ROWS[0], num_return_sequences=2, **DRAWN).rollout) == 2
+
+
+CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template": paradec.Regex(r"x[0-9]\.x[0-9]ab")}
+
+
+@pytest.mark.filterwarnings("ignore:seed=3 has no effect")
+@pytest.mark.parametrize("name", ["threshold", "random", "origin"])
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, topology: str) -> None:
+    """Replays of every kind of constraint, over exact caches, under guidance and of refilled batches."""
+    model, forced = lettered(topology), False
+    asked: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
+    asked |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}
+    more = [{}, {"guidance_scale": 1.5}, {"temperature": 0.0}]
+    for at, value in enumerate(CONSTRAINTS.values()):
+        given = asked | {"constraint": value} | more[at % len(more)]
+        outputs = paradec.generate_many(model, ROWS, batch_size=2, **given)
+        rollouts = [output.rollout for output in sorted(outputs, key=lambda output: output.index)]
+        found = paradec.generate(model, ROWS, **given).rollout
+        for row, rollout in enumerate(rollouts):
+            assert_same(rollout, found.row(row))
+        assert found.exact and torch.equal(found.logp.isnan(), ~found.decided)
+        forced |= bool((found.step_map < -3).any())
+        for one_forward in (None, False):
+            with torch.no_grad():
+                replayed = paradec.replay(model, found, one_forward=one_forward)
+            torch.testing.assert_close(replayed, found.logp, equal_nan=True, rtol=0, atol=1e-10)
+    assert forced  # in a later block, too
+    if topology == "block_causal":
+        with torch.no_grad():
+            paradec.replay(model, found, one_forward=True)
+
+
+def test_holes_with_constraints_are_replayed() -> None:
+    model = lettered()
+    prompt, value = [[3, MASK, MASK, 4, MASK, MASK, MASK, 5]], paradec.Regex("x[0-9]")
+    asked: dict[str, Any] = {"constraint": [value, paradec.Regex("[0-9]{3}")], "holes_eos_inf": False}
+    found = paradec.infill(model, prompt, temperature=1.0, seed=1, rollout=True, **asked).rollout
+    assert found.step_map[0, 1] == -3 and found.tokens[0, 1] == TEXTS.index("x")
+    with torch.no_grad():
+        torch.testing.assert_close(paradec.replay(model, found), found.logp, equal_nan=True, rtol=0, atol=1e-10)
 
 
 APPROXIMATE: dict[str, dict[str, Any]] = {
