@@ -70,7 +70,8 @@ class Output:
     log_weight: list[float] | None = None
     """Of masked models with a `constraint` and a temperature: the logarithm of each row's weight, Z before over Z after
     every step. Z is the probability of the texts that fit. Answers drawn again by their weights tend to the model's own
-    distribution of these texts; the mean weight is how likely the model is to write one of them."""
+    distribution of these texts, decoded in the same steps; the mean weight is how likely the model is to write one of
+    them."""
     logprobs: LogProbs | None = None
     """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
     rollout: Rollout | None = None

@@ -2,8 +2,8 @@
 
 Every step conditions the product of its marginals on the language (`paradec.constraints.passes`). Candidates are one
 text: the likeliest at temperature 0, above it a joint draw; so whatever a method selects of them stays possible. Scores
-are the conditioned marginals. Positions of the open block that one token fits are written without a forward: when the
-block opens, and with every commit.
+are the conditioned marginals. Positions of the open block that one token fits are written with every commit; at
+temperature 0 also when the block opens, without a forward. Above it, the block's first step weighs them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class Constrained(Tracker):
     # ---- what is certain ------------------------------------------------------------------------------------------
 
     def opened(self, state: TrackedState, rows: np.ndarray) -> None:
-        """Write what is certain in blocks that have opened; full ones close."""
+        """Write what is certain in blocks that have opened, where nothing is weighed; full ones close."""
+        if self.log_weight is not None:
+            return  # the next step says how likely it is, and writes it
         canvas, full = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
             certain = self._certain(state, row, canvas[row])

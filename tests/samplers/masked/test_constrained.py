@@ -18,6 +18,7 @@ from structured import (
     CASES,
     KINDS,
     Canvas,
+    accepts,
     automaton_of,
     distribution,
     lettered,
@@ -267,12 +268,14 @@ class Ordered(MaskedSampler):
         return chosen
 
 
-def all_runs(case: dict[str, Any], sampler: Any, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[float]]:
+def all_runs(
+    case: dict[str, Any], sampler: Any, monkeypatch: pytest.MonkeyPatch, forced: bool = False
+) -> dict[tuple[int, ...], list[float]]:
     """Every text that a request at temperature 1 can give: its probability, and the sum of probability times weight.
 
     Each step is taken once for every text that it may draw, with numbers that a list of all texts gives; what the step
     takes as candidates has to be that text."""
-    tracker = type("Own", (Recorded,), {})
+    tracker = type("Own", (Recorded,), {"forced": forced})
     monkeypatch.setattr(constraining, "Constrained", tracker)
     automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
     sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
@@ -330,6 +333,51 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
     assert inside == pytest.approx(expected["inside"], rel=1e-9)
     weighted = {text: mass / inside for text, (_, mass) in found.items()}
     assert weighted == pytest.approx({tuple(text): mass for text, mass in expected["global"]}, rel=1e-9)
+
+
+@pytest.mark.parametrize("pattern", ["[ab]c?[ab]|cab", "(ab|ba|cc)[abc]", "[abc]{2,3}"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the slots are independent of each other, the mean weight is how likely the model writes a text of the
+    constraint, whatever the order; and weights make every text as likely as it is."""
+    monkeypatch.setattr(Ordered, "where", lambda canvas: sorted(at for at in range(3) if canvas[at] is None)[place])
+    vocab, draw = [*"abc", "<end>"], torch.Generator().manual_seed(len(pattern))
+    bias, slots = torch.randn(3, 4, generator=draw).tolist(), 3
+    case = {
+        "vocab": vocab, "end": 3, "ends": True, "slots": slots, "canvas": [None] * slots,
+        "constraint": {"regex": pattern}, "model": {"bias": bias, "pair": [[[[0.0] * 4] * 4] * slots] * slots},
+        "settings": {"rule": {}, "temperature": 1.0},
+    }  # fmt: skip
+    expected = dict.fromkeys(itertools.product(range(4), repeat=slots), 0.0)
+    fits = [text for text in expected if accepts(automaton_of(case), text)]
+    p = softmax(torch.tensor(bias, dtype=torch.float64))
+    found = all_runs(case, Ordered(), monkeypatch, forced=True)
+    assert found.keys() == {*fits}
+    for text, (_, weighted) in found.items():
+        assert weighted == pytest.approx(math.prod(p[at][token] for at, token in enumerate(text)), rel=1e-9), text
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+@pytest.mark.parametrize("pattern", ["abc", "a[ab]", "a[ab]c|cab"])
+def test_weights_count_a_template(pattern: str, block: int) -> None:
+    """Of a uniform model: the share of a block's tokens with which a text can go on, of every block. What only one
+    token fits when a block opens is a part of it."""
+    vocab, slots = [*"abcd", "<end>"], 3
+    case = {
+        "vocab": vocab, "end": 4, "ends": True, "slots": slots, "canvas": [None] * slots,
+        "constraint": {"regex": pattern}, "model": {"bias": [[0.0] * 5] * 3, "pair": [[[[0.0] * 5] * 5] * 3] * 3},
+    }  # fmt: skip
+    texts = [text for text in itertools.product(range(5), repeat=slots) if accepts(automaton_of(case), text)]
+    asked: dict[str, Any] = {"constraint": paradec.Regex(pattern), "max_new_tokens": slots, "block_length": block}
+    asked |= {"temperature": 1.0, "seed": [*range(3)], "eos_early_stop": False}
+    for name in ("low_confidence", "random"):
+        out = paradec.generate(model_of(case), torch.full((3, 1), 6), sampler=name, **asked)
+        for text, weight in zip(out.new_tokens.tolist(), out.log_weight, strict=True):
+            expected = 1.0
+            for first in range(0, slots, block):
+                ways = {each[: first + block] for each in texts if [*each[:first]] == text[:first]}
+                expected *= len(ways) / 5 ** min(block, slots - first)
+            assert math.exp(weight) == pytest.approx(expected, rel=1e-9)
 
 
 # ---- every sampler, kind of constraint, cache and block policy -----------------------------------------------------

@@ -251,7 +251,7 @@ def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, 
     model, forced = lettered(topology), False
     asked: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
     asked |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}
-    more = [{}, {"guidance_scale": 1.5}, {"temperature": 0.0}]
+    more = [{"temperature": 0.0}, {"temperature": 0.0, "guidance_scale": 1.5}, {}]
     for at, value in enumerate(CONSTRAINTS.values()):
         given = asked | {"constraint": value} | more[at % len(more)]
         outputs = paradec.generate_many(model, ROWS, batch_size=2, **given)
@@ -275,7 +275,7 @@ def test_holes_with_constraints_are_replayed() -> None:
     model = lettered()
     prompt, value = [[3, MASK, MASK, 4, MASK, MASK, MASK, 5]], paradec.Regex("x[0-9]")
     asked: dict[str, Any] = {"constraint": [value, paradec.Regex("[0-9]{3}")], "holes_eos_inf": False}
-    found = paradec.infill(model, prompt, temperature=1.0, seed=1, rollout=True, **asked).rollout
+    found = paradec.infill(model, prompt, rollout=True, **asked).rollout
     assert found.step_map[0, 1] == -3 and found.tokens[0, 1] == TEXTS.index("x")
     with torch.no_grad():
         torch.testing.assert_close(paradec.replay(model, found), found.logp, equal_nan=True, rtol=0, atol=1e-10)
