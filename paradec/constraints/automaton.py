@@ -134,15 +134,16 @@ class TokenAutomaton:
         return int(following[at]) if at < len(classes) and classes[at] == index else -1
 
     def ended(self, ids: Iterable[int]) -> TokenAutomaton:
-        """The same where a text may be followed by any number of the end tokens `ids`."""
+        """The same where a text may be followed by any number of the end tokens `ids`, and has none of them in it."""
         ids = np.unique(np.array([*ids], np.int64))
-        if not len(ids) or not self.states:
-            return self
-        end, index = self.states, self.classes
-        accepted = np.append(np.flatnonzero(self.accept), end)
+        texts = self.without(ids)
+        if not len(ids) or not texts.states:
+            return texts
+        end, index = texts.states, texts.classes
+        accepted = np.append(np.flatnonzero(texts.accept), end)
         more = np.stack((accepted, np.full_like(accepted, index), np.full_like(accepted, end)), 1)
-        edges = np.concatenate((self.edges, more))
-        return TokenAutomaton(self.vocab_size, [*self.members, ids], edges, np.append(self.accept, True), end)
+        edges = np.concatenate((texts.edges, more))
+        return TokenAutomaton(self.vocab_size, [*texts.members, ids], edges, np.append(texts.accept, True), end)
 
     def without(self, ids: Iterable[int]) -> TokenAutomaton:
         """The same language without the texts that have one of the tokens `ids`."""

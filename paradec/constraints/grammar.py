@@ -53,7 +53,7 @@ class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
     def __init__(self, tokenizer: Any, spelling: Spelling, size: int, ends: tuple[int, ...]):
-        (texts,) = spelling.texts
+        texts = {token: text for token, text in spelling.texts[0].items() if token not in ends}
         self.tokens = [texts.get(token, b"") for token in range(size)]
         self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
         self.eos_token_id, self.bos_token_id = ends[0], None

@@ -272,8 +272,8 @@ def token_automaton(
     """The automaton of a constraint over a model's tokens; the last `MOST_KEPT` of a tokenizer are kept.
 
     Args:
-        ends: ids that may follow a text, any number of them; none where texts fill all of their slots. suppressed: ids
-            that no text may have.
+        ends: ids that may follow a text, any number of them, and that no text has; none where texts fill all of their
+            slots. suppressed: ids that no text may have.
 
     Raises:
         ValueError: what the value holds is too much, or the tokenizer does not fit it.
@@ -285,7 +285,7 @@ def token_automaton(
     if found is None and not ends and not suppressed:
         found = value.lifted(tokenizer, vocab_size)
     elif found is None:
-        found = token_automaton(value, tokenizer, vocab_size, (), ()).ended(ends).without(suppressed)
+        found = token_automaton(value, tokenizer, vocab_size, (), ()).without(suppressed).ended(ends)
     with _LOCK:
         kept[key] = found
         while len(kept) > MOST_KEPT:

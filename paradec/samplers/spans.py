@@ -9,7 +9,7 @@ import numpy as np
 
 from paradec.constraints import passes
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.values import Constraint, token_automaton
+from paradec.constraints.values import Choice, Constraint, token_automaton
 from paradec.core.checks import shown
 
 LENGTHS = 4096
@@ -111,7 +111,10 @@ def spans_of(
             given = [None if token == hole else token for token in tokens[first:end].tolist()]
             if entry is not None:
                 ends = end > answer
-                spans.append(span_of(model, entry, suppressed, given, first, ends, state.max_new_tokens, known))
+                reserved = reserved_tokens(model.facts, ends or state.request.holes_eos_inf)
+                spans.append(
+                    span_of(model, entry, suppressed, reserved, given, first, ends, state.max_new_tokens, known)
+                )
         found.append(tuple(spans))
     return found
 
@@ -120,6 +123,7 @@ def span_of(
     model: Any,
     value: Constraint,
     suppressed: Sequence[int],
+    reserved: dict[int, str],
     given: list[int | None],
     first: int,
     ends: bool,
@@ -129,25 +133,52 @@ def span_of(
     """The span of a constraint from position `first` on.
 
     Args:
-        suppressed: ids that are never proposed. given: what each position holds, None where it is undecided. ends:
-            whether end tokens may follow its text. new: `max_new_tokens`, for messages. known: spans of earlier rows.
+        suppressed: ids that are never proposed. reserved: as `reserved_tokens` gives it. given: what each position
+            holds, None where it is undecided. ends: whether end tokens may follow its text. new: `max_new_tokens`, for
+            messages. known: spans of earlier rows.
 
     Raises:
         ValueError: no text fits.
     """
-    facts = model.facts
-    end_ids = tuple(sorted({*facts.eos_token_ids} - {*suppressed})) if ends else ()
+    end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if ends else ()
     key = (value, end_ids, first, tuple(given))
     if key not in known:
-        automaton = token_automaton(value, model.tokenizer, facts.vocab_size, end_ids, tuple(suppressed))
-        if not automaton.states:
-            raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write")
+        automaton = automaton_of(model, value, end_ids, suppressed, reserved)
         after = passes.completions(automaton, given, automaton.accept)
         if not after[0, 0]:
             said = f"constraint={shown(value)}: "
             raise ValueError(said + _unfit(model.tokenizer, automaton, given, first, ends, new))
         known[key] = Span(automaton, first, first + len(given), after)
     return known[key]
+
+
+def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
+    """The ids that are no part of a text, whatever they read, and what they are instead."""
+    found = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
+    return found | dict.fromkeys(facts.eos_token_ids if keeps_ends_out else (), "an end token of the model")
+
+
+def automaton_of(
+    model: Any, value: Constraint, ends: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
+) -> TokenAutomaton:
+    """The automaton of a constraint over a model's tokens; see `token_automaton` and `span_of`.
+
+    Raises:
+        ValueError: the model can write no text, or not all of a choice.
+    """
+    tokenizer, size = model.tokenizer, model.facts.vocab_size
+    texts = token_automaton(value, tokenizer, size, (), ())
+    used = [token for token in reserved if token < size and texts.class_of[token] >= 0]
+    why = ", ".join(f"token {token} ({tokenizer.decode([token])!r}), which is {reserved[token]}" for token in used)
+    if used and isinstance(value, Choice):
+        spelled = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in value.choices)
+        text = next(text for text, ids in spelled if {*ids} & {*used})
+        raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {why}")
+    found = token_automaton(value, tokenizer, size, ends, tuple(sorted({*suppressed, *used} - {*ends})))
+    if not found.states:
+        said = f" without {why}" if used and texts.states else ""
+        raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{said}")
+    return found
 
 
 def _unfit(

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from canvases import tiny_module
+from structured import TEXTS, lettered
+from tiny_models import MASK, VOCAB, tiny
 from typer.testing import CliRunner
 
 import paradec
@@ -81,3 +85,53 @@ def test_command_line(tmp_path: Path) -> None:
     assert "both say what an answer must be" in " ".join(both.split())
     assert "lookahead" in answer("generate", PROMPT, "--regex", "a(?=b)", code=2)
     assert "N=PATTERN" in answer("infill", "kiwi <mask:2>", "--hole", "x", code=2)
+
+
+def of_family(family: str, **facts: Any) -> Model:
+    """A small model whose tokens read `structured.TEXTS`."""
+    known = {"eos_token_id": 39, "tokenizer": lettered().tokenizer}
+    if family == "canvas":
+        return paradec.wrap(tiny_module(dtype=torch.float64, vocab=VOCAB, canvas=4), **known | facts)
+    causal = {"topology": "causal", "prediction": "shifted"}
+    masked: dict[str, Any] = {"topology": family, "prediction": "same", "mask_token_id": MASK}
+    if family == "block_causal":
+        masked["block_length"] = 4
+    return paradec.wrap(tiny(2).unwrap(), **known | (causal if family == "causal" else masked) | facts)
+
+
+@pytest.mark.parametrize("family", ["bidirectional", "block_causal", "causal", "canvas"])
+def test_an_end_token_that_reads_text_is_in_no_text(family: str) -> None:
+    """An answer ends there, before its text is whole; it is only written after the text."""
+    comma = TEXTS.index(",")
+    model = of_family(family, eos_token_id=(39, comma))
+    asked: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
+    drawn: dict[str, Any] = {} if family == "canvas" else {"temperature": 1.0}
+    for pattern in ("[0-9],?", "[0-9]+(, ?[0-9]+)*", "[,a-c]{3}"):
+        for seed in range(3):
+            out = paradec.generate(
+                model, [[1, 2], [3, 4]], constraint=paradec.Regex(pattern), seed=seed, **asked, **drawn
+            )
+            assert all(re.fullmatch(pattern, text) for text in out.text), out.text
+    for value in (paradec.Regex("[0-9],.*"), paradec.Choice(["yes", "1,2"])):
+        with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
+            paradec.generate(model, [[1, 2]], constraint=value, **asked)
+
+
+@pytest.mark.parametrize("family", ["bidirectional", "block_causal", "causal"])
+def test_a_mask_that_reads_text_is_in_no_text(family: str) -> None:
+    model = of_family(family, mask_token_id=TEXTS.index("x"))
+    asked: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
+    out = paradec.generate(model, [[1, 2]] * 4, constraint=paradec.Regex("[x0-3]{3}"), temperature=1.0, seed=2, **asked)
+    assert all(re.fullmatch("[0-3]{3}", text) for text in out.text)
+    for value in (paradec.Regex("x[0-9]"), paradec.Choice(["yes", "xa"])):
+        with pytest.raises(ValueError, match=rf"token {TEXTS.index('x')} \('x'\), which is the model's mask"):
+            paradec.generate(model, [[1, 2]], constraint=value, **asked)
+
+
+def test_holes_that_end_tokens_are_kept_out_of() -> None:
+    comma = TEXTS.index(",")
+    model = of_family("bidirectional", eos_token_id=(39, comma))
+    asked: dict[str, Any] = {"input_ids": [[1, MASK, MASK, 2, MASK, 3]], "constraints": [paradec.Regex("1,"), None]}
+    with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
+        paradec.infill(model, **asked)
+    assert paradec.infill(model, holes_eos_inf=False, **asked).fills[0][0] == "1,"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.expressions import Node, either, sequence, text
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.json_schema import expression
@@ -18,10 +19,10 @@ from paradec.constraints.values import (
     JsonSchema,
     Regex,
     constraint_of,
-    token_automaton,
 )
 from paradec.core.checks import shown
 from paradec.integrations.server.asked import OWN, Refused
+from paradec.samplers.spans import automaton_of, reserved_tokens
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's former fields, and the keys of `structured_outputs` that say the same."""
@@ -142,18 +143,20 @@ def prepare(name: str, value: Constraint, model: Any) -> None:
         if isinstance(value, Grammar) and facts.topology == "causal":
             GrammarTexts(value.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
             return
-        found = token_automaton(value, model.tokenizer, facts.vocab_size, (), ())
+        _answers(value, model)
     except ValueError as error:
         raise Refused(f"{name}: {error}", 422, name) from error
-    if not found.states:
-        raise Refused(f"{name}: the model's tokenizer can write no such text", 422, name)
 
 
 def check_room(value: Constraint, model: Any, new: int) -> None:
     """Raise ValueError where no text of a constraint fits so many new tokens."""
-    facts = model.facts
     if isinstance(value, Grammar):  # whose texts have no shortest one that is known
         return
-    found = token_automaton(value, model.tokenizer, facts.vocab_size, tuple(sorted(facts.eos_token_ids)), ())
-    if not found.reach(new)[new, 0]:
+    if not _answers(value, model).reach(new)[new, 0]:
         raise ValueError(f"max_tokens={new} is too few: no answer of the asked form is that short")
+
+
+def _answers(value: Constraint, model: Any) -> TokenAutomaton:
+    """The automaton of a model's answers."""
+    facts = model.facts
+    return automaton_of(model, value, tuple(sorted(facts.eos_token_ids)), (), reserved_tokens(facts, True))

@@ -21,7 +21,7 @@ from paradec.constraints.values import Constraint, Grammar
 from paradec.core import rows as of_rows
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT
-from paradec.samplers.spans import Span, no_texts, refused, span_of
+from paradec.samplers.spans import Span, no_texts, refused, reserved_tokens, span_of
 
 
 class Texts(Protocol):
@@ -115,7 +115,10 @@ class TokenMasks:
             texts = [GrammarTexts(value.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)] * state.batch
         for first, stop in zip(state.prompt_length.tolist(), state.length.tolist(), strict=True) if not texts else ():
             given: list[int | None] = [None] * (stop - first)
-            texts.append(SpanTexts(span_of(model, value, suppressed, given, first, True, stop - first, known)))
+            reserved = reserved_tokens(model.facts, True)
+            texts.append(
+                SpanTexts(span_of(model, value, suppressed, reserved, given, first, True, stop - first, known))
+            )
         begin = [each.begin for each in texts]
         return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
 
