@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from paradec.constraints.expressions import Characters, Either, Node, Ranges, Repeated, Sequence
+from paradec.constraints.expressions import MAX_PARTS, Characters, Either, Node, Ranges, Repeated, Sequence
 
 MOST_STATES = 2**13
 """States that an automaton may have."""
-MOST_PARTS = 2**18
-"""States, and moves between sets of them, that may be looked at on the way; it bounds memory and time."""
+MAX_WORK = 2**21
+"""Entries of sets of states that may be looked at on the way; it bounds time and memory."""
 MOST_COMPARED = 3 * 10**7
 """Entries that may be compared to find equal states; a larger automaton keeps some that are equal."""
 
@@ -30,7 +29,6 @@ class ByteAutomaton:
     """[S] bool."""
 
 
-@lru_cache(maxsize=256)
 def byte_automaton(node: Node) -> ByteAutomaton:
     """The minimal automaton of an expression.
 
@@ -54,12 +52,9 @@ class _Parts:
         self.free: list[list[int]] = []
         self.moves: list[list[tuple[int, int, int]]] = []
 
-    def _check(self, more: int) -> None:
-        if len(self.free) + more >= MOST_PARTS:
-            raise ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states")
-
     def new(self) -> int:
-        self._check(0)
+        if len(self.free) >= MAX_PARTS:
+            raise ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states")
         self.free.append([])
         self.moves.append([])
         return len(self.free) - 1
@@ -80,23 +75,20 @@ class _Parts:
                     self.free[begin].append(first)
                     self.free[self.add(part, first)].append(end)
                 return end
-            case Repeated(part, least, most):
-                self._check(max(least, most or 0))
-                for _ in range(least):
-                    begin = self.add(part, begin)
-                end = self.new()
-                if most is None:
-                    loop = self.new()
-                    self.free[begin].append(loop)
-                    self.free[self.add(part, loop)].append(loop)
-                    self.free[loop].append(end)
-                    return end
-                for _ in range(most - least):
+            case Repeated(part, least, most, between):
+                end = first = self.new()
+                if not least:
                     self.free[begin].append(end)
+                for count in range(1, node.copies + 1):
+                    if count > 1:
+                        begin = self.add(between, begin)
                     first = self.new()
                     self.free[begin].append(first)
                     begin = self.add(part, first)
-                self.free[begin].append(end)
+                    if count >= least:
+                        self.free[begin].append(end)
+                if most is None:
+                    self.free[self.add(between, begin)].append(first)
                 return end
 
     def _characters(self, ranges: Ranges, begin: int) -> int:
@@ -147,7 +139,13 @@ def _letters(parts: _Parts) -> tuple[np.ndarray, np.ndarray]:
 def _subsets(parts: _Parts, last: int, letter_of: np.ndarray, marks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sets of states that are reached together become states."""
     closures: dict[int, frozenset[int]] = {}
-    work = 0
+    number, work = dict[frozenset[int], int](), 0
+
+    def count(more: int) -> None:
+        nonlocal work
+        work += more
+        if work > MAX_WORK or len(number) > MOST_STATES:
+            raise ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states")
 
     def closure(state: int) -> frozenset[int]:
         if state not in closures:
@@ -157,11 +155,13 @@ def _subsets(parts: _Parts, last: int, letter_of: np.ndarray, marks: np.ndarray)
                     if other not in found:
                         found.add(other)
                         left.append(other)
+            count(len(found))
             closures[state] = frozenset(one for one in found if parts.moves[one] or one == last)
         return closures[state]
 
     letters, begin = letter_of.tolist(), closure(0)
-    number, todo, rows = {begin: 0}, [begin], list[dict[int, int]]()
+    number[begin] = 0
+    todo, rows = [begin], list[dict[int, int]]()
     for states in todo:
         reached: dict[int, set[int]] = {}
         for state in states:
@@ -169,7 +169,7 @@ def _subsets(parts: _Parts, last: int, letter_of: np.ndarray, marks: np.ndarray)
                 ahead = closure(to)
                 for letter in range(letters[low], letters[high] + 1):
                     reached.setdefault(letter, set()).update(ahead)
-                    work += 1 + len(ahead)
+                    count(1 + len(ahead))
         row = {}
         for letter, found in reached.items():
             key = frozenset(found)
@@ -178,8 +178,7 @@ def _subsets(parts: _Parts, last: int, letter_of: np.ndarray, marks: np.ndarray)
                 todo.append(key)
             row[letter] = number[key]
         rows.append(row)
-        if len(number) > MOST_STATES or work > 8 * MOST_PARTS:
-            raise ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states")
+        count(0)
     step = np.full((len(rows), len(marks)), -1, np.int32)
     for state, row in enumerate(rows):
         step[state, list(row)] = list(row.values())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
 
+MAX_PARTS = 2**18
+"""Sets of characters, choices and repetitions that an expression may have, a repeated part counted as often as it is
+repeated at most. It bounds the states of the automaton that is built from it."""
 LAST_CHARACTER = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 """Code points that no UTF-8 text has."""
@@ -18,6 +21,14 @@ class Characters:
     """One character of a set."""
 
     ranges: Ranges
+    size: ClassVar[int] = 1
+
+
+def _set_size(node: Node, size: int) -> None:
+    """Raise ValueError for too many parts."""
+    if size > MAX_PARTS:
+        raise ValueError(f"the constraint has more than {MAX_PARTS} parts")
+    object.__setattr__(node, "size", size)
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,11 @@ class Sequence:
     """Parts one after the other; none is the empty text."""
 
     parts: tuple[Node, ...]
+    size: int = field(init=False, compare=False, repr=False)
+    """See `MAX_PARTS`."""
+
+    def __post_init__(self) -> None:
+        _set_size(self, sum(part.size for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -32,15 +48,29 @@ class Either:
     """One of several; none of none, which no text matches."""
 
     parts: tuple[Node, ...]
+    size: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _set_size(self, 1 + sum(1 + part.size for part in self.parts))
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A part from `least` to `most` times (None: any number)."""
+    """A part from `least` to `most` times (None: any number), with `between` between two of them."""
 
     part: Node
     least: int
     most: int | None
+    between: Node = Sequence(())
+    size: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _set_size(self, 1 + self.copies * (1 + self.part.size))
+
+    @property
+    def copies(self) -> int:
+        """How often the part is in an automaton: the last of them repeats where there is no limit."""
+        return max(self.least, 1) if self.most is None else self.most
 
 
 Node: TypeAlias = Characters | Sequence | Either | Repeated
@@ -84,23 +114,34 @@ def text(value: str) -> Node:
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    kept = tuple(part for part in parts if part != EMPTY)
+    kept = _bounded(part for part in parts if part != EMPTY)
     if NEVER in kept:
         return NEVER
     return kept[0] if len(kept) == 1 else Sequence(kept)
 
 
 def either(parts: Iterable[Node]) -> Node:
-    kept = tuple(dict.fromkeys(part for part in parts if part != NEVER))
+    kept = _bounded(part for part in parts if part != NEVER)
     return kept[0] if len(kept) == 1 else Either(kept)
 
 
-def repeated(part: Node, least: int = 0, most: int | None = None) -> Node:
+def _bounded(parts: Iterable[Node]) -> tuple[Node, ...]:
+    """The parts; no more of them are made than an expression may have."""
+    found, size = list[Node](), 0
+    for part in parts:
+        size += part.size
+        if size > MAX_PARTS:
+            raise ValueError(f"the constraint has more than {MAX_PARTS} parts")
+        found.append(part)
+    return tuple(found)
+
+
+def repeated(part: Node, least: int = 0, most: int | None = None, between: Node = EMPTY) -> Node:
     if most == 0 or part == EMPTY:
         return EMPTY
     if part == NEVER:
         return NEVER if least else EMPTY
-    return part if least == most == 1 else Repeated(part, least, most)
+    return part if least == most == 1 else Repeated(part, least, most, between)
 
 
 def optional(part: Node) -> Node:

@@ -33,7 +33,7 @@ from paradec.constraints.expressions import (
 from paradec.constraints.regex import branches, parse
 from paradec.core.checks import shown
 
-MOST_NODES = 200_000
+MOST_NODES = 2**14
 """Parts that an expression may have."""
 NOTES = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
@@ -203,7 +203,7 @@ class _Schema:
         return either((*simple, _array(inner, 0, None), _map(inner)))
 
     def object(self, said: Mapping[str, Any], path: str, depth: int, open_: tuple[str, ...]) -> Node:
-        listed, needed = said.get("properties", {}), said.get("required", [])
+        listed, needed = said.get("properties", {}), dict.fromkeys(said.get("required", ()))
         more = said.get("additionalProperties", True)
         for name in needed:
             if name not in listed:
@@ -317,28 +317,29 @@ def _array(inner: Node, least: int, most: int | None) -> Node:
         return NEVER
     if most == 0:
         return text("[]")
-    more = repeated(sequence((COMMA, inner)), max(least - 1, 0), None if most is None else most - 1)
-    some = sequence((inner, more))
-    return sequence((text("["), some if least else optional(some), text("]")))
+    return sequence((text("["), repeated(inner, least, most, COMMA), text("]")))
 
 
 def _map(inner: Node) -> Node:
     entry = sequence((string_of(repeated(CHARACTER)), COLON, inner))
-    return sequence((text("{"), optional(sequence((entry, repeated(sequence((COMMA, entry)))))), text("}")))
+    return sequence((text("{"), repeated(entry, 0, None, COMMA), text("}")))
 
 
 def _some(entries: list[tuple[Node, bool]]) -> Node:
     """Entries in their order, those that are needed (True) and any of the others, with commas between them."""
-    ways = []
-    for at, (entry, needed) in enumerate(entries):  # the first one that is there
-        rest = [
-            sequence((COMMA, other)) if wanted else optional(sequence((COMMA, other)))
-            for other, wanted in entries[at + 1 :]
-        ]
-        ways.append(sequence((entry, *rest)))
-        if needed:
-            return either(ways)
-    return either((*ways, EMPTY))
+
+    def ways() -> Iterator[Node]:
+        for at, (entry, needed) in enumerate(entries):  # the first one that is there
+            rest = (
+                sequence((COMMA, other)) if wanted else optional(sequence((COMMA, other)))
+                for other, wanted in entries[at + 1 :]
+            )
+            yield sequence((entry, *rest))
+            if needed:
+                return
+        yield EMPTY
+
+    return either(ways())
 
 
 def _is_of(value: Any, kinds: Any) -> bool:

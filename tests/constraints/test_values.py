@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import re
+import time
 import uuid
 from typing import Any
 
@@ -223,25 +225,69 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        nested(300),
-        pytest.param(
-            {"$defs": {"t": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}}, "$ref": "#/$defs/t"},
-            marks=pytest.mark.full,
-        ),
-        {"type": "string", "pattern": "(a|aa)*(b?.){60}c"},
-        {"type": "string", "maxLength": 10**9},
-        pytest.param(
-            {"type": "array", "items": {"type": "string", "maxLength": 4000}, "maxItems": 4000}, marks=pytest.mark.full
-        ),
-    ],
-    ids=["deep", "recursive", "exponential", "long", "wide"],
-)
-def test_hostile_schemas_take_bounded_work(schema: Any) -> None:
+def nested_arrays(depth: int, **limits: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, **limits}
+    return schema
+
+
+def nested_fields(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": {"type": "null"}, "b": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("limits", [{}, {"minItems": 1}, {"maxItems": 2}, {"minItems": 2, "maxItems": 3}])
+def test_arrays_hold_all_their_texts(limits: dict[str, int]) -> None:
+    schema = nested_arrays(2, **limits)
+    automaton = byte_automaton(paradec.JsonSchema(schema).node())
+    for size in range(1, 8):
+        for parts in itertools.product(("[", "]", ",", "null"), repeat=size):
+            text = "".join(parts)
+            try:
+                fits = valid(json.loads(text), schema, schema)
+            except ValueError:
+                fits = False
+            assert matches(automaton, text) == fits, text
+
+
+def test_work_does_not_double_with_each_level_of_arrays() -> None:
+    begin = time.process_time()
+    automaton = byte_automaton(paradec.JsonSchema(nested_arrays(60)).node())
+    assert time.process_time() - begin < 2
+    assert matches(automaton, "[" * 60 + "null, null,null" + "]" * 60) and matches(automaton, "[[],[[]]]")
+    assert not matches(automaton, "[" * 61 + "]" * 61)
+
+
+HOSTILE: dict[str, Any] = {
+    "deep": nested(300),
+    "recursive": {
+        "$defs": {"t": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}},
+        "$ref": "#/$defs/t",
+    },
+    "referred": {
+        "$defs": {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(40)} | {"d40": True},
+        "$ref": "#/$defs/d0",
+    },
+    "counted arrays": nested_arrays(60, minItems=2),
+    "optional fields": nested_fields(60),
+    "many optional fields": {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(5000)}},
+    "exponential": {"type": "string", "pattern": "(a|aa)*(b?.){60}c"},
+    "empty parts": {"type": "string", "pattern": "(((((a|b)?){9}){9}){9}){9}"},
+    "long": {"type": "string", "maxLength": 10**9},
+    "wide": {"type": "array", "items": {"type": "string", "maxLength": 4000}, "maxItems": 4000},
+    "many values": {"enum": [f"x{at:025d}" for at in range(30_000)]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_take_bounded_work(name: str) -> None:
+    begin = time.process_time()
     with pytest.raises(ValueError, match="more than|nested too deeply|parts at depth"):
-        byte_automaton(paradec.JsonSchema(schema, depth=8).node())
+        byte_automaton(paradec.JsonSchema(HOSTILE[name], depth=8).node())
+    assert time.process_time() - begin < 3
 
 
 def test_values_are_data_and_travel_in_presets() -> None:

@@ -155,6 +155,13 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def nested_arrays(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, "minItems": 2}
+    return schema
+
+
 def of_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
@@ -167,6 +174,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema"}}, 422, "must be an object with a"),
         (of_schema({"type": "number", "minimum": 3}), 422, "minimum is not supported"),
         (of_schema(nested(200)), 422, "nested too deeply|more than|parts"),
+        (of_schema(nested_arrays(22)), 422, "more than 262144 parts"),
         (of_schema({"type": "string", "pattern": "(a|aa)*(b?.){60}c"}), 422, "more than 8192 states"),
         (
             of_schema({"$defs": {"t": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}, "$ref": "#/$defs/t"}),
