@@ -164,7 +164,7 @@ def cost() -> None:
         begin = time.process_time()
         found = lift(byte_automaton(value.node()), spelt, VOCAB).ended([VOCAB - 1])
         made = 1e3 * (time.process_time() - begin)
-        logits, last = model.module.logits[0, :SLOTS, :VOCAB], found.reach(64)[64 - SLOTS]
+        logits, last = model.module.logits[0, :SLOTS, :VOCAB], found.reach(64 - SLOTS)
         held: list[int | None] = [None] * SLOTS
         own = Marginals(found, logits, held, 0, last)
         best = own.best()

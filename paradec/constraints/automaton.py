@@ -7,6 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
+MAX_STATES, MAX_EDGES = 2**16, 2**20
+"""Of an automaton over tokens; the tables of the largest one are some 130 MB."""
+MAX_TABLE_BYTES = 2**28
+"""Of a table with an entry for each state and slot."""
 STRETCH = 2048
 """Ids whose logits a core's first cache holds."""
 
@@ -106,23 +110,30 @@ class TokenAutomaton:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables that decoding reads."""
-        groups, runs = (self.by_state, self.by_class, self.by_next, self.runs.by_class), self.runs
-        arrays = [self.edges, self.class_of, self.accept, *self.members, runs.tokens, runs.begins]
-        return sum(array.nbytes for array in arrays) + sum(2 * group.order.nbytes for group in groups)
+        """Bytes of the tables that decoding reads, at most."""
+        # at most, with what is made on first use: three groups of 32 bytes an edge, runs, distances
+        edges, tokens = 5 * self.edges.nbytes, 56 * int(self.sizes.sum())
+        return edges + tokens + self.class_of.nbytes + 9 * self.states
 
-    def reach(self, most: int) -> np.ndarray:
-        """[>= most + 1, S] bool: from which states so many tokens lead to an accepting one. It is kept."""
-        known = self.__dict__.get("_reach", self.accept[None])
-        if len(known) <= most:
-            more, source, target = [known[-1]], self.edges[:, 0], self.edges[:, 2]
-            for _ in range(most + 1 - len(known)):
-                found = np.zeros(self.states, bool)
-                found[source[more[-1][target]]] = True
-                more.append(found)
-            known = np.concatenate((known, np.stack(more[1:])))
-            self.__dict__["_reach"] = known
-        return known
+    @cached_property
+    def distance(self) -> np.ndarray:
+        """[S] int64: the fewest tokens from each state to an accepting one."""
+        return _distances(self.edges[:, 2], self.edges[:, 0], self.accept)
+
+    def reach(self, count: int) -> np.ndarray:
+        """[S] bool: from which states exactly `count` tokens lead to an accepting one."""
+        if self.end >= 0:  # end tokens fill up what is left
+            return self.distance <= count
+        found = self.accept
+        for _ in range(count):
+            found = self.before(found)
+        return found
+
+    def before(self, states: np.ndarray) -> np.ndarray:
+        """[S] bool: from which states one token leads to some of `states` [S] bool."""
+        found = np.zeros(self.states, bool)
+        found[self.edges[states[self.edges[:, 2]], 0]] = True
+        return found
 
     def step(self, state: int, token: int) -> int:
         """The state after a token; -1 where the token is in no text, or the state is -1."""
@@ -160,17 +171,29 @@ def _useful(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """The edges on ways from the beginning to acceptance, and the new number of every state (-1: on none)."""
     begin = np.zeros(len(accept), bool)
     begin[:1] = True
-    useful = _spread(edges[:, 0], edges[:, 2], begin) & _spread(edges[:, 2], edges[:, 0], accept.copy())
+    after, before = _distances(edges[:, 0], edges[:, 2], begin), _distances(edges[:, 2], edges[:, 0], accept)
+    useful = np.maximum(after, before) < UNREACHED
     if not useful[:1].any():
         useful[:] = False
     edges = edges[useful[edges[:, 0]] & useful[edges[:, 2]]]
     return edges, np.where(useful, np.cumsum(useful) - 1, -1)
 
 
-def _spread(source: np.ndarray, target: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """[S] bool: what is reached from `found` along edges from source to target, each [E]."""
-    while True:
-        known = np.count_nonzero(found)
-        found[target[found[source]]] = True
-        if np.count_nonzero(found) == known:
-            return found
+UNREACHED = np.iinfo(np.int64).max
+
+
+def _distances(source: np.ndarray, target: np.ndarray, begin: np.ndarray) -> np.ndarray:
+    """[S] int64: the fewest edges from the states `begin` [S] bool to each state, along edges from source to target,
+    each [E]; `UNREACHED` where there is no way."""
+    order = np.argsort(source, kind="stable")
+    target, starts = target[order], np.searchsorted(source[order], np.arange(len(begin) + 1))
+    found = np.full(len(begin), UNREACHED)
+    states, count = np.flatnonzero(begin), 0
+    while len(states):
+        found[states] = count
+        count += 1
+        sizes = starts[states + 1] - starts[states]
+        edges = np.arange(sizes.sum()) + np.repeat(starts[states] - (np.cumsum(sizes) - sizes), sizes)
+        states = target[edges]
+        states = np.unique(states[found[states] == UNREACHED])
+    return found

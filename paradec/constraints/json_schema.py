@@ -76,7 +76,7 @@ FORMATS = {
 }
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def expression(schema: str, depth: int) -> Node:
     """The texts of a schema, which is given as JSON.
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.automaton import MAX_EDGES, MAX_STATES, TokenAutomaton
 from paradec.constraints.byte_automaton import ByteAutomaton
 from paradec.constraints.spelling import Spelling
 
 MOST_ENTRIES = 2**22
 """States of maps that are looked at together."""
+MAX_ENTRIES = 2**23
+"""States of all maps, those of beginnings of tokens included."""
 
 
 def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAutomaton:
     """The automaton of the sequences of tokens that read a text of the language, without end tokens.
 
     Its states are those of bytes, times the places in which tokens read differently.
+
+    Raises:
+        ValueError: it would have more than `MAX_STATES` states or `MAX_EDGES` edges.
     """
     size, places = len(source.accept), len(spelling.texts)
     if not size:
@@ -39,6 +44,12 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
     kinds, kind = np.unique(np.column_stack((chosen[tokens], after)), axis=0, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
     members = np.split(tokens[order], np.cumsum(np.bincount(kind.ravel(), minlength=len(kinds)))[:-1])
+    _check(sum(map(len, states)), "states", MAX_STATES)
+    count = 0
+    for at, place_maps in enumerate(maps):
+        map_numbers = kinds[:, at]
+        count += int(place_maps.sizes(map_numbers[map_numbers >= 0]).sum())
+    _check(count, "edges", MAX_EDGES)
     edges = [np.zeros((0, 3), np.int64)]
     for index, (*numbers, following) in enumerate(kinds.tolist()):
         for place, number in enumerate(numbers):
@@ -48,6 +59,11 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
                 edges.append(np.stack(parts, 1))
     accept = np.concatenate([source.accept[begin] for begin in states])
     return TokenAutomaton(vocab_size, members, np.concatenate(edges), accept)
+
+
+def _check(count: int, name: str, limit: int) -> None:
+    if count > limit:
+        raise ValueError(f"the constraint needs an automaton of more than {limit} {name} over the model's tokens")
 
 
 class _Maps:
@@ -114,5 +130,6 @@ def _walked(
                 found[place] = known[key]
         if fresh:
             maps.add(fresh)
+            _check(len(maps.source), "edges", MAX_ENTRIES)
         number[live] = found[back]
     return ids, number, maps

@@ -175,8 +175,6 @@ def completions(automaton: TokenAutomaton, given: list[int | None], last: np.nda
     Args:
         given: what each slot holds, or None where anything may come.
     """
-    if last is automaton.accept and not any(token is not None for token in given):
-        return automaton.reach(len(given))[len(given) :: -1]
     source, index, target = automaton.edges.T
     found = np.zeros((len(given) + 1, automaton.states), bool)
     found[-1] = last
@@ -206,8 +204,14 @@ def possible(automaton: TokenAutomaton, held: list[int | None], first: int, last
 
 def lengths(automaton: TokenAutomaton, most: int) -> np.ndarray:
     """[most + 1] bool: the numbers of tokens that some text has."""
-    return (
-        completions(automaton, [None] * most, automaton.accept)[::-1, 0]
-        if automaton.states
-        else np.zeros(most + 1, bool)
-    )
+    found = np.zeros(most + 1, bool)
+    if not automaton.states:
+        return found
+    source, _, target = automaton.edges.T
+    now = np.arange(automaton.states) == 0
+    for count in range(most + 1):
+        found[count] = now[automaton.accept].any()
+        after = np.zeros_like(now)
+        after[target[now[source]]] = True
+        now = after
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from paradec.constraints.automaton import TokenAutomaton
     from paradec.constraints.expressions import Node
 
-MOST_KEPT = 64
-"""Automata that are kept for a tokenizer."""
+MAX_KEPT_BYTES = 2**28
+"""Of the automata that are kept for a tokenizer, all together."""
 DEEPEST = 8
 """Levels of arrays and objects that a schema may leave open."""
 
@@ -115,20 +115,28 @@ class Choice(Constraint):
         """The automaton of the tokens that the tokenizer makes of each text.
 
         Raises:
-            ValueError: a text that the tokenizer cannot write.
+            ValueError: a text that the tokenizer cannot write, or texts of too many tokens.
         """
-        found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.choices]
-        for text, ids in zip(self.choices, found, strict=True):
-            if tokenizer.decode(ids, skip_special_tokens=True) != text:
-                raise ValueError(f"choices: the tokenizer cannot write {text!r}")
-        return of_sequences(found, vocab_size)
+
+        def spelled() -> Iterator[list[int]]:
+            for text in self.choices:
+                ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+                if tokenizer.decode(ids, skip_special_tokens=True) != text:
+                    raise ValueError(f"choices: the tokenizer cannot write {text!r}")
+                yield ids
+
+        return of_sequences(spelled(), vocab_size)
 
 
 def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
-    """The automaton of some sequences of ids."""
+    """The automaton of some sequences of ids.
+
+    Raises:
+        ValueError: it would have more than `MAX_STATES` states.
+    """
     import numpy as np
 
-    from paradec.constraints.automaton import TokenAutomaton
+    from paradec.constraints.automaton import MAX_STATES, TokenAutomaton
 
     after: dict[tuple[int, int], int] = {}
     accept, classes = [False], dict[int, int]()
@@ -137,6 +145,8 @@ def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAu
         for token in ids:
             step = (state, classes.setdefault(token, len(classes)))
             if step not in after:
+                if len(accept) == MAX_STATES:
+                    raise ValueError(f"choices take more than {MAX_STATES} states: give fewer or shorter texts")
                 after[step] = len(accept)
                 accept.append(False)
             state = after[step]
@@ -269,7 +279,8 @@ _LOCK = threading.Lock()
 def token_automaton(
     value: Constraint, tokenizer: Any, vocab_size: int, ends: tuple[int, ...], suppressed: tuple[int, ...]
 ) -> TokenAutomaton:
-    """The automaton of a constraint over a model's tokens; the last `MOST_KEPT` of a tokenizer are kept.
+    """The automaton of a constraint over a model's tokens; the last ones of a tokenizer are kept, up to
+    `MAX_KEPT_BYTES`.
 
     Args:
         ends: ids that may follow a text, any number of them, and that no text has; none where texts fill all of their
@@ -288,6 +299,7 @@ def token_automaton(
         found = token_automaton(value, tokenizer, vocab_size, (), ()).without(suppressed).ended(ends)
     with _LOCK:
         kept[key] = found
-        while len(kept) > MOST_KEPT:
-            del kept[next(iter(kept))]
+        size = sum(automaton.nbytes for automaton in kept.values())
+        while size > MAX_KEPT_BYTES and len(kept) > 1:
+            size -= kept.pop(next(iter(kept))).nbytes
     return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paradec.constraints import passes
-from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.automaton import MAX_TABLE_BYTES, TokenAutomaton
 from paradec.constraints.values import Choice, Constraint, token_automaton
 from paradec.core.checks import shown
 
@@ -22,8 +22,13 @@ class Span(NamedTuple):
     automaton: TokenAutomaton
     first: int
     stop: int
-    after: np.ndarray
-    """[stop - first + 1, S] bool: from which states the rest can be filled, with what was given there."""
+    table: np.ndarray | None
+    """[stop - first + 1, S] bool: from which states the rest can be filled, where tokens were given or the rest is no
+    matter of length alone."""
+
+    def after(self, slot: int) -> np.ndarray:
+        """[S] bool: from which states the slots from `slot` on can be filled."""
+        return self.automaton.reach(self.stop - self.first - slot) if self.table is None else self.table[slot]
 
 
 class Part(NamedTuple):
@@ -64,7 +69,7 @@ def parts_of(
         before = 0
         for token in tokens[span.first : first].tolist():
             before = span.automaton.step(before, token)
-        found.append(Part(row, span, first, held, before, span.after[end - span.first]))
+        found.append(Part(row, span, first, held, before, span.after(end - span.first)))
     return found
 
 
@@ -81,17 +86,17 @@ def no_texts(model: Any) -> dict[str, bool]:
 
 
 def spans_of(
-    model: Any, state: Any, suppressed: Sequence[int], canvas: np.ndarray, hole: int
+    model: Any, state: Any, suppressed: Sequence[int], canvas: np.ndarray, hole: int, width: int
 ) -> list[tuple[Span, ...]]:
     """The spans of each row of a request with a constraint: one of the answer, with the holes before it and what was
     given between them; or one for each hole that has a constraint of its own.
 
     Args:
         state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, which
-            holds `hole` where something is to be filled.
+            holds `hole` where something is to be filled. width: positions that a step looks at together, at most.
 
     Raises:
-        ValueError: no text fits a row, or the number of holes is another.
+        ValueError: no text fits a row, the number of holes is another, or a step's tables are too large.
     """
     known, found = dict[Any, Span](), list[tuple[Span, ...]]()
     value: Any = state.request.constraint
@@ -115,6 +120,7 @@ def spans_of(
                 spans.append(
                     span_of(model, entry, suppressed, reserved, given, first, ends, state.max_new_tokens, known)
                 )
+                check_table(entry, spans[-1].automaton.states, min(width, end - first) + 1, 8)
         found.append(tuple(spans))
     return found
 
@@ -144,12 +150,23 @@ def span_of(
     key = (value, end_ids, first, tuple(given))
     if key not in known:
         automaton = automaton_of(model, value, end_ids, suppressed, reserved)
-        after = passes.completions(automaton, given, automaton.accept)
-        if not after[0, 0]:
-            said = f"constraint={shown(value)}: "
+        table, said = None, f"constraint={shown(value)}: "
+        if automaton.end < 0 or any(token is not None for token in given):
+            check_table(value, automaton.states, len(given) + 1, 1)
+            table = passes.completions(automaton, given, automaton.accept)
+        known[key] = Span(automaton, first, first + len(given), table)
+        if not known[key].after(0)[0]:
             raise ValueError(said + _unfit(model.tokenizer, automaton, given, first, ends, new))
-        known[key] = Span(automaton, first, first + len(given), after)
     return known[key]
+
+
+def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
+    """Raise ValueError for a table of states times slots, of `entry` bytes each, that is too large."""
+    if (size := states * slots * entry) > MAX_TABLE_BYTES:
+        raise ValueError(
+            f"constraint={shown(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
+            f"{MAX_TABLE_BYTES >> 20}; give a smaller constraint, shorter blocks or fewer tokens"
+        )
 
 
 def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
@@ -186,7 +203,7 @@ def _unfit(
 ) -> str:
     """Why no text fits the slots from `first` on."""
     size = len(given)
-    if not passes.completions(automaton, [None] * size, automaton.accept)[0, 0]:
+    if not automaton.reach(size)[0]:
         lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS if ends else min(max(2 * size, 64), LENGTHS)))
         if not ends:
             fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LENGTHS}"

@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paradec
+from paradec.constraints import lift, passes, values
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
 from paradec.constraints.spelling import spelling_of
 from paradec.constraints.values import Constraint, constraint_of, token_automaton
 from paradec.request import Request
+from paradec.samplers.spans import Span
 
 
 def matches(automaton: ByteAutomaton, text: str) -> bool:
@@ -373,3 +375,67 @@ def test_a_tokenizer_that_joins_otherwise() -> None:
     with pytest.raises(ValueError, match="does not join its tokens plainly"):
         token_automaton(paradec.Regex("one"), tokenizer, 300, (), ())
     assert token_automaton(paradec.Choice(["one two"]), tokenizer, 300, (), ()).states
+
+
+def many_texts(count: int, length: int) -> list[str]:
+    draw = np.random.default_rng(0)
+    return ["".join(draw.choice([*"abcdefghij"], length)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("pattern", ["a(ba)*", "(one|two)( three)?", "[a-d]{3}(x{4})*", "(aa|bbb){1,3}"])
+@pytest.mark.parametrize("ends", [(), (TOKENIZER.eos_token_id,)])
+def test_what_reaches_an_end(pattern: str, ends: tuple[int, ...]) -> None:
+    """Against all numbers of tokens, one after the other, from the end."""
+    automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, len(TOKENIZER), ends, ())
+    expected, reached = automaton.accept, []
+    for count in range(20):
+        assert (automaton.reach(count) == expected).all()
+        reached.append(bool(expected[0]))
+        expected = np.array([expected[automaton.after(state)[1]].any() for state in range(automaton.states)])
+    assert passes.lengths(automaton, 19).tolist() == reached
+
+
+def test_a_long_answer_takes_no_table_of_states_times_tokens() -> None:
+    """500 texts over 126,000 tokens in 4,096 slots: with all that is made of them 5 MB at most."""
+    texts = many_texts(500, 24)
+    for ends in ((), (TOKENIZER.eos_token_id,)):
+        automaton = token_automaton(paradec.Choice(texts), TOKENIZER, 126_000, ends, ())
+        assert automaton.states > 5000
+    span = Span(automaton, 0, 4096, None)
+    assert span.after(0)[0] and not span.after(4090)[0] and span.after(4096)[automaton.end]
+    automaton.by_state, automaton.by_class, automaton.by_next  # noqa: B018 - they are made on first use
+    arrays = [*automaton.members, *(a for a in vars(automaton).values() if isinstance(a, np.ndarray))]
+    groups = [automaton.by_state, automaton.by_class, automaton.by_next, automaton.runs, automaton.runs.by_class]
+    arrays += [a for group in groups for a in vars(group).values() if isinstance(a, np.ndarray)]
+    assert sum(a.nbytes for a in arrays) <= automaton.nbytes < 2.5e6
+
+
+def test_choices_are_bounded() -> None:
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="choices take more than 65536 states"):
+        lifted(paradec.Choice(many_texts(4000, 28)))
+    automaton = lifted(paradec.Choice(["a" * 3 + "bc" * 5000]))  # one long text is walked in bounded time
+    assert automaton.states > 5000 and automaton.reach(automaton.states)[0]
+    assert time.process_time() - begin < 5
+
+
+def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = paradec.Regex("[a-z]*e[a-z]{6}")
+    edges = len(lifted(value).edges)
+    monkeypatch.setattr(lift, "MAX_EDGES", edges // 2)
+    with pytest.raises(ValueError, match=f"more than {edges // 2} edges"):
+        value.lifted(TOKENIZER, len(TOKENIZER))
+
+
+def test_automata_are_kept_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = values._KEPT.setdefault(TOKENIZER, {})
+    kept.clear()
+    made = [token_automaton(paradec.Choice([text]), TOKENIZER, 9000, (), ()) for text in ("one", "two", "three")]
+    monkeypatch.setattr(values, "MAX_KEPT_BYTES", sum(each.nbytes for each in made) + 1000)
+    assert token_automaton(paradec.Choice(["one"]), TOKENIZER, 9000, (), ()) is made[0]
+    token_automaton(paradec.Choice(["nine"]), TOKENIZER, 9000, (), ())
+    assert sum(each.nbytes for each in kept.values()) <= values.MAX_KEPT_BYTES
+    assert [key[0].choices for key in kept] == [("three",), ("one",), ("nine",)]
+    monkeypatch.setattr(values, "MAX_KEPT_BYTES", 1)
+    token_automaton(paradec.Choice(["seven"]), TOKENIZER, 9000, (), ())
+    assert [key[0].choices for key in kept] == [("seven",)]

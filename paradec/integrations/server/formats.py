@@ -152,7 +152,7 @@ def check_room(value: Constraint, model: Any, new: int) -> None:
     """Raise ValueError where no text of a constraint fits so many new tokens."""
     if isinstance(value, Grammar):  # whose texts have no shortest one that is known
         return
-    if not _answers(value, model).reach(new)[new, 0]:
+    if not _answers(value, model).reach(new)[0]:
         raise ValueError(f"max_tokens={new} is too few: no answer of the asked form is that short")
 
 

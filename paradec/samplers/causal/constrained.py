@@ -56,12 +56,12 @@ class SpanTexts:
     def _fitting(self, state: int, read: int) -> np.ndarray:
         """[k] int64: the classes that do."""
         classes, following = self.span.automaton.after(state)
-        found: np.ndarray = classes[self.span.after[read + 1, following]]
+        found: np.ndarray = classes[self.span.after(read + 1)[following]]
         return found
 
     def excluded(self, state: int, read: int, device: torch.device) -> Tensor | None:
         span = self.span
-        if span.stop - span.first <= read or not span.after[read, state]:
+        if span.stop - span.first <= read or not span.after(read)[state]:
             return None
         class_of, out = torch.as_tensor(span.automaton.class_of).to(device), np.ones(span.automaton.classes + 1, bool)
         out[self._fitting(state, read)] = False

@@ -24,7 +24,11 @@ def constrained(sampler: Any, model: Any, state: MaskedState) -> Constrained:
     """
     refused(state.request.constraint, no_texts(model) | _reasons(sampler, state))
     suppressed = () if state.suppressed is None else tuple(state.suppressed.tolist())
-    spans = spans_of(model, state, suppressed, state.canvas.cpu().numpy(), state.mask_id)
+    canvas = state.canvas.cpu().numpy()
+    # with early rules a step looks at the row's end
+    length = None if state.request.stop is not None else getattr(state.blocks, "length", None)
+    width = canvas.shape[1] if length is None else length
+    spans = spans_of(model, state, suppressed, canvas, state.mask_id, width)
     return Constrained(spans, None if state.request.temperature == 0 else np.zeros(state.batch))
 
 

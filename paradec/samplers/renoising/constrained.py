@@ -51,7 +51,7 @@ class CanvasTexts:
             },
         )
         suppressed = () if state.suppressed is None else tuple(state.suppressed.tolist())
-        return cls(spans_of(model, state, suppressed, canvas, HOLE))
+        return cls(spans_of(model, state, suppressed, canvas, HOLE, state.width))
 
     def __post_init__(self) -> None:
         self._found: list[tuple[int, int, list[int], Marginals]] = []

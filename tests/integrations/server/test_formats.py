@@ -181,6 +181,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
             422,
             "allows no text",
         ),
+        ({"guided_choice": [f"{at:09d} {at * 7919 % 10**12:012d}" for at in range(30_000)]}, 422, "choices take more"),
         ({"structured_outputs": {"structural_tag": "x"}}, 422, "structural_tag=.* is not offered"),
         ({"structured_outputs": {"regex": "(a)\\1"}}, 422, "a backreference"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "one of the keys"),

@@ -33,6 +33,7 @@ from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
 from paradec.constraints import passes
 from paradec.constraints.marginals import Marginals
 from paradec.models.adapter import Model
+from paradec.samplers import spans
 from paradec.samplers.masked import constraining
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.constrained import Constrained
@@ -445,6 +446,17 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
             assert policy not in REFUSED_POLICIES
             assert all(fits(text) for text in out.text), out.text
             assert (out.log_weight is None) == (temperature == 0)
+
+
+def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any forward, and by the slots that a step looks at together."""
+    asked: dict[str, Any] = {"constraint": paradec.Regex("[ab]{100}|[0-9]*"), "max_new_tokens": 128}
+    monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**15)
+    assert paradec.generate(bidirectional, [[1, 2]], block_length=8, steps=16, **asked).text
+    monkeypatch.setattr(bidirectional.module, "forward", None)
+    for more in ({"blocks": "whole"}, {"block_length": 8, "stop": paradec.Prophet()}):
+        with pytest.raises(ValueError, match=r"constraint=Regex.* states times 129 tokens"):
+            paradec.generate(bidirectional, [[1, 2]], **asked, **more)
 
 
 def test_other_refusals(bidirectional: Model) -> None:
