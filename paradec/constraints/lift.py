@@ -33,6 +33,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
     # the beginning of a text has a place of its own, in which it has one state
     states = [np.arange(size) if places == 1 or place else np.zeros(1, np.int64) for place in range(places)]
     offsets = np.cumsum([0, *map(len, states)])
+    _check(int(offsets[-1]), "states", MAX_STATES)
     maps, chosen = [], np.full((vocab_size, places), -1, np.int64)
     for place, begin in enumerate(states):
         ids, found, columns = _walked(source, begin, spelling.arrays[place])
@@ -44,7 +45,6 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int) -> TokenAut
     kinds, kind = np.unique(np.column_stack((chosen[tokens], after)), axis=0, return_inverse=True)
     order = np.argsort(kind.ravel(), kind="stable")
     members = np.split(tokens[order], np.cumsum(np.bincount(kind.ravel(), minlength=len(kinds)))[:-1])
-    _check(sum(map(len, states)), "states", MAX_STATES)
     count = 0
     for at, place_maps in enumerate(maps):
         map_numbers = kinds[:, at]

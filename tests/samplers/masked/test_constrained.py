@@ -452,7 +452,7 @@ def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatc
     """Before any forward, and by the slots that a step looks at together."""
     asked: dict[str, Any] = {"constraint": paradec.Regex("[ab]{100}|[0-9]*"), "max_new_tokens": 128}
     monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**15)
-    assert paradec.generate(bidirectional, [[1, 2]], block_length=8, steps=16, **asked).text
+    assert paradec.generate(bidirectional, [[1, 2]], block_length=8, **asked).text
     monkeypatch.setattr(bidirectional.module, "forward", None)
     for more in ({"blocks": "whole"}, {"block_length": 8, "stop": paradec.Prophet()}):
         with pytest.raises(ValueError, match=r"constraint=Regex.* states times 129 tokens"):
