@@ -186,14 +186,17 @@ def automaton_of(
     tokenizer, size = model.tokenizer, model.facts.vocab_size
     texts = token_automaton(value, tokenizer, size, (), ())
     used = [token for token in reserved if token < size and texts.class_of[token] >= 0]
-    why = ", ".join(f"token {token} ({tokenizer.decode([token])!r}), which is {reserved[token]}" for token in used)
+
+    def name_used() -> str:
+        return ", ".join(f"token {token} ({tokenizer.decode([token])!r}), which is {reserved[token]}" for token in used)
+
     if used and isinstance(value, Choice):
         spelled = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in value.choices)
         text = next(text for text, ids in spelled if {*ids} & {*used})
-        raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {why}")
+        raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {name_used()}")
     found = token_automaton(value, tokenizer, size, ends, tuple(sorted({*suppressed, *used} - {*ends})))
     if not found.states:
-        said = f" without {why}" if used and texts.states else ""
+        said = f" without {name_used()}" if used and texts.states else ""
         raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{said}")
     return found
 
