@@ -111,9 +111,9 @@ class TokenAutomaton:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables that decoding reads, at most."""
-        # at most, with what is made on first use: three groups of 32 bytes an edge, runs, distances
-        edges, tokens = 5 * self.edges.nbytes, 56 * int(self.sizes.sum())
-        return edges + tokens + self.class_of.nbytes + 9 * self.states
+        # with what is made on first use: three groups of 32 bytes an edge, runs, distances
+        tokens = 12 * int(self.sizes.sum()) + 56 * len(self.runs.classes)
+        return 5 * self.edges.nbytes + tokens + self.class_of.nbytes + 9 * self.states
 
     @cached_property
     def distance(self) -> np.ndarray:
