@@ -159,9 +159,12 @@ class Constrained(Tracker):
     # ---- what is certain ------------------------------------------------------------------------------------------
 
     def opened(self, state: TrackedState, rows: np.ndarray) -> None:
-        """Write what is certain in blocks that have opened, where nothing is weighed; full ones close."""
-        if self.log_weight is not None:
-            return  # the next step says how likely it is, and writes it
+        """Write what is certain in blocks that have opened, unless the next step has to weigh it first."""
+        if self.log_weight is None:
+            self.write_certain(state, rows)
+
+    def write_certain(self, state: TrackedState, rows: np.ndarray) -> None:
+        """Write without a forward what one token alone fits in the open blocks of `rows` [R]; full blocks close."""
         canvas, full = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
             certain = self._certain(state, row, canvas[row])

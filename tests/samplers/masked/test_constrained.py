@@ -66,8 +66,9 @@ class Recorded(Constrained):
         return found
 
     def opened(self, state: Any, rows: np.ndarray) -> None:
+        """As recorded at every temperature: the reference leaves what it writes here out of the weight."""
         self.log.append(("opened", None))
-        super().opened(state, rows)
+        self.write_certain(state, rows)
 
     def decided(self, state: Any, proposal: Any, decision: Any) -> None:
         chosen = decision.selected[0].nonzero()[:, 0]
