@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Glm4MoeForCausalLM
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 
 class SplitRows(ConversionOps):
@@ -48,7 +49,18 @@ class SplitRows(ConversionOps):
 
 
 class LLaDA2MoeReader(Glm4MoeForCausalLM):
-    """Glm4Moe under a name of its own."""
+    """Glm4Moe under a name of its own, with routers of the dtype that is loaded.
+
+    transformers 5.24 reads routers as float32 whatever the others are: the numbers of a float64 file would be rounded,
+    and a saved bfloat16 file would not be the published one.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._keep_in_fp32_modules_strict = {"e_score_correction_bias"}
+        for router in self.modules():
+            if isinstance(router, Glm4MoeTopkRouter):
+                router.weight = nn.Parameter(router.weight.to(torch.get_default_dtype()))
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
