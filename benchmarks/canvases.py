@@ -40,6 +40,7 @@ from provenance import COMMIT, write_result
 from torch import Tensor
 
 import paradec
+from paradec.models.cache_argument import cache_keyword
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "canvases.json"
@@ -340,7 +341,7 @@ class TheirStep:
             decoder_position_ids=None,
             self_conditioning_logits=None,
             mask_mapping={},
-            past_key_values=None,
+            **cache_keyword(self.module, None),
             finished_denoising=torch.zeros(1, dtype=torch.bool),
             cur_step=24,
             sampler=self.sampler,

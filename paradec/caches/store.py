@@ -80,7 +80,7 @@ class KeyValueStore(Cache):
     # ---- one call -------------------------------------------------------------------------------------------------
 
     def bind(self, query: Query) -> KeyValueStore:
-        """Say what the next forward writes and reads; returns itself as `past_key_values`."""
+        """Say what the next forward writes and reads; returns itself, the cache to call a module with."""
         asked = query.store
         if asked is None:
             raise ValueError("a query over a store says in `store` which of its rows it reads")

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache as TransformersCache
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
 from paradec.api.generate import generate
+from paradec.caches.base import Cache
 from paradec.core.checks import shown
+from paradec.models.cache_argument import NAMES as CACHE_NAMES
 from paradec.models.wrapping import wrap
 from paradec.request import Preset, takes_arguments
 from paradec.request_fields import served_by
@@ -31,7 +34,7 @@ READ_FROM_CONFIG = frozenset(
     }
 )
 """Logits processors and stopping criteria that transformers makes from settings which paradec reads itself."""
-UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES})
 """What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
 
 UNSUPPORTED: dict[str, Any] = {
@@ -50,8 +53,9 @@ KEPT_BACK = {
 """Arguments of transformers' `generate` that it hands to its own decoding methods alone."""
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
-SERVED = served_by("hf")
-"""Fields of a request that `hf_generate` takes by name; transformers' own arguments say the others."""
+SERVED = tuple(name for name in served_by("hf") if name != "cache")
+"""Fields of a request that `hf_generate` takes by name. `cache` is transformers' own argument; `kv_cache` stands for
+it. transformers' other arguments say the rest."""
 
 
 @dataclass
@@ -78,6 +82,7 @@ def hf_generate(
     prediction: str | None = None,
     topology: str | None = None,
     tokenizer: Any = None,
+    kv_cache: str | Cache | None = None,
     preset: Preset | None = None,
     **arguments: Any,
 ) -> Tensor | MaskedDiffusionOutput:
@@ -114,6 +119,7 @@ def hf_generate(
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
             guessed from the architecture: it must be given for a masked model.
         topology, tokenizer: as in `paradec.wrap`; of a masked model "bidirectional" by default.
+        kv_cache: `cache` of `paradec.generate`. `cache` is transformers' argument, for a cache of its own.
         preset, arguments: as in `paradec.generate`, but for what transformers' own arguments say (`SERVED` are left).
 
     Returns:
@@ -126,6 +132,8 @@ def hf_generate(
     if generation_config is None:
         raise ValueError("generation_config is missing; pass hf_generate to model.generate as custom_generate")
     own = {name: arguments.pop(name) for name in SERVED if name in arguments}
+    if kv_cache is not None:
+        own["cache"] = kv_cache
     model_kwargs = arguments
     _refuse(generation_config, [*(logits_processor or ()), *(stopping_criteria or ())], model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
@@ -197,9 +205,12 @@ def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> Non
     for name, value in model_kwargs.items():
         if value is not None and name not in UNUSED_INPUTS:
             raise ValueError(f"{name} is not supported by hf_generate; give input_ids and attention_mask")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length():
-        raise ValueError("past_key_values holds tokens already; hf_generate keeps its own store: choose a cache")
+    for name in CACHE_NAMES:
+        cache = model_kwargs.get(name)
+        if cache is not None and not isinstance(cache, TransformersCache):
+            raise ValueError(f"{name}={shown(cache)} must be a cache of transformers; give kv_cache={shown(cache)}")
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(f"{name} holds tokens already; hf_generate keeps its own store: choose a kv_cache")
 
 
 def _check_positions(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:

@@ -38,7 +38,9 @@ class Decoder(OverStore, Model):
         return name == "sdpa" and not beyond_plain(self.module)
 
     def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
-        extra = {} if store is None and getattr(query, "attention", None) is None else handed_on(query, store)
+        extra = (
+            {} if store is None and getattr(query, "attention", None) is None else handed_on(self.module, query, store)
+        )
         mask = self._visible(query, store)
         if mask is None and self._unmasked:
             mask = EVERYTHING

@@ -30,6 +30,7 @@ from paradec.core.blocks import LONGEST_BLOCK
 from paradec.core.checks import check_number, shown
 from paradec.core.query import Query
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_keyword
 from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers
@@ -163,7 +164,7 @@ class DFlashDrafter(FeatureDrafter):
                 context_hidden_states=features.to(self.device, self.dtype),
                 attention_mask=self._masks(query, store, count),
                 position_ids=query.positions,
-                past_key_values=cache,
+                **cache_keyword(self.module, cache),
             )
             states: Tensor = found.last_hidden_state[:, self.settings.first :]
             return states

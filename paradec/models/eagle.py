@@ -31,6 +31,7 @@ from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
 from paradec.core.query import Query
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_keyword
 from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, positive
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
@@ -81,7 +82,8 @@ class EagleHead(nn.Module):
         """
         embedded = self.embed_tokens(tokens).to(features.dtype)
         x = self.fc(torch.cat((embedded, features), -1))
-        return self.layers[0](x, attention_mask=mask, past_key_values=cache, position_embeddings=rotation)
+        layer = self.layers[0]
+        return layer(x, attention_mask=mask, position_embeddings=rotation, **cache_keyword(layer, cache))
 
 
 class EagleDrafter(FeatureDrafter):

@@ -34,6 +34,7 @@ from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
 from paradec.core.query import Query
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_keyword
 from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, flag
 from paradec.models.drafter import TABLES, FeatureDrafter, check_base, drafted_ids, read_inputs
@@ -82,7 +83,8 @@ class Eagle3Layer(nn.Module):
         """embedded, feature [R, Q, D] -> [R, Q, D]."""
         normed = self.hidden_norm(feature)
         both = torch.cat((self.input_layernorm(embedded), normed), -1)
-        seen = self.self_attn(both, attention_mask=mask, past_key_values=cache, position_embeddings=rotation)[0]
+        cached = cache_keyword(self.self_attn, cache)
+        seen = self.self_attn(both, attention_mask=mask, position_embeddings=rotation, **cached)[0]
         x: Tensor = (normed if normed_residual else feature) + seen
         return x + self.mlp(self.post_attention_layernorm(x))
 

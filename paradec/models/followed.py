@@ -6,15 +6,18 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, WindowQuery
+from paradec.models.cache_argument import cache_keyword
 
 
-def handed_on(query: Query, store: Any) -> dict[str, Any]:
+def handed_on(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
     """The module's keyword arguments for a call over a store, or with a plan for its attention."""
     extra: dict[str, Any] = {}
     if store is not None:
-        extra["past_key_values"] = store.bind(query)
+        extra = cache_keyword(module, store.bind(query))
         if store.shared is not None:
             extra["shared_prefix"] = store.shared.begin()
     plan = query.attention if isinstance(query, WindowQuery) else None

@@ -28,6 +28,7 @@ from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
 from paradec.core.query import Query
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_keyword
 from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, stored_tensors, stored_weights
 from paradec.models.drafter import FeatureDrafter, check_base
@@ -141,14 +142,15 @@ class MtpDrafter(FeatureDrafter):
             mask, _ = store.visible(query)
             features, positions = features.to(self.device, self.dtype), query.positions + layer
             embedded = self.base.module.get_input_embeddings()(query.tokens).to(features)
-            made = self.module.layers[layer](
+            network = self.module.layers[layer]
+            made = network(
                 embedded,
                 features,
                 self.module.hidden_first,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 position_embeddings=self._rotation(features, positions),
+                **cache_keyword(network.block, cache),
             )
             wanted = made if query.wanted is None else take_columns(made, query.wanted)
             return self.base.head(wanted.to(self.base.dtype)), made if self.reads_again else wanted

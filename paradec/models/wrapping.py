@@ -15,6 +15,7 @@ from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Encoder, Opaque
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_argument
 from paradec.models.decoder import Decoder
 from paradec.models.text import diffusion_gemma
 from paradec.models.visibility import beyond_plain
@@ -27,8 +28,8 @@ NOT_CAUSAL = {
     "xlm": "it predicts at a mask that its own generate appends",
 }
 """Classes that are called causal and are not, by `model_type`."""
-DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache")
-"""What a `Decoder` calls its module with."""
+DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "use_cache")
+"""What a `Decoder` calls its module with, besides a store."""
 
 
 def wrap(
@@ -156,7 +157,8 @@ def _adapter(module: nn.Module) -> type[Model]:
     if base.__name__.endswith("ForMaskedLM") and "attention_mask" in takes:
         return Encoder
     generates = _generates(module) and getattr(module, "_supports_attention_backend", False)
-    if generates and (anything or all(name in takes for name in DECODER_TAKES)):
+    cache = cache_argument(module)
+    if generates and (anything or cache is not None and all(name in takes for name in (*DECODER_TAKES, cache))):
         return Decoder
     return Opaque
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from places import GOLDEN
-from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM, TextStreamer
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM, TextStreamer
 
 import paradec
 from paradec.models.adapter import Model
+from paradec.models.cache_argument import cache_argument
 
 PREDICTION = {"llada": "same", "dream": "shifted"}
 PADDED = torch.tensor([[9, 9, 1, 2, 3], [9, 4, 5, 6, 7]])
@@ -45,15 +46,14 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "settings", [{}, {"cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
+    "settings", [{}, {"kv_cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
 )
 def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     """A padded batch: same tokens as paradec.generate, cut after the longest answer."""
     plain, loaded, arguments = pair
     blocks = {} if "block_length" in settings else {"block_length": 12}
-    expected = paradec.generate(
-        loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **settings
-    )
+    ours = {name.removeprefix("kv_"): value for name, value in settings.items()}
+    expected = paradec.generate(loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **ours)
     out = plain.generate(
         PADDED,
         attention_mask=ATTENTION,
@@ -210,7 +210,7 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"prediction": None}, "prediction is needed to wrap"),
         ({"mask_token_id": None}, "mask_token_id is needed to wrap"),
         ({"mask_token_id": 99}, "mask_token_id=99"),
-        ({"cache": "nothing"}, "unknown cache: 'nothing'"),
+        ({"kv_cache": "nothing"}, "unknown cache: 'nothing'"),
         ({"temperatur": 1.0}, "temperatur"),
         ({"holes_eos_inff": True}, "holes_eos_inff"),
         ({"holes_eos_inf": 2}, "holes_eos_inf=2 must be True or False"),
@@ -231,9 +231,24 @@ def test_what_cannot_be_honoured_is_refused(pair: Any, settings: dict[str, Any],
 def test_a_filled_cache_is_refused(pair: Any) -> None:
     plain, _, arguments = pair
     ids = torch.tensor([[1, 2, 3]])
-    past = plain(ids[:, :2], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values holds tokens already"):
-        plain.generate(ids, past_key_values=past, max_new_tokens=4, **arguments)
+    name = cache_argument(plain)
+    past = getattr(plain(ids[:, :2], use_cache=True), name)
+    with pytest.raises(ValueError, match=f"{name} holds tokens already"):
+        plain.generate(ids, max_new_tokens=4, **{name: past}, **arguments)
+    empty = plain.generate(ids, max_new_tokens=4, **{name: DynamicCache()}, **arguments)
+    assert torch.equal(empty, plain.generate(ids, max_new_tokens=4, **arguments))
+
+
+def test_cache_is_not_ours(pair: Any) -> None:
+    """transformers 5.24 makes a cache under that name; a bound one must not be lost without a word."""
+    plain, _, arguments = pair
+    ids, config = torch.tensor([[1, 2, 3]]), GenerationConfig(max_new_tokens=4)
+    named = {name: value for name, value in arguments.items() if name != "custom_generate"}
+    with pytest.raises(ValueError, match="cache='dual' must be a cache of transformers; give kv_cache='dual'"):
+        paradec.hf_generate(plain, ids, generation_config=config, cache="dual", **named)
+    bound = functools.partial(paradec.hf_generate, cache="dual")
+    with pytest.raises(ValueError, match="cache='dual'"):
+        plain.generate(ids, generation_config=config, custom_generate=bound, **named)
 
 
 def test_the_length_may_stand_in_either_field(pair: Any) -> None:

@@ -98,7 +98,7 @@ def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
         states, mask = last[0], torch.ones(1, 1, count, count, dtype=torch.bool).tril()
         for layer in range(len(drafts)):
             read, positions = ids[:, 1 + layer : 1 + layer + count], torch.arange(count)[None] + 1 + layer
-            given = {"position_ids": positions, "past_key_values": None, "attention_mask": mask}
+            given = {"position_ids": positions, "attention_mask": mask}
             rotation = module.model.rotary_emb(states, positions)
             states = drafter.module.layers[layer](
                 module.model.embed_tokens(read), states, False, position_embeddings=rotation, **given

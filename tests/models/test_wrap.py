@@ -32,6 +32,7 @@ import paradec
 from paradec import samplers
 from paradec.core.query import Query
 from paradec.models.adapter import Model
+from paradec.models.cache_argument import cache_argument, cache_keyword
 
 DECODERS = ["Llama", "Qwen2", "Qwen3"]
 
@@ -485,3 +486,31 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
     module = nn.Module()
     whole, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
     assert torch.equal(whole, wide)
+
+
+# ---- the cache's argument -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_goes_by_the_name_that_the_module_has() -> None:
+    """transformers 5.24 has renamed it; a class of the user's may have the old name, or pass arguments on."""
+
+    class New(nn.Module):
+        def forward(self, input_ids: Tensor, cache: Any = None) -> Any:
+            return cache
+
+    class Old(New):
+        def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
+            return past_key_values
+
+    class PassingOn(New):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Without(nn.Module):
+        def forward(self, input_ids: Tensor) -> None:
+            return None
+
+    for module in (New(), Old(), PassingOn()):
+        assert module(torch.tensor([1]), **cache_keyword(module, "it")) == "it"
+    assert cache_argument(Without()) is None
+    assert cache_argument(decoder()) in type(decoder()).forward.__annotations__

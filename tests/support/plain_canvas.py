@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from paradec.core import rng
+from paradec.models.cache_argument import cache_keyword
 
 Keep = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -81,20 +82,20 @@ def row(
         start = tokens.index(-1)
         at = torch.arange(start, start + size)
         pinned, fixed = given[at], torch.tensor(tokens)[at]
-        past = DynamicCache(config=module.config.text_config)
+        cached = cache_keyword(module, DynamicCache(config=module.config.text_config))
         context = torch.tensor([tokens[:start]])
         noisy = torch.where(pinned, fixed, (number(at, 4) * vocab).long())
         logits, before, same = None, None, 0
         for step in range(1, steps + 1):
             if step == 1:
-                module.model.encoder(input_ids=context, attention_mask=causal(module, start), past_key_values=past)
+                module.model.encoder(input_ids=context, attention_mask=causal(module, start), **cached)
             # of what was given nothing is fed back
             fed = module.model.decoder.self_conditioning.register_forward_pre_hook(
                 lambda part, args, free=~pinned: (args[0], args[1] * free.unsqueeze(-1))
             )
             out = module(
                 decoder_input_ids=noisy.unsqueeze(0),
-                past_key_values=past,
+                **cached,
                 self_conditioning_logits=logits,
                 self_conditioning_mask=None,
                 decoder_position_ids=at.unsqueeze(0),

@@ -31,7 +31,7 @@ tags:
 model.generate(ids, custom_generate="{folder}", trust_remote_code=True, max_new_tokens=64, sampler="sjd")
 ```
 
-`sampler`, `seed`, `cache` and the other arguments of `paradec.hf_generate` may be given beside transformers' own.
+`sampler`, `seed`, `kv_cache` and the other arguments of `paradec.hf_generate` may be given beside transformers' own.
 Without one, a model without masks decodes by "sjd", which is lossless. A masked model needs `prediction="same"` or
 `"shifted"`, and `mask_token_id` where its config has none. Do not give `revision` or `token`: transformers reads the
 folder with them. In a model's own repository, `custom_generate/` becomes its `generate`.

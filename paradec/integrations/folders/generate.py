@@ -1,6 +1,6 @@
 """`model.generate(ids, custom_generate=<this folder or repository>, trust_remote_code=True)`: decode with paradec.
 
-Takes what `paradec.hf_generate` takes beside transformers' own arguments: sampler, seed, preset, cache, ...
+Takes what `paradec.hf_generate` takes beside transformers' own arguments: sampler, seed, preset, kv_cache, ...
 """
 
 from __future__ import annotations

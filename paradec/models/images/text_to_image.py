@@ -14,6 +14,7 @@ from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query
+from paradec.models.cache_argument import cache_keyword
 from paradec.models.images.adapter import ImageModel, ImageRequest
 from paradec.models.images.grid import Grid
 
@@ -131,8 +132,8 @@ class TextToImageModel(ImageModel):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=self._positions(query),
-            past_key_values=cache,
             use_cache=cache is not None,
+            **cache_keyword(self._language_model, cache),
         ).last_hidden_state
 
     def _positions(self, query: Query) -> Tensor:

@@ -18,6 +18,7 @@ from paradec.core.checks import check_int, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CanvasQuery
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_keyword
 from paradec.models.calls import ModuleCall
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.pretrained import read_module, reason
@@ -160,11 +161,12 @@ class DiffusionGemmaModel(Model):
         if query.kind == "encode":
             self._encode(query, store, masks)
             return torch.empty((len(query.tokens), 0, self.facts.vocab_size), device=query.tokens.device)
-        hidden = self.module.model.decoder(
+        decoder = self.module.model.decoder
+        hidden = decoder(
             decoder_input_ids=query.tokens,
-            past_key_values=store,
             decoder_attention_mask=masks,
             decoder_position_ids=query.positions,
+            **cache_keyword(decoder, store),
         ).last_hidden_state
         # as the module's forward, in place: of a large vocabulary each copy is 256 MiB a row
         logits = self.module.lm_head(hidden).to(torch.float32)
@@ -173,7 +175,7 @@ class DiffusionGemmaModel(Model):
 
     def _encode(self, query: CanvasQuery, store: Any, masks: dict[str, Tensor | None]) -> None:
         encoder = self.module.model.encoder
-        common = {"attention_mask": masks, "position_ids": query.positions, "past_key_values": store}
+        common = {"attention_mask": masks, "position_ids": query.positions, **cache_keyword(encoder, store)}
         if query.images is None:
             encoder(input_ids=query.tokens, **common)
             return

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.models.cache_argument import cache_keyword
 
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.35}
 PROMPT = [9, 10, 11, 12, 20, 21, 22, 23, 24]
@@ -265,7 +266,7 @@ def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype)
         state.store.bind(query)
         theirs = module(
             decoder_input_ids=query.tokens,
-            past_key_values=state.store,
+            **cache_keyword(module, state.store),
             self_conditioning_logits=logits,
             decoder_attention_mask={"full_attention": None, "sliding_attention": None},
             decoder_position_ids=query.positions,

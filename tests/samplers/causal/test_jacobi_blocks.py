@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import paradec
 from paradec.core.protocol import decode
 from paradec.models.adapter import Model
+from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.window import Jacobi
 
@@ -111,7 +112,7 @@ def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str,
     def best(tokens: list[int]) -> list[int]:
         nonlocal fed
         places = torch.arange(fed, fed + len(tokens)).unsqueeze(0)
-        logits = module(torch.tensor([tokens]), past_key_values=cache, position_ids=places).logits[0]
+        logits = module(torch.tensor([tokens]), position_ids=places, **cache_keyword(module, cache)).logits[0]
         fed += len(tokens)
         logits[:, end] = -10000
         return logits.argmax(-1).tolist()

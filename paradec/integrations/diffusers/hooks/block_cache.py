@@ -7,7 +7,6 @@ exact there, and refused for other models. It is Fast-dLLM v2's (arXiv 2509.2632
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Patch
 from paradec.integrations.diffusers.runs import called_by
 from paradec.models.base import Model
+from paradec.models.cache_argument import cache_argument, cache_keyword
 from paradec.models.calls import Calling, ModuleCall
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -68,7 +68,7 @@ class BlockCache:
         pipe: a pipeline with a `model` and a `scheduler`, as LLaDA2Pipeline has them.
 
     Raises:
-        TypeError: another kind of pipeline. ValueError: a model that takes no `past_key_values`, or (found by three
+        TypeError: another kind of pipeline. ValueError: a model that takes no key/value cache, or (found by three
             evaluations of two blocks of random tokens) one whose left blocks see what comes after them, or that answers
             otherwise over a cache than without.
     """
@@ -81,9 +81,9 @@ class BlockCache:
                 "cache='block' is for LLaDA2Pipeline, with a model and a scheduler that has a block_length, not for "
                 f"{type(pipe).__name__}"
             )
-        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        if cache_argument(model) is None:
             raise ValueError(
-                f"cache='block' needs a model that takes past_key_values; {type(model).__name__} does not. A model "
+                f"cache='block' needs a model that takes a key/value cache; {type(model).__name__} does not. A model "
                 "that paradec loaded or wrapped does as BlockCausalModule(model), of "
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
@@ -148,8 +148,8 @@ class BlockCache:
             input_ids[:, start:],
             attention_mask=attention_mask,
             position_ids=position_ids[:, start:],
-            past_key_values=kept.cache,
             use_cache=True,
+            **cache_keyword(self.model, kept.cache),
         )
         self._report.bytes = max(self._report.bytes, _bytes(kept.cache))
         _drop(kept.cache, block)
@@ -186,15 +186,21 @@ class BlockCache:
             torch.cat((first, other), 1),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **cache_keyword(model, cache),
         )
         if not len(cache) or cache.get_seq_length() != 2 * block:
-            raise ValueError(f"{type(model).__name__} wrote nothing into past_key_values; cache='block' needs its keys")
+            raise ValueError(
+                f"{type(model).__name__} wrote nothing into its key/value cache; cache='block' needs its keys"
+            )
         left = model(torch.cat((first, other), 1), attention_mask=mask, position_ids=positions).logits[:, :block]
         _drop(cache, block)
         joined = model(
-            second, attention_mask=mask, position_ids=positions[:, block:], past_key_values=cache, use_cache=True
+            second,
+            attention_mask=mask,
+            position_ids=positions[:, block:],
+            use_cache=True,
+            **cache_keyword(model, cache),
         ).logits
         limit = TOLERANCE.get(whole.dtype, 0.1) * whole.abs().max()
         if (left - whole[:, :block]).abs().max() > limit:
@@ -204,7 +210,7 @@ class BlockCache:
             )
         if (joined[:, -block:] - whole[:, block:]).abs().max() > limit:
             raise ValueError(
-                f"{type(model).__name__} answers otherwise over past_key_values than without: with a cache it seems to "
+                f"{type(model).__name__} answers otherwise over a key/value cache than without: with one it seems to "
                 "mask its own block (causally, say); cache='block' cannot be used"
             )
 
@@ -286,8 +292,8 @@ class BlockCausalModule(nn.Module):
                 input_ids=input_ids,
                 attention_mask=seen[:, None],
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **cache_keyword(self.model, past_key_values),
             )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import paradec
+from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.masked.ahead.lopa import BranchProposal, LoPA
 from paradec.samplers.masked.base import MaskedState
 
@@ -86,8 +87,8 @@ class OpenedBlocks(nn.Module):
             input_ids=input_ids[:, now.cached : now.end],
             position_ids=torch.arange(now.cached, now.end).expand(rows, -1),
             attention_mask=torch.ones(rows, 1, now.end - now.cached, now.end, dtype=torch.bool),
-            past_key_values=cache,
             use_cache=True,
+            **cache_keyword(self.inner, cache),
         ).logits
         logits = fed.new_zeros(*input_ids.shape, fed.shape[-1])
         logits[:, now.cached : now.end] = fed

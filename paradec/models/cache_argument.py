@@ -1,0 +1,36 @@
+"""The argument by which a module's forward takes a key/value cache: transformers 5.24 has renamed it."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+NAMES = ("cache", "past_key_values")
+"""transformers' name from 5.24 on, and the one before, which code from elsewhere keeps."""
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Name of the argument of the module's forward that takes a key/value cache, or None.
+
+    Where its class names none, its bases are asked: its forward may pass keyword arguments on to theirs.
+    """
+    cls: Any = type(module)
+    return _find_argument(cls)
+
+
+def cache_keyword(module: nn.Module, cache: Any) -> dict[str, Any]:
+    """A key/value cache as a keyword argument of the module's forward."""
+    return {cache_argument(module) or NAMES[0]: cache}
+
+
+@lru_cache
+def _find_argument(cls: type) -> str | None:
+    for base in cls.__mro__:
+        parameters = inspect.signature(vars(base)["forward"]).parameters if "forward" in vars(base) else {}
+        for name in NAMES:
+            if name in parameters:
+                return name
+    return None
