@@ -9,12 +9,12 @@ import math
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from canvases import CANVAS, tiny_module
 from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, model_of, network
 from plain_canvas import causal
@@ -26,7 +26,7 @@ import paradec
 from paradec import Pick, Score, Span, YesNo
 from paradec.api.decisions import prompts
 from paradec.core import rng
-from paradec.integrations.server import tried
+from paradec.models.cache_argument import cache_keyword
 
 QUESTIONS: dict[str, Any] = {
     "spam": YesNo("Is it spam?", true="an advertisement"),
@@ -70,7 +70,7 @@ def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance:
 
 # ---- transformers' pipeline -----------------------------------------------------------------------------------------
 
-pipelines = pytest.mark.skipif(not tried(transformers.__version__), reason="it has no decision pipeline")
+pipelines = pytest.mark.skipif(find_spec("transformers.decision") is None, reason="it has no decision pipeline")
 
 
 def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float], questions: Any = None) -> Any:
@@ -267,15 +267,14 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
             canvas = (noise * VOCAB).long()
             for slot, token in enumerate(given):
                 canvas[slot] = canvas[slot] if token == -1 else token
-            past = DynamicCache(config=model.module.config.text_config)
+            cached = cache_keyword(model.module, DynamicCache(config=model.module.config.text_config))
             context = torch.tensor([prompt])
             with torch.no_grad():
-                model.module.model.encoder(
-                    input_ids=context, attention_mask=causal(model.module, len(prompt)), past_key_values=past
-                )
+                mask = causal(model.module, len(prompt))
+                model.module.model.encoder(input_ids=context, attention_mask=mask, **cached)
                 logits = model.module(
                     decoder_input_ids=canvas[None],
-                    past_key_values=past,
+                    **cached,
                     decoder_position_ids=at[None],
                     self_conditioning_logits=None,
                     self_conditioning_mask=None,

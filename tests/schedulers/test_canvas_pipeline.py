@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from canvases import CANVAS, PAD, tiny_module
+from canvases import CANVAS, PAD, gemma_pipeline, tiny_module
 from torch import Tensor
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
@@ -30,6 +30,7 @@ class Prompts:
         return {"input_ids": self.ids, "attention_mask": self.mask}
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # of the pipeline
 CONFIDENCE, BOUND = 0.2, 1.5
 STEPS = 24
 
@@ -44,8 +45,7 @@ def in_pipeline(
     module: Any, scheduler: Any, rows: list[list[int]], seed: int, **call: Any
 ) -> tuple[Tensor, list[Step]]:
     """What DiffusionGemmaPipeline makes of two canvases, and the steps that it took."""
-    pipeline = diffusers.DiffusionGemmaPipeline(module, scheduler, Prompts(rows))
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = gemma_pipeline(module, scheduler, Prompts(rows))
     steps: list[Step] = []
 
     def note(pipe: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

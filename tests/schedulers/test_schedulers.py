@@ -17,6 +17,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from canvases import gemma_pipeline
 from diffusers import (
     AmusedPipeline,
     AmusedScheduler,
@@ -295,7 +296,7 @@ def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedP
         vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     for module, message in (
-        (BertForMaskedLM(config), "needs a model that takes past_key_values; BertForMaskedLM does not"),
+        (BertForMaskedLM(config), "needs a model that takes a key/value cache; BertForMaskedLM does not"),
         (copy.deepcopy(llada.module), "exact for block-causal models only: in LlamaForCausalLM a block's logits de"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -763,6 +764,7 @@ class Chat:
         return {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # of the pipeline
 def test_entropy_bound_in_diffusion_gemma() -> None:
     text = {
         "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -777,8 +779,7 @@ def test_entropy_bound_in_diffusion_gemma() -> None:
         boi_token_id=61, eoi_token_id=62,
     )  # fmt: skip
     model = DiffusionGemmaForBlockDiffusion(config).eval()
-    pipeline = diffusers.DiffusionGemmaPipeline(model, diffusers.EntropyBoundScheduler(), Chat())
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = gemma_pipeline(model, diffusers.EntropyBoundScheduler(), Chat())
 
     def sequences(seed: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
