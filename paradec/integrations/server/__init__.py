@@ -47,7 +47,8 @@ def check_installed() -> None:
     found = importlib.metadata.version("transformers")
     if not tried(found):
         raise ImportError(
-            f"the server needs transformers {','.join(TRIED)}, whose private classes it extends, not {found}"
+            f"the server extends private classes of transformers{','.join(TRIED)}, not {found}: "
+            "install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
         )
 
 

@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 
 import pytest
 import transformers
+from typer.testing import CliRunner
 
+from paradec.cli import app
 from paradec.integrations import server as serving
 
 
 def parameters(function: object) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
+
+
+def test_another_release_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    if serving.tried(transformers.__version__):
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "5.24.0")
+    done = CliRunner().invoke(app, ["serve"])
+    found = importlib.metadata.version("transformers")
+    assert done.exit_code == 2 and f"transformers>=5.23,<5.24, not {found}: install" in done.stderr
 
 
 @pytest.mark.skipif(not serving.tried(transformers.__version__), reason="the server was not tried with it")
