@@ -9,7 +9,6 @@ import math
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,8 @@ from paradec import Pick, Score, Span, YesNo
 from paradec.api.decisions import prompts
 from paradec.core import rng
 from paradec.models.cache_argument import cache_keyword
+
+pytest.importorskip("transformers.decision", reason="needs transformers 5.23")
 
 QUESTIONS: dict[str, Any] = {
     "spam": YesNo("Is it spam?", true="an advertisement"),
@@ -70,8 +71,6 @@ def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance:
 
 # ---- transformers' pipeline -----------------------------------------------------------------------------------------
 
-pipelines = pytest.mark.skipif(find_spec("transformers.decision") is None, reason="it has no decision pipeline")
-
 
 def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float], questions: Any = None) -> Any:
     from transformers.decision import DecisionConfig
@@ -82,7 +81,6 @@ def pipeline_answers(module: Any, template: str | None, temperature: dict[str, f
     return pipeline({"state": STATE, "questions": wire(questions or QUESTIONS)})
 
 
-@pipelines
 @pytest.mark.parametrize("seed", range(3))
 def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
     """Special tokens in the state are text in both."""
@@ -92,7 +90,6 @@ def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
     assert found.forwards == 2  # what the three prompts begin with is evaluated once
 
 
-@pipelines
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(prediction: str) -> None:
     from transformers.decision import DECISION_PROMPT
