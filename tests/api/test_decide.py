@@ -17,6 +17,7 @@ import torch
 from canvases import CANVAS, tiny_module
 from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, model_of, network
 from plain_canvas import causal
+from recorded import replays
 from structured import CASES, named
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerFast
@@ -394,6 +395,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
 
 
 @pytest.mark.parametrize("name", named("decide"))
+@replays("name")
 def test_recorded_answers(name: str) -> None:
     """Labels that have the recorded logits, in a vocabulary that has no other tokens."""
     case = CASES[name]

@@ -16,7 +16,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from replay import Fed, load_trace, model_of, our_feeds, some_cases, their_feeds, trace_names, which
+from replay import (
+    Fed,
+    assert_confidences,
+    head_of,
+    load_trace,
+    model_of,
+    our_feeds,
+    replay_case,
+    some_cases,
+    their_feeds,
+    trace_names,
+    which,
+)
 from tiny_models import MASK, tiny
 
 import paradec
@@ -29,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW = 20
 ASKED = {"max_new_tokens": NEW, "block_length": 5, "eos_early_stop": False, "seed": 3}
-PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in load_trace(name)["settings"]]
+PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in head_of(name)["settings"]]
 NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 
@@ -227,18 +239,20 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     sampler: Any = samplers.create("low_confidence")
     if settings["threshold"] is not None:
         sampler = samplers.create("threshold", threshold=settings["threshold"])
-    model, chosen_in_all, missing = model_of(trace), 0, 0
-    for case in some_cases(trace, numbers):
-        theirs = their_feeds(case)
-        ours_of: list[set[int]] = []
-        names = ("current_k", "sigma", "inflate_w")
-        cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(theirs), chosen=ours_of)
-        ours, tokens = our_feeds(model, sampler, case, cache=cache, block_length=settings["block_length"])
-        assert ours == theirs and tokens == case["final_ids"][0], case["prompt_ids"]
-        for fed, chosen in zip(theirs[1:], ours_of, strict=True):
-            missing += len(chosen - fed.positions)
-            chosen_in_all += len(chosen)
-    assert missing == 0 < chosen_in_all
+    model = model_of(trace)
+    for label, case in some_cases(trace, numbers):
+        pairs: list[Any] = []
+        with replay_case(trace, label, case, pairs):
+            theirs = their_feeds(case)
+            ours_of: list[set[int]] = []
+            names = ("current_k", "sigma", "inflate_w")
+            cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(theirs), chosen=ours_of)
+            ours, tokens = our_feeds(model, sampler, case, cache=cache, block_length=settings["block_length"])
+            pairs += zip(ours, theirs, strict=False)
+            assert ours == theirs and tokens == case["final_ids"][0]
+            for fed, chosen in zip(theirs[1:], ours_of, strict=True):
+                assert chosen <= fed.positions and chosen
+            assert_confidences(ours, theirs)
 
 
 @dataclass(frozen=True)
@@ -259,6 +273,10 @@ def test_density_as_a_prior(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]
     model, sampler = model_of(trace), ByDensity(sigma=settings["prior_sigma"])
-    for case in some_cases(trace, numbers):
-        ours, tokens = our_feeds(model, sampler, case, block_length=settings["block_length"])
-        assert ours == their_feeds(case) and tokens == case["final_ids"][0], case["prompt_ids"]
+    for label, case in some_cases(trace, numbers):
+        pairs: list[Any] = []
+        with replay_case(trace, label, case, pairs):
+            theirs = their_feeds(case)
+            ours, tokens = our_feeds(model, sampler, case, block_length=settings["block_length"])
+            pairs += zip(ours, theirs, strict=False)
+            assert ours == theirs and tokens == case["final_ids"][0]

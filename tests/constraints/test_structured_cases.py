@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from structured import CASES, automaton_of, distribution, named
+from recorded import replays
+from structured import CASES, SETTINGS, automaton_of, distribution, named
 
 from paradec.constraints import passes
 from paradec.constraints.automaton import STRETCH, TokenAutomaton
@@ -30,7 +31,8 @@ def same_language(ours: TokenAutomaton, steps: list[list[int]], accept: list[int
     return True
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "automaton" in case])
+@pytest.mark.parametrize("name", [name for name, case in SETTINGS.items() if "automaton" in case])
+@replays("name")
 def test_automata(name: str) -> None:
     case = CASES[name]
     ours = automaton_of(case)
@@ -52,9 +54,11 @@ def table_of(case: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", named("marginals"))
+@replays("name")
 def test_marginals(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
     ours, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
+    assert len(canvas) == len(case["p"]) == case["slots"]
     logits = torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf)
     found = Marginals(ours, logits, canvas, 0, ours.accept)
     assert math.exp(found.log_z()) == pytest.approx(expected["z"], rel=1e-9)
@@ -84,10 +88,13 @@ def test_marginals(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", named("refused"))
+@replays("name")
 def test_lengths(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
     with_ends, whole = automaton_of(case, ends=True), automaton_of(case, ends=False)
-    assert bool(passes.completions(with_ends, case["canvas"], with_ends.accept)[0, 0]) == expected["feasible"]
+    assert len(case["canvas"]) == case["slots"]
+    stated = automaton_of(case)
+    assert bool(passes.completions(stated, case["canvas"], stated.accept)[0, 0]) == expected["feasible"]
     assert np.flatnonzero(passes.lengths(with_ends, 20))[0] == expected["shortest"]
     assert np.flatnonzero(passes.lengths(whole, 7)).tolist() == expected["lengths"]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from image_models import tiny_masked_image
 from next_image import case, cases
+from recorded import replays
 
 import paradec
 from paradec import samplers
@@ -152,6 +153,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("name", cases("lpd", "shuffled_candidates"))
+@replays("name", "lpd/")
 def test_a_recorded_order(name: str) -> None:
     said, settings = case("lpd", name)[0], case("lpd", name)[0]["settings"]
     draws, side = Recorded(said), settings["grid"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import golden
+from recorded import distance_to_bounds, golden, read_arrays, read_json, replay, tied_below
 from recorded_drafts import drafts_after
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,11 +18,14 @@ from torch import Tensor
 import paradec
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
+from paradec.models.eagle3 import Eagle3Drafter
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
 
 RECORDED = golden("drafters") / "drafters"
-CASES: dict[str, dict[str, Any]] = json.loads((RECORDED / "cases.json").read_text())
+CASES: dict[str, Any] = {
+    key: case for path in sorted(RECORDED.glob("cases.json")) for key, case in read_json(path).items()
+}
 NAMES = sorted({case["drafter"] for case in CASES.values() if case["drafter"].startswith("eagle3")})
 
 
@@ -33,21 +36,50 @@ def base() -> Model:
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, Tensor]:
-    return load_file(RECORDED / "cases.safetensors")
+    return read_arrays(RECORDED / "cases.safetensors")
+
+
+class Recording(Eagle3Drafter):
+    """Keeps the logits and the recycled state of every draft."""
+
+    def __call__(self, query: Any, features: Tensor, store: Any) -> tuple[Tensor, Tensor]:
+        found = super().__call__(query, features, store)
+        self.calls.append((found[0][0, -1], found[1][0, -1]))
+        return found
+
+
+@pytest.mark.skipif(not RECORDED.is_dir(), reason="no drafters were recorded")
+def test_the_recorded_base(base: Model, tensors: dict[str, Tensor]) -> None:
+    with replay("base"), torch.no_grad():
+        out = base.module(tensors["ids"][None], output_hidden_states=True)
+        torch.testing.assert_close(out.logits[0], tensors["logits"].float(), rtol=0, atol=1e-4)
+        layers = [name for name in tensors if name.startswith("layer_")]
+        for number in range(len(layers) - 1):  # transformers gives the last layer's after the norm
+            torch.testing.assert_close(
+                out.hidden_states[1 + number][0], tensors[f"layer_{number}"].float(), rtol=0, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
+    drafter.__class__ = Recording
     cases = {key: case for key, case in CASES.items() if case["drafter"] == name}
     assert cases
     for key, case in cases.items():
-        features = torch.cat([tensors[f"layer_{layer}"] for layer in drafter.keep_layers], -1)
-        fused = drafter.fused(features[None, : case["anchor"]])[0]
-        torch.testing.assert_close(fused, tensors[f"{key}/fused"].float(), rtol=0, atol=1e-4)
-        drafts, q = drafts_after(drafter, base, tensors["ids"], case, len(case["drafts"]) + 1)
-        assert drafts.tolist() == case["drafts"], key
-        torch.testing.assert_close(q, tensors[f"{key}/q"].float(), rtol=0, atol=1e-5)
+        with replay(key):
+            drafter.calls = []
+            features = torch.cat([tensors[f"layer_{layer}"] for layer in drafter.keep_layers], -1)
+            fused = drafter.fused(features[None, : case["anchor"]])[0]
+            torch.testing.assert_close(fused, tensors[f"{key}/fused"].float(), rtol=0, atol=1e-4)
+            drafts, q = drafts_after(drafter, base, tensors["ids"], case, len(case["drafts"]) + 1)
+            with tied_below(lambda case=case, q=q: distance_to_bounds(q, case["uniform"][: len(q)])):
+                assert drafts.tolist() == case["drafts"]
+            torch.testing.assert_close(q, tensors[f"{key}/q"].float(), rtol=0, atol=1e-5)
+            logits, made = (torch.stack(part)[: len(q)] for part in zip(*drafter.calls, strict=True))
+            logits = logits if drafter.tokens is None else logits[:, drafter.tokens]
+            torch.testing.assert_close(logits, tensors[f"{key}/logits"].float(), rtol=0, atol=1e-4)
+            torch.testing.assert_close(made, tensors[f"{key}/made"].float(), rtol=0, atol=1e-4)
 
 
 def test_layers_one_off_are_other_drafts(base: Model, tensors: dict[str, Tensor]) -> None:

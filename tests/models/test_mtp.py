@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafters import NEGATIVE, answers
-from places import golden
+from recorded import golden, read_arrays, read_json, replay
 from recorded_drafts import p_value, plain
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -61,29 +61,30 @@ def test_recorded_calls(name: str) -> None:
     a place that no draft can take."""
     base, drafter = loaded(RECORDED / name / "model", torch.float32)
     drafter.__class__ = Calls
-    tensors = load_file(RECORDED / name / "cases.safetensors")
+    tensors = read_arrays(RECORDED / name / "cases.safetensors")
     layers = len(drafter.module.layers)
     sampler = paradec.samplers.Speculative(drafter=drafter, **({} if drafter.slots else {"window": layers + 1}))
-    for number, case in enumerate(json.loads((RECORDED / name / "cases.json").read_text())):
-        drafter.noted = []
-        new = len(case["sequence"]) - len(case["prompt"])
-        out = paradec.generate(base, [case["prompt"]], sampler=sampler, max_new_tokens=new, temperature=0)
-        assert out.new_tokens[0].tolist() == case["sequence"][-new:] and out.nfe == case["model_forwards"]
-        rounds = [
-            f"{number}/{call}"
-            for call in range(case["mtp_calls"])
-            if len(case["sequence"]) - int(tensors[f"{number}/{call}/position_ids"][-1]) > 2
-        ]
-        assert len(drafter.noted) == len(rounds) == out.draft_nfe[0]
-        for key, (query, features, logits) in zip(rounds, drafter.noted, strict=True):
-            read = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
-            own = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
-            shared = min(len(features), len(read["hidden"]))  # how many columns are read again is ours
-            for part, recorded in read.items():
-                torch.testing.assert_close(own[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
-            found = torch.stack(logits)
-            torch.testing.assert_close(found, tensors[f"{key}/logits"][: len(found)], rtol=0, atol=1e-4)
-            assert found.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(found)].tolist()
+    for number, case in enumerate(read_json(RECORDED / name / "cases.json")):
+        with replay(f"{name}, case {number}"):
+            drafter.noted = []
+            new = len(case["sequence"]) - len(case["prompt"])
+            out = paradec.generate(base, [case["prompt"]], sampler=sampler, max_new_tokens=new, temperature=0)
+            assert out.new_tokens[0].tolist() == case["sequence"][-new:] and out.nfe == case["model_forwards"]
+            rounds = [
+                f"{number}/{call}"
+                for call in range(case["mtp_calls"])
+                if len(case["sequence"]) - int(tensors[f"{number}/{call}/position_ids"][-1]) > 2
+            ]
+            assert len(drafter.noted) == len(rounds) == out.draft_nfe[0]
+            for key, (query, features, logits) in zip(rounds, drafter.noted, strict=True):
+                read = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
+                own = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
+                shared = min(len(features), len(read["hidden"]))  # how many columns are read again is ours
+                for part, recorded in read.items():
+                    torch.testing.assert_close(own[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
+                found = torch.stack(logits)
+                torch.testing.assert_close(found, tensors[f"{key}/logits"][: len(found)], rtol=0, atol=1e-4)
+                assert found.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(found)].tolist()
 
 
 def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafters import NEGATIVE, answers
-from places import golden
+from recorded import golden, read_arrays, read_json, replay
 from recorded_drafts import drafts_after, p_value, plain
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +23,9 @@ pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs 
 
 RECORDED = golden("drafters") / "drafters"
 PACKAGED = Path(__file__).parents[1] / "golden" / "drafters" / "drafters"
-CASES: dict[str, dict[str, Any]] = json.loads((RECORDED / "cases.json").read_text())
+CASES: dict[str, Any] = {
+    key: case for path in sorted(RECORDED.glob("cases.json")) for key, case in read_json(path).items()
+}
 NAMES = sorted({case["drafter"] for case in CASES.values() if case["drafter"].startswith(("dflash2", "dspark"))})
 
 
@@ -34,7 +36,7 @@ def base() -> Model:
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, Tensor]:
-    return load_file(RECORDED / "cases.safetensors")
+    return read_arrays(RECORDED / "cases.safetensors")
 
 
 def close(found: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
@@ -57,32 +59,33 @@ def test_recorded_blocks_and_what_they_were_drawn_from(
     cases = {key: case for key, case in CASES.items() if case["drafter"] == name}
     assert cases
     for key, case in cases.items():
-        drafts, q = drafts_after(drafter, base, tensors["ids"], case)
-        assert drafts.tolist() == case["drafts"], key
-        close(q, tensors[f"{key}/q"])
-        made, states = walks.pop()
-        # a drafter that skips the first row has recorded it too where it could have drafted
-        close(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
-        before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
-        if f"{key}/candidates" in tensors:
-            close(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
-            assert made.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
-            scores = torch.cat([made.scores(slot, before[slot][None]) for slot in range(len(drafts))])
-            found = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
-            largest = max(1.0, float(tensors[f"{key}/scores"].abs().max()))
-            close(
-                found,
-                torch.zeros_like(q).scatter(1, tensors[f"{key}/candidates"], tensors[f"{key}/scores"].to(q)),
-                largest,
-            )
-            continue
-        close(made.base_logits[0], tensors[f"{key}/base_logits"])
-        again = type(made)(drafter, states, made.guide)
-        logits = torch.cat([again.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
-        close(logits, tensors[f"{key}/logits"])
-        if f"{key}/confidence_logit" in tensors:
-            confidence = torch.cat([again.confidence(slot, before[slot][None]) for slot in range(len(drafts))])
-            close(confidence, tensors[f"{key}/confidence_logit"].flatten())
+        with replay(key):
+            drafts, q = drafts_after(drafter, base, tensors["ids"], case)
+            assert drafts.tolist() == case["drafts"], key
+            close(q, tensors[f"{key}/q"])
+            made, states = walks.pop()
+            # a drafter that skips the first row has recorded it too where it could have drafted
+            close(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
+            before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
+            if f"{key}/candidates" in tensors:
+                close(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
+                assert made.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
+                scores = torch.cat([made.scores(slot, before[slot][None]) for slot in range(len(drafts))])
+                found = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
+                largest = max(1.0, float(tensors[f"{key}/scores"].abs().max()))
+                close(
+                    found,
+                    torch.zeros_like(q).scatter(1, tensors[f"{key}/candidates"], tensors[f"{key}/scores"].to(q)),
+                    largest,
+                )
+                continue
+            close(made.base_logits[0], tensors[f"{key}/base_logits"])
+            again = type(made)(drafter, states, made.guide)
+            logits = torch.cat([again.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
+            close(logits, tensors[f"{key}/logits"])
+            if f"{key}/confidence_logit" in tensors:
+                confidence = torch.cat([again.confidence(slot, before[slot][None]) for slot in range(len(drafts))])
+                close(confidence, tensors[f"{key}/confidence_logit"].flatten())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from image_models import tiny_llamagen, tiny_student
 from next_image import assert_checksum, case, cases
-from places import golden_file
+from recorded import find_weights, replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,7 +35,7 @@ LLAMAGEN = cases(SYSTEM, "steps")
 
 
 def golden_vq() -> VQModel:
-    folder = golden_file("next-image", SYSTEM)
+    folder = find_weights(SYSTEM, "next-image")
     (name,) = (path.stem for path in folder.glob("*.config.json") if "codebook_l2_norm" in path.read_text())
     said, weights = case(SYSTEM, name)
     config = VQConfig(
@@ -71,6 +71,7 @@ def golden_teacher(name: str, grid: int) -> LlamaGenModel:
 
 
 @pytest.mark.parametrize("name", LLAMAGEN)
+@replays("name", "dd-llamagen/")
 def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = case(SYSTEM, name)
     settings = said["settings"]

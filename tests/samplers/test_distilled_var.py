@@ -10,6 +10,7 @@ import pytest
 import torch
 from image_models import tiny_llamagen, tiny_var, tiny_var_student
 from next_image import assert_checksum, case, cases, file
+from recorded import replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,6 +46,7 @@ def golden_teacher(name: str, vq: MultiScaleVQ) -> VARModel:
 
 
 @pytest.mark.parametrize("name", cases(SYSTEM, "steps"))
+@replays("name", "dd-var/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = case(SYSTEM, name)
     settings = said["settings"]

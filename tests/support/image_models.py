@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from places import golden_file
+from places import GOLDEN
 from torch import Tensor
 from transformers import (
     ChameleonConfig,
@@ -229,7 +229,7 @@ def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> Distille
 
 
 def tiny_glm_image() -> GlmImageModel:
-    source = golden_file("images-autumn", "glm_image/model")
+    source = GOLDEN / "images-autumn" / "glm_image" / "model"
     module = GlmImageForConditionalGeneration.from_pretrained(source, dtype=torch.float64)
     module.config.text_config.max_position_embeddings = 2048  # for the size of a request that names none
     return GlmImageModel(module)

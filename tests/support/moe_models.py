@@ -1,8 +1,8 @@
 """The golden mixtures of experts: small random checkpoints in the published formats, and what their published code
 computes on them (`golden/moe/<name>/forwards.json`).
 
-`NAMES` are those of tests/golden. Recorded cases are taken from `RECORDED`, in which other checkpoints may stand:
-PARADEC_MOE names another folder. Wherever a name is asked for, the path of a checkpoint's folder will do.
+`NAMES` are those of tests/golden. Recorded cases are those of `RECORDED`, in which other checkpoints may stand
+(`tests/replays.py`). Functions that take a name also take the path of a checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from places import GOLDEN, golden
+from places import GOLDEN
+from recorded import golden, read_head, read_json
 from torch import Tensor
 
 import paradec
@@ -27,17 +28,12 @@ CHECKPOINTS = sorted(path.parent for path in RECORDED.glob("*/forwards.json"))
 
 def forwards(name: str | Path) -> dict[str, Any]:
     """`forwards.json` of a checkpoint."""
-    return _read(MOE / name / "forwards.json")
-
-
-@functools.cache
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    return read_json(MOE / name / "forwards.json")
 
 
 def format_of(name: str | Path) -> str:
     """Which format a checkpoint is in, by the name of tests/golden's."""
-    kind = _read(MOE / name / "config.json")["model_type"]
+    kind = read_head(MOE / name / "config.json")["model_type"]
     return {"llada2_moe": "llada2-tiny", "llada": "llada-moe-tiny", "sdar_moe": "sdar-moe-tiny"}[kind]
 
 
@@ -48,15 +44,20 @@ def told(name: str | Path) -> dict[str, Any]:
     return {"mask_token_id": facts["mask"]} | block
 
 
-def golden_moe(name: str | Path, dtype: str = "float32", block_length: int | None = None) -> Model:
-    """A model that tests share."""
-    return _loaded(MOE / name, dtype, block_length)
+def golden_moe(
+    name: str | Path, dtype: str = "float32", block_length: int | None = None, mask_token_id: int | None = None
+) -> Model:
+    """A model that tests share. block_length, mask_token_id: other ones than `forwards.json` states."""
+    return _loaded(MOE / name, dtype, block_length, mask_token_id)
 
 
 @functools.cache
-def _loaded(folder: Path, dtype: str, block_length: int | None) -> Model:
-    block = {} if block_length is None else {"block_length": block_length}
-    return paradec.load(folder, dtype=dtype, **told(folder) | block)
+def _loaded(folder: Path, dtype: str, block_length: int | None, mask_token_id: int | None) -> Model:
+    stated = {"block_length": block_length, "mask_token_id": mask_token_id}
+    facts = told(folder) if (folder / "forwards.json").exists() else {}
+    return paradec.load(
+        folder, dtype=dtype, **facts | {name: value for name, value in stated.items() if value is not None}
+    )
 
 
 # ---- smaller ones, with a tokenizer's vocabulary ---------------------------------------------------------------------

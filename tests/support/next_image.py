@@ -1,36 +1,40 @@
 """Recorded cases of next-scale, neighbour, grouped, distilled and two-model image samplers.
 
 A folder holds one file a case. Tests take what they find there, and every setting and model's name from the file
-itself, so that other cases of the same form can take their place: PARADEC_NEXT_IMAGE names another folder of them.
+itself, so that other cases of the same form can take their place (`tests/replays.py`).
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from places import golden, golden_file
+from recorded import find_weights, golden, read_arrays, read_head, read_json
 from safetensors.torch import load_file
 from torch import Tensor
 
 
 def cases(system: str, holds: str) -> list[str]:
     """Names of a system's cases of the kind that has this field, or this array."""
-    found = {path.stem: json.loads(path.read_text()) for path in (golden("next-image") / system).glob("*.json")}
+    found = {path.stem: read_head(path) for path in (golden("next-image") / system).glob("*.json")}
     return sorted(name for name, said in found.items() if "id" in said and holds in {*said, *said.get("tensors", ())})
 
 
 def file(system: str, name: str) -> Path:
     """A file of a system, "model-a.safetensors"; of the folder itself where `system` is empty."""
-    return golden_file("next-image", str(Path(system, name)))
+    return find_weights(str(Path(system, name)), "next-image")
 
 
 def case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A case, or a model's configuration ("vae.config"), and the arrays beside it."""
-    arrays = file(system, f"{name.removesuffix('.config')}.safetensors")
-    return json.loads(file(system, f"{name}.json").read_text()), load_file(arrays) if arrays.exists() else {}
+    path = file(system, f"{name}.json")
+    arrays = path.with_name(f"{path.stem.removesuffix('.config')}.safetensors")
+    if name.endswith(".config"):
+        return dict(read_head(path)), load_file(arrays) if arrays.exists() else {}
+    record, found = read_json(path), read_arrays(arrays) if arrays.exists() else {}
+    assert record.get("tensors", {}) == {key: list(tensor.shape) for key, tensor in dict.items(found)}
+    return record, found
 
 
 def checksum(tensor: Tensor) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import eagle_drafters
 import text_families
-from places import golden
+from places import GOLDEN
 from scripts import load_script
 from tiny_pipelines import glm_image_pipeline
 
@@ -91,7 +91,7 @@ class StandIn:
     _bicycle = _amused
 
     def _glm_image(self) -> dict[str, Any]:
-        return {"glm_image": glm_image_pipeline(golden("images-autumn") / "glm_image")}
+        return {"glm_image": glm_image_pipeline(GOLDEN / "images-autumn" / "glm_image")}
 
     def _blocks(self) -> dict[str, Any]:
         return {"blocks": text_families.write(self.folder / "sdar", "sdar")}

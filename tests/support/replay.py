@@ -1,29 +1,31 @@
 """Reading the traces of the public reference implementations, and comparing ours with them, call for call.
 
-A folder `golden/traces/<method>` holds one file a setting. Tests take what they find there, and every setting, id and
-model's name from the file itself, so that other traces of the same form can take their place: PARADEC_TRACES names
-another folder of them. Checkpoints are looked for in it, beside it, and in tests/golden.
+A folder `golden/traces/<method>` holds one file a setting. Every setting, id and name of a model comes from the file,
+so that other traces of the same form can take their place (`tests/replays.py`).
 
 The models are float64 by default: float32 leaves positions that are equally sure to the last bits, which differ between
-processors. `fp64_same` says of a case that the reference did the same in float64; the others hang on a near-tie of
-float32, and are left out.
+processors. `fp64_same` says of a case that the reference did the same in float64. A case that departs from the
+recording where two scores differ by less than 1e-7 is a near tie; any other departure is refused if the reference
+itself departs in float64, and wrong otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from places import GOLDEN, golden
+from recorded import NEAR_TIE, NearTie, Refused, find_checkpoint, golden, read_head, read_json, replay
 from torch import Tensor
 
 import paradec
@@ -31,7 +33,7 @@ from paradec import samplers
 from paradec.caches.dual import DualCache
 from paradec.caches.parts import spans
 from paradec.caches.prefix import PrefixCache
-from paradec.core.protocol import Sampler
+from paradec.core.protocol import Commit, Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.state import MaskedState
@@ -42,9 +44,16 @@ PRECISIONS = ["float64", pytest.param("float32", marks=pytest.mark.full)]
 """What the replays of all files are run in. In float32, near-ties decide which of equally sure positions is first."""
 
 
-def load_trace(name: str) -> dict:
+def load_trace(name: str) -> Any:
     """A trace file by "method/setting"."""
-    return json.loads((TRACES / f"{name}.json").read_text())
+    trace = read_json(TRACES / f"{name}.json")
+    dict.__setitem__(trace, "file", name)
+    return trace
+
+
+def head_of(name: str) -> Any:
+    """A trace file, to choose what is replayed."""
+    return read_head(TRACES / f"{name}.json")
 
 
 @functools.cache
@@ -52,8 +61,8 @@ def models_of_methods() -> dict[str, set[str]]:
     """The names of the checkpoints that each folder of traces was recorded on."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in TRACES.glob("*/*.json"):
-        trace = json.loads(path.read_text())
-        if "cases" in trace:
+        trace = read_head(path)
+        if "cases" in trace and "model" in trace:
             found[path.parent.name].add(trace["model"])
     return found
 
@@ -65,14 +74,16 @@ def trace_names(*methods: str) -> list[str]:
 
 def checkpoint(name: str) -> Path:
     """The folder of a trace's model."""
-    folders = [TRACES / name, TRACES.parent / name, *sorted(TRACES.parent.glob(f"*/{name}")), GOLDEN / name]
-    return next((folder for folder in folders if (folder / "config.json").is_file()), folders[-1])
+    return find_checkpoint(name, "traces")
 
 
 @functools.cache
-def loaded(folder: Path, dtype: str) -> Model:
-    """A model that tests share."""
-    return paradec.load(folder, dtype=dtype)
+def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token_id: int | None = None) -> Model:
+    """A model that tests share. mask_token_id, eos_token_id: as the recording states them."""
+    model = paradec.load(folder, dtype=dtype, mask_token_id=mask_token_id)
+    if eos_token_id is not None and eos_token_id not in model.facts.eos_token_ids:
+        model.facts = dataclasses.replace(model.facts, eos_token_ids=(eos_token_id,))
+    return model
 
 
 def which(*numbers: int) -> list[Any]:
@@ -80,13 +91,16 @@ def which(*numbers: int) -> list[Any]:
     return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
 
 
-def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[dict]:
-    """These cases of a trace, or all, of those that are the same in float64."""
-    cases = cases_of(trace)
-    return cases if numbers is None else [cases[at] for at in sorted({number % len(cases) for number in numbers})]
+def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
+    """These cases of a trace, or all, with their names. By default those alone that are the same in float64."""
+    cases = [(f"{trace['file']}, case {number}", case) for number, case in enumerate(trace["cases"])]
+    if numbers is None:
+        return cases
+    cases = [(name, case) for name, case in cases if case.get("fp64_same", True)]
+    return [cases[at] for at in sorted({number % len(cases) for number in numbers})] if cases else []
 
 
-def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = load_trace) -> list[str]:
+def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[str]:
     """So many of the traces that every two values of settings that stand together anywhere do so in one of them
     (`together=1`: that every value is in one). Model, batch size and public code count as settings.
 
@@ -108,7 +122,7 @@ def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] =
     return sorted(found)
 
 
-def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = load_trace) -> list[Any]:
+def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[Any]:
     """Parameters of a test: all names, marked `full` but for those that are replayed `often`."""
     names = list(names)
     kept = often(names, together, load)
@@ -117,14 +131,30 @@ def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str
 
 def model_of(trace: dict, precision: str = "float64") -> Model:
     """The model of a trace, which tests share."""
-    return loaded(checkpoint(trace["model"]), precision)
+    return loaded(checkpoint(trace["model"]), precision, trace["mask_id"], trace["eos_id"])
+
+
+def table_of(trace: dict) -> list[str] | None:
+    """The text of every id, if the checkpoint has one."""
+    path = checkpoint(trace["model"]) / "tokenizer_table.json"
+    return read_json(path)["table"] if path.exists() else None
 
 
 def text_of(trace: dict, answer: list[int]) -> str:
-    """What an answer reads as, up to its end."""
-    strings = json.loads((checkpoint(trace["model"]) / "tokenizer_table.json").read_text())["table"]
-    tokens = [*answer, trace["eos_id"]]
+    """The text of an answer, up to its end."""
+    strings, tokens = table_of(trace) or [], [*answer, trace["eos_id"]]
     return "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])])
+
+
+def assert_texts(trace: dict, case: dict) -> None:
+    """A case's texts are those of its ids, and the answers called correct are the right ones."""
+    if (table := table_of(trace)) is None:
+        return
+    begin = len(case["prompt_ids"][0])
+    for row, ids in enumerate(case["final_ids"]):
+        text = text_of(trace, ids[begin:])
+        assert case["decoded"][row] == text and case["correct"][row] == (text == case["answer"][row])
+        assert case["prompt"][row] == "".join(table[token] for token in case["prompt_ids"][row])
 
 
 def cache_of(trace: dict) -> str:
@@ -190,6 +220,9 @@ class Row:
     """One row of a case. Calls in which it had no part are left out of ours."""
 
     where: str
+    name: str
+    """Of its case."""
+    trace: dict
     case: dict
     prompt: int
     """Length of its prompt."""
@@ -198,11 +231,22 @@ class Row:
     tokens: list[int]
     final: list[int]
     nfe: int
+    scores: list[dict[int, float]]
+    """Per call of ours, the score of each position that it might have committed."""
+    threshold: float | None
 
     @property
     def decided(self) -> list[Call]:
         """Their calls that committed something."""
         return [call for call in self.theirs if call.commits]
+
+    def gap(self) -> float:
+        """The difference of the scores that decided otherwise than the reference, where the two depart first."""
+        ours = [(call.commits, scores) for call, scores in zip(self.ours, self.scores, strict=True) if call.commits]
+        for (mine, scores), call in zip(ours, self.decided, strict=False):
+            if mine != call.commits:
+                return decision_gap(mine, call.commits, scores, self.threshold)
+        return float("inf")
 
     def blocks(self, length: int) -> list[list[Call]]:
         """Our calls by the block of `length` positions that they worked on; each must have committed something."""
@@ -212,12 +256,67 @@ class Row:
         return [found[block] for block in sorted(found)]
 
 
-def cases_of(trace: dict) -> list[dict]:
-    """The cases that are the same in float64; skips the test where a file has none."""
-    cases = [case for case in trace["cases"] if case.get("fp64_same")]
-    if not cases:
-        pytest.skip("all cases of this file hang on near-ties of float32")
-    return cases
+def decision_gap(
+    ours: Iterable[tuple[int, int]],
+    theirs: Iterable[tuple[int, int]],
+    scores: dict[int, float],
+    threshold: float | None,
+) -> float:
+    """The difference of the scores at which one step chose other positions: the least one between a position of ours
+    alone and one of theirs alone, or to the threshold. Other tokens at equal positions are no tie of positions."""
+    mine, other = {at for at, _ in ours}, {at for at, _ in theirs}
+    bounds = [threshold] if threshold is not None else []
+    gaps = [
+        min((abs(scores[at] - bound) for bound in [*bounds, *(scores[b] for b in opposite - own if b in scores)]),
+            default=float("inf"))
+        for own, opposite in ((mine, other), (other, mine)) for at in own - opposite if at in scores
+    ]  # fmt: skip
+    return max(gaps, default=float("inf"))
+
+
+@contextlib.contextmanager
+def replay_rows(rows: list[Row]) -> Iterator[None]:
+    """Replay the case of these rows."""
+    with replay(rows[0].name):
+        try:
+            yield
+            check_case(rows[0].trace, rows[0].case)
+        except AssertionError as error:
+            check_case(rows[0].trace, rows[0].case)
+            gap = min(row.gap() for row in rows)
+            if gap < NEAR_TIE:
+                raise NearTie(f"scores {gap:.1e} apart: {error}") from error
+            if rows[0].case.get("fp64_same") is False:
+                raise Refused("the reference itself decides otherwise in float64") from error
+            raise
+
+
+@contextlib.contextmanager
+def replay_case(trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, Any]] = ()) -> Iterator[None]:
+    """Replay a case of one row. pairs: filled in the body with each call of ours, `Fed`, and the reference's."""
+    with replay(name):
+        try:
+            yield
+            check_case(trace, case)
+        except AssertionError as error:
+            check_case(trace, case)
+            first = next(((ours, theirs) for ours, theirs in pairs if ours.commits != theirs.commits), None)
+            if first is not None:
+                ours, theirs = first
+                gap = decision_gap(ours.commits, theirs.commits, ours.scores, trace["settings"].get("threshold"))
+                if gap < NEAR_TIE:
+                    raise NearTie(f"scores {gap:.1e} apart: {error}") from error
+            if case.get("fp64_same") is False:
+                raise Refused("the reference itself decides otherwise in float64") from error
+            raise
+
+
+def by_case(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each case."""
+    cases: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        cases[row.name].append(row)
+    return list(cases.values())
 
 
 def draws(settings: dict) -> bool:
@@ -226,15 +325,14 @@ def draws(settings: dict) -> bool:
     return bool(by_chance or settings.get("temperature") or settings.get("alg_temp"))
 
 
-def decode(
-    model: Model, trace: dict, sampler: Sampler, cases: list[dict] | None = None, alone: bool = False, **request: Any
-) -> list[Row]:
+def decode(model: Model, trace: dict, sampler: Sampler, alone: bool = False, **request: Any) -> list[Row]:
     """Decode the prompts of a trace's cases, and lay each row beside the reference's.
 
     A row does not depend on its neighbours in float64, so those of one length that draw nothing share a batch; with
     `alone` a case has its own, as the reference had it.
     """
-    cases = cases_of(trace) if cases is None else cases
+    names, cases = zip(*some_cases(trace, None), strict=True)
+    settings = trace["settings"]
     batches: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     for number, case in enumerate(cases):
         for row, prompt in enumerate(case["prompt_ids"]):
@@ -246,27 +344,88 @@ def decode(
         prompts = [cases[number]["prompt_ids"][row] for number, row in members]
         first = cases[members[0][0]]
         new = len(first["final_ids"][0]) - len(prompts[0])
-        out = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=new, seed=first["seed"], **options)
-        steps = [(step.forwarded, defaultdict(set)) for step in out.trace.steps]
-        for (_, commits), step in zip(steps, out.trace.steps, strict=True):
+        seen: list[Commit] = []
+
+        def observe(state: Any, commit: Commit, seen: list[Commit] = seen) -> None:
+            seen.append(commit)
+
+        out = paradec.generate(
+            model, prompts, sampler=sampler, max_new_tokens=new, seed=first["seed"], callback=observe, **options
+        )
+        steps: list[tuple[list[int], dict[int, set[tuple[int, int]]], dict[int, dict[int, float]]]] = [
+            (step.forwarded, defaultdict(set), scores_of(c)) for step, c in zip(out.trace.steps, seen, strict=True)
+        ]
+        for (_, commits, _), step in zip(steps, out.trace.steps, strict=True):
             for index, position, token, _ in step.commits:
                 commits[index].add((position, token))
         for index, (number, row) in enumerate(members):
             case = cases[number]
             found.append(
                 Row(
-                    where=f"{trace['method']}/{trace['setting']}, case {number}, row {row}",
+                    where=f"{names[number]}, row {row}",
+                    name=names[number],
+                    trace=trace,
                     case=case,
                     prompt=len(prompts[index]),
-                    ours=[Call(n[index], frozenset(commits[index])) for n, commits in steps if n[index]],
+                    ours=[Call(n[index], frozenset(commits[index])) for n, commits, _ in steps if n[index]],
                     theirs=[_their_call(step, row, trace["batch_size"]) for step in case["steps"]],
                     tokens=out.sequences[index].tolist(),
                     final=case["final_ids"][row],
                     nfe=out.row_nfe[index],
+                    scores=[scores[index] for n, _, scores in steps if n[index]],
+                    threshold=settings.get("threshold"),
                 )
             )
     assert all(row.nfe == len(row.ours) for row in found)
     return found
+
+
+def scores_of(commit: Commit) -> dict[int, dict[int, float]]:
+    """Of a step's rows, the score of each position that it might have committed."""
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    if commit.scores is not None and commit.positions is not None:
+        for row, positions, scores in zip(commit.rows.tolist(), commit.positions, commit.scores, strict=True):
+            found[row] = dict(zip(positions.tolist(), scores.tolist(), strict=True))
+    return found
+
+
+def check_case(trace: dict, case: dict) -> None:
+    """What a case says of itself: sizes, counts and texts."""
+    settings, extra = trace["settings"], case.get("extra") or {}
+    begin, rows = len(case["prompt_ids"][0]), len(case["final_ids"])
+    assert rows == len(case["prompt_ids"]) == trace["batch_size"]
+    assert settings.get("gen_length") in (None, len(case["final_ids"][0]) - begin)
+    assert case["nfe"] == len(case["steps"])
+    for step in case["steps"]:
+        if "fed" in step:
+            assert step["input_shape"][1] == sum(stop - start for start, stop in step["fed"])
+    for count in ("nfe_history", "num_forwards"):
+        if count in extra:
+            assert np.sum(extra[count]) == case["nfe"]
+    if "nfe_returned" in extra and trace["method"] != "dpad":  # whose code counts other calls
+        # d3LLM's last turn may end without a forward
+        assert 0 <= np.sum(extra["nfe_returned"]) - case["nfe"] <= bool(settings.get("early_stop"))
+    if "block_history" in extra:
+        assert_block_history(case, begin)
+    if "trajectory_step_map" in extra and settings.get("method") == "static":
+        committing = [{at for _, at, _ in step["commit"]} for step in case["steps"] if step["commit"]]
+        numbers = {at: number for number, places in enumerate(committing) for at in places}
+        assert extra["trajectory_step_map"] == [[numbers[begin + at] for at in range(len(numbers))]]
+    if "returned" in extra:
+        for final, returned in zip(case["final_ids"], extra["returned"], strict=True):
+            kept = [[token for token in row if token != trace["eos_id"]] for row in (final, returned)]
+            assert kept[0] == kept[1]
+    assert_texts(trace, case)
+
+
+def assert_block_history(case: dict, begin: int) -> None:
+    """The calls of every adaptive block commit inside it."""
+    steps = iter(case["steps"])
+    for length, calls in zip(case["extra"]["block_history"], case["extra"]["nfe_history"], strict=True):
+        for step in itertools.islice(steps, calls):
+            assert all(begin <= at < begin + length for _, at, _ in step["commit"])
+        begin += length
+    assert begin == len(case["final_ids"][0])
 
 
 def _their_call(step: dict, row: int, batch: int) -> Call:
@@ -277,11 +436,13 @@ def _their_call(step: dict, row: int, batch: int) -> Call:
 
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
     """Final tokens and the number of calls are the reference's; `exact`: so is what every call evaluated and wrote."""
-    for row in rows:
-        assert row.tokens == row.final, row.where
-        assert row.nfe == len(row.theirs), row.where
-        if exact:
-            assert_calls(row.ours, row.theirs, row.where)
+    for together in by_case(rows):
+        with replay_rows(together):
+            for row in together:
+                if exact:
+                    assert_calls(row.ours, row.theirs, row.where)
+                assert row.tokens == row.final, row.where
+                assert row.nfe == len(row.theirs), row.where
 
 
 def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
@@ -294,15 +455,14 @@ def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
     """As `assert_replayed`, for references whose rows open their next block together: a row that has filled its block
     is in the calls until the others have, and commits nothing. Ours move on alone."""
-    cases: dict[int, list[Row]] = defaultdict(list)
-    for row in rows:
-        assert row.tokens == row.final, row.where
-        if exact:
-            assert_calls(row.ours, row.decided, row.where)
-        cases[id(row.case)].append(row)
-    for together in cases.values():
-        lengths = ([len(calls) for calls in row.blocks(block_length)] for row in together)
-        assert sum(map(max, zip(*lengths, strict=True))) == together[0].case["nfe"], together[0].where
+    for together in by_case(rows):
+        with replay_rows(together):
+            for row in together:
+                if exact:
+                    assert_calls(row.ours, row.decided, row.where)
+                assert row.tokens == row.final, row.where
+            lengths = ([len(calls) for calls in row.blocks(block_length)] for row in together)
+            assert sum(map(max, zip(*lengths, strict=True))) == together[0].case["nfe"], together[0].where
 
 
 def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
@@ -375,6 +535,8 @@ class Fed:
 
     positions: frozenset[int]
     commits: frozenset[tuple[int, int]]
+    scores: dict[int, float] = field(default_factory=dict, compare=False)
+    """Of each position that might have been committed; the reference's, of those that were."""
 
 
 def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
@@ -388,8 +550,17 @@ def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
             prompt = len(case["prompt_ids"][0])
             last = prompt + ((min(commits)[0] - prompt) // block + 1) * block
             commits = {(at, token) for at, token in commits if at < last}
-        found.append(Fed(frozenset(fed), frozenset(commits)))
+        scores = dict(zip((at for _, at, _ in step["commit"]), step.get("conf", ()), strict=False))
+        found.append(Fed(frozenset(fed), frozenset(commits), scores))
     return found
+
+
+def assert_confidences(ours: list[Fed], theirs: list[Fed]) -> None:
+    """The reference's probability of each committed token is our score of it (theirs come from float32 logits)."""
+    for one, other in zip(ours, theirs):
+        for at, _ in one.commits:
+            if other.scores.get(at) is not None:
+                assert abs(one.scores[at] - other.scores[at]) < 1e-4, f"position {at}"
 
 
 def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Fed], list[int]]:
@@ -405,5 +576,6 @@ def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[l
             commit = sampler.commit(state, proposal)
             chosen = commit.selected[0]
             written = zip(commit.positions[0, chosen].tolist(), commit.values[0, chosen].tolist(), strict=True)
-            found.append(Fed(frozenset(query.positions[0].tolist()), frozenset(written)))
+            scores = scores_of(commit)[0]
+            found.append(Fed(frozenset(query.positions[0].tolist()), frozenset(written), scores))
     return found, state.canvas[0].tolist()

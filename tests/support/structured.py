@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from places import golden
+from recorded import golden, read_head, read_json
 from tiny_models import VOCAB, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -25,14 +25,14 @@ from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.values import token_automaton
 from paradec.models.adapter import Model
 
-CASES: dict[str, dict[str, Any]] = {
-    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(golden("structured").glob("*.json"))
-}
+CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
+SETTINGS = {path.stem: read_head(path) for path in sorted(golden("structured").glob("*.json"))}
+"""The same, to choose what is replayed."""
 Canvas = list[int | None]
 
 
 def named(*kinds: str) -> list[str]:
-    return [name for name, case in CASES.items() if case["kind"] in kinds]
+    return [name for name, case in SETTINGS.items() if case["kind"] in kinds]
 
 
 def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:

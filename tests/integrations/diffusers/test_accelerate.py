@@ -16,7 +16,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, Taylo
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from module_attributes import attributes
-from places import golden_file
+from recorded import find_weights, golden, read_arrays, read_head, read_json, replays
 from tiny_pipelines import (
     MODELS,
     denoise,
@@ -43,7 +43,10 @@ from paradec.samplers.forecast.bases import Taylor
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verification
 from paradec.samplers.forecast.targets import Modules
 
-RECORDED = json.loads(golden_file("diffusion", "golden_latents.json").read_text())
+LATENTS = [
+    path for path in sorted(golden("diffusion").glob("*.json")) if {"dit", "flux"} <= set(map(str, read_head(path)))
+]
+"""Recorded runs; the arrays are in a file beside each."""
 TARGETS = ("module", "block", "output")
 DIT_PATTERNS = [r"transformer_blocks\.\d+\.attn1", r"transformer_blocks\.\d+\.ff"]
 
@@ -124,22 +127,33 @@ def asked(call: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Any]:
     """The recorded runs' pipelines."""
-    weights = {kind: golden_file("diffusion", f"golden_tiny_{kind}.safetensors") for kind in ("dit", "flux")}
-    return {"dit": dit_pipeline(RECORDED, weights["dit"]), "flux": flux_pipeline(RECORDED, weights["flux"])}
+    found = {}
+    for path in LATENTS:
+        facts = read_json(path)
+        weights = {kind: find_weights(f"golden_tiny_{kind}.safetensors", "diffusion") for kind in ("dit", "flux")}
+        found[path] = {"dit": dit_pipeline(facts, weights["dit"]), "flux": flux_pipeline(facts, weights["flux"])}
+    return found
 
 
-@pytest.mark.parametrize("name", RECORDED["cases"])
-def test_latents_of_the_traces(name: str, recorded: dict[str, Any]) -> None:
-    facts, expected = RECORDED["cases"][name], np.load(golden_file("diffusion", "golden_latents.npz"))[name]
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path in LATENTS for name in read_head(path)["cases"]])
+@replays("name")
+def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any]) -> None:
+    latents_of, pipelines = read_json(path), recorded[path]
+    arrays = read_arrays(path.with_suffix(".npz"))
+    facts, expected = latents_of["cases"][name], arrays[name]
     kind = "dit" if expected.ndim == 4 else "flux"
     settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
-    with accelerate(recorded[kind], TaylorSeer(**settings)) as session:
-        latents = run(recorded[kind], **asked(RECORDED[kind]["call"])).numpy()
+    with accelerate(pipelines[kind], TaylorSeer(**settings)) as session:
+        latents = run(pipelines[kind], **asked(latents_of[kind]["call"])).numpy()
     # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
     narrow = TaylorSeer(**settings).forecaster.dtype == torch.bfloat16
     np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
     if "full_indices" in facts:
         assert session.report().full_steps == facts["full_indices"]
+    baseline = next((other for other in arrays if other == f"{kind}_baseline"), None)
+    if "mse_vs_baseline" in facts and baseline is not None:
+        error = np.square(expected - arrays[baseline]).mean()
+        np.testing.assert_allclose(error, facts["mse_vs_baseline"], rtol=1e-4, atol=1e-9)
     if "calls" in facts:
         assert {len(session.report().full_steps)} == {facts["calls"][key] for key in facts["calls"] if "attn" in key}
 

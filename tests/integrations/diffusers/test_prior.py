@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from module_attributes import attributes
 from PIL import Image
-from places import golden
+from recorded import golden, read_arrays, read_json, replays
 from tiny_pipelines import dit_pipeline, glm_image_pipeline
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from paradec import TaylorSeer, accelerate
 from paradec.models.images import glm_image
 
 RECORDED = golden("images-autumn") / "glm_image"
-CASES = {case["case"]: case for case in json.loads((RECORDED / "cases.json").read_text())}
+CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for case in read_json(path)}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,10 @@ def run(pipe: Any, prompt: Any = ("a fox", "cat"), seed: int = 0, **options: Any
 
 
 @pytest.mark.parametrize("name", CASES)
+@replays("name")
 def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     """What the pipeline's own functions make of our tokens, and its latents."""
-    arrays, facts = np.load(RECORDED / f"{name}.npz"), CASES[name]
+    arrays, facts = read_arrays(RECORDED / f"{name}.npz"), CASES[name]
     given = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
     inputs = {key: torch.from_numpy(arrays[key]) for key in given}
     with accelerate(pipe, prior={"sampler": "scd", "temperature": 0}):
@@ -59,15 +59,17 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     prior = torch.cat([pipe._upsample_token_ids(part, height, width) for part in parts])
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
     if text:
-        recorded = np.load(RECORDED / "pipeline.npz")
+        recorded = read_arrays(RECORDED / "pipeline.npz")
         noise, prompt, negative = (
             torch.from_numpy(recorded[f"{name}/{part}"]) for part in ("noise", "prompt", "negative")
         )
-        latents = pipe(
-            prompt_embeds=prompt, negative_prompt_embeds=negative, latents=noise, prior_token_ids=prior,
-            height=height * 32, width=width * 32, num_inference_steps=6, guidance_scale=1.5, output_type="latent",
-        ).images  # fmt: skip
-        np.testing.assert_allclose(latents.numpy(), recorded[f"{name}/latents_greedy"], atol=1e-4, rtol=0)
+        sampled = torch.from_numpy(arrays["prior_sampled"])
+        for kind, tokens in (("greedy", prior), ("sampled", sampled)):
+            latents = pipe(
+                prompt_embeds=prompt, negative_prompt_embeds=negative, latents=noise, prior_token_ids=tokens,
+                height=height * 32, width=width * 32, num_inference_steps=6, guidance_scale=1.5, output_type="latent",
+            ).images  # fmt: skip
+            np.testing.assert_allclose(latents.numpy(), recorded[f"{name}/latents_{kind}"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.thinned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanTransformer3DModel,
 )
-from places import golden
+from recorded import golden, read_arrays, read_json, replay
 from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model, wan_pipeline
 from torch import Tensor
 
@@ -27,9 +26,10 @@ from paradec.integrations.diffusers.hooks.blocks import residual_blocks
 from paradec.integrations.diffusers.hooks.cells import unpacked
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
+from paradec.samplers.forecast import seacache
 
 SEACACHE = golden("images-autumn") / "seacache"
-CASES = json.loads((SEACACHE / "cases.json").read_text())
+CASES = [case for path in sorted(SEACACHE.glob("cases.json")) for case in read_json(path)]
 
 
 def full_steps(session: Any) -> list[list[int]]:
@@ -50,7 +50,7 @@ def wan() -> Any:
 
 def recorded(pipe: Any, number: int) -> Tensor:
     """The latents of a recorded case's call."""
-    case, arrays = CASES[number], np.load(SEACACHE / "arrays.npz")
+    case, arrays = CASES[number], read_arrays(SEACACHE / "arrays.npz")
     flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     makers = {
         "euler": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -65,13 +65,36 @@ def recorded(pipe: Any, number: int) -> Tensor:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_seacache_replays_diffusers(number: int, wan: Any) -> None:
+def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluated steps of both branches, and the latents at the end."""
-    with accelerate(wan, SeaCache(**CASES[number]["config"])) as session:
-        latents = recorded(wan, number)
-    assert full_steps(session) == CASES[number]["full_steps"]
-    expected = np.load(SEACACHE / "arrays.npz")[f"{number}/latents"]
-    np.testing.assert_allclose(latents.numpy(), expected, atol=1e-4, rtol=0)
+    case, arrays = CASES[number], read_arrays(SEACACHE / "arrays.npz")
+    with replay(f"seacache, case {number}"):
+        seen: list[Tensor] = []
+
+        def observe(*arguments: Any, filtered: Any = seacache.filtered) -> Tensor:
+            seen.append(filtered(*arguments))
+            return seen[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(seacache, "filtered", observe)
+            with accelerate(wan, SeaCache(**case["config"])) as session:
+                latents = recorded(wan, number)
+        branches = len(seen) // case["steps"]
+        assert branches and len(seen) == branches * case["steps"] and case["changes"][0] is None
+        for branch in range(branches):
+            rows = [zip(new, old, strict=True) for old, new in itertools.pairwise(seen[branch::branches])]
+            found = [np.mean([seacache.relative_change(new, old) for new, old in pairs]) for pairs in rows]
+            np.testing.assert_allclose(found, case["changes"][1:], atol=1e-5)
+        assert full_steps(session) == case["full_steps"]
+        expected, plain, noise = (arrays[f"{number}/{part}"] for part in ("latents", "plain", "noise"))
+        np.testing.assert_allclose(latents.numpy(), expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(recorded(wan, number).numpy(), plain, atol=1e-4, rtol=0)
+        error = np.linalg.norm(expected - plain) / np.linalg.norm(plain - noise)
+        np.testing.assert_allclose(error, case["error"], rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(wan.scheduler.sigmas[: len(case["sigmas"])], case["sigmas"], atol=1e-5)
+        steps = case["full_steps"]
+        assert case["branches_alike"] == all(other == steps[0] for other in steps)
+        assert len(noise) == case["batch"]
 
 
 def test_seacache_bounds_and_attaching(wan: Any) -> None:

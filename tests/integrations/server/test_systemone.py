@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deciding import MASK, Says, chat_tokenizer, ids_of, model_of, network
+from recorded import plain, replays
 from serving import NAME, Running, chat, running, wait
 from structured import CASES, named
 from torch import Tensor
@@ -80,6 +81,7 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 
 
 @pytest.mark.parametrize("name", named("decide"))
+@replays("name")
 def test_recorded_answers(name: str) -> None:
     """By transformers' questions, from a vocabulary that has nothing but the labels."""
     from transformers.decision import DecisionConfig, parse_questions
@@ -88,7 +90,7 @@ def test_recorded_answers(name: str) -> None:
     from paradec.integrations.server.decisions import asked_of
 
     case = CASES[name]
-    for question in parse_questions(case["questions"], DecisionConfig()):
+    for question in parse_questions(plain(case["questions"], read=True), DecisionConfig()):
         expected, key = case["expected"], question.name
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [ids_of(label)[0] for label in question.labels]

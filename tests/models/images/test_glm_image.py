@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import last_logits
-from places import golden
+from recorded import golden, read_arrays, read_json, replays
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import GlmImageForConditionalGeneration
@@ -23,7 +22,7 @@ from paradec.models.images.glm_image import GlmImageModel, PreviewGrid
 from paradec.samplers.causal.zipar import schedule
 
 RECORDED = golden("images-autumn") / "glm_image"
-CASES = {case["case"]: case for case in json.loads((RECORDED / "cases.json").read_text())}
+CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for case in read_json(path)}
 DRAWN = [name for name, case in CASES.items() if not case["sources"]]
 SAMPLERS = ("sjd(window=1)", "sjd", "scd", "gsd", "jacobi", "zipar(window=99)")
 
@@ -37,7 +36,7 @@ def model() -> GlmImageModel:
 @lru_cache
 def case(name: str) -> tuple[dict[str, np.ndarray], PreviewGrid, ImageRequest]:
     """A recorded case's arrays, its grid and its rows."""
-    arrays, facts = dict(np.load(RECORDED / f"{name}.npz")), CASES[name]
+    arrays, facts = read_arrays(RECORDED / f"{name}.npz"), CASES[name]
     grid = model().grid_of(tuple(facts["large"]), facts["small"] and tuple(facts["small"]))
     rows = [ids[mask > 0].tolist() for ids, mask in zip(arrays["input_ids"], arrays["attention_mask"], strict=True)]
     return arrays, grid, model().laid(rows, [[tuple(size) for size in facts["sources"]]] * len(rows), grid)
@@ -52,9 +51,16 @@ def call(laid: ImageRequest, row: int, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
+@replays("name")
 def test_glm_image_replays_positions_and_forwards(name: str) -> None:
     arrays, grid, laid = case(name)
-    assert grid.length == CASES[name]["tokens"]
+    facts, codes = CASES[name], arrays["laws"].shape[-1]
+    assert grid.length == facts["tokens"]
+    assert facts["prompt_lengths"] == [len(prompt) for prompt in laid.prompts.rows]
+    assert facts["batch"] == len(laid.prompts.rows)
+    free = arrays["greedy_unrestricted"]
+    assert facts["non_codes_unrestricted"] == (free >= codes).sum()
+    assert facts["distinct_greedy"] == len(np.unique(arrays["greedy"]))
     for row, prompt in enumerate(laid.prompts.rows):
         first = len(arrays["input_ids"][row]) - len(prompt)
         expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
@@ -63,11 +69,15 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         assert np.array_equal(table, expected[:, :-1])
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
+        if len(free[row]) == grid.length:  # nothing is left out, nothing stops
+            found = call(laid, row, [*prompt, *free[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
+            assert np.array_equal(found, free[row])
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", CASES)
+@replays("name")
 def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
     arrays, grid, laid = case(name)
     method = paradec.samplers.create(sampler)
@@ -80,6 +90,7 @@ def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@replays("name")
 def test_glm_image_replays_draws(name: str) -> None:
     """The distributions that samplers draw from, before every token, and the tokens that recorded numbers choose."""
     arrays, grid, laid = case(name)

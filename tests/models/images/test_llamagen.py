@@ -8,7 +8,6 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from image_models import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
-from places import golden
-from safetensors.torch import load_file, save_file
+from recorded import golden, read_arrays, replay
+from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
@@ -30,19 +29,16 @@ from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, 
 RECORDED = sorted(golden("llamagen").glob("*.safetensors"))
 
 
-@lru_cache
-def arrays(path: Path) -> dict[str, Tensor]:
-    return load_file(path)
-
-
 def parts(part: str, key: str) -> list[Any]:
     """The recorded files that have an array of this name, "c2i" and "ids" for one."""
-    return [pytest.param(path, part, id=f"{path.stem}-{part}") for path in RECORDED if f"{part}.{key}" in arrays(path)]
+    return [
+        pytest.param(path, part, id=f"{path.stem}-{part}") for path in RECORDED if f"{part}.{key}" in read_arrays(path)
+    ]
 
 
 def weights_of(recorded: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     prefix = f"{part}.sd."
-    return {k.removeprefix(prefix): v for k, v in recorded.items() if k.startswith(prefix) and "kv_cache" not in k}
+    return {k.removeprefix(prefix): recorded[k] for k in recorded if k.startswith(prefix) and "kv_cache" not in k}
 
 
 def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenModel, ImageRequest]:
@@ -88,33 +84,36 @@ def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: i
 
 @pytest.mark.parametrize(("path", "condition"), [*parts("c2i", "ids"), *parts("t2i", "ids")])
 def test_logits_of_the_public_code(path: Path, condition: str) -> None:
-    expected = arrays(path)
-    model, request = reference(expected, condition)
-    ids, prompts = expected[f"{condition}.ids"], request.prompts.rows
-    rows, first, vocab = len(ids), len(prompts[0]), model.facts.vocab_size
-    names = [name.removeprefix(f"{condition}.logits_") for name in expected if name.startswith(f"{condition}.logits_")]
-    windows = sorted(tuple(map(int, name.split("_"))) for name in names if name != "prefill")
-    whole = torch.cat((torch.tensor(prompts), ids), 1)
-    query = Query(rows=np.arange(rows), tokens=whole, positions=torch.arange(whole.shape[1]).expand(rows, -1))
-    logits = request.model(query)
-    found = {"prefill": logits[:, :first]}
-    found |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
-    for name, part in found.items():
-        # captions are padded on the left there; what stands on padding is nobody's
-        assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
+    with replay(f"{path.stem}, {condition}"):
+        expected = read_arrays(path)
+        model, request = reference(expected, condition)
+        ids, prompts = expected[f"{condition}.ids"], request.prompts.rows
+        rows, first, vocab = len(ids), len(prompts[0]), model.facts.vocab_size
+        names = [
+            name.removeprefix(f"{condition}.logits_") for name in expected if name.startswith(f"{condition}.logits_")
+        ]
+        windows = sorted(tuple(map(int, name.split("_"))) for name in names if name != "prefill")
+        whole = torch.cat((torch.tensor(prompts), ids), 1)
+        query = Query(rows=np.arange(rows), tokens=whole, positions=torch.arange(whole.shape[1]).expand(rows, -1))
+        logits = request.model(query)
+        found = {"prefill": logits[:, :first]}
+        found |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
+        for name, part in found.items():
+            # captions are padded on the left there; what stands on padding is nobody's
+            assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
 
-    store = model.make_store(rows, whole.shape[1])
-    again = [request.model(window(prompts, ids, -1, 0), store)]
-    for step, (start, stop) in enumerate(windows[:-1], start=1):
-        again.append(request.model(window(prompts, ids, start, stop, step), store))
-    wrong, (start, stop), step = (ids + 1) % vocab, windows[-1], len(windows)
-    discarded = request.model(window(prompts, wrong, start, stop, step), store)
-    store.forget(np.arange(rows), np.full(rows, first + start))
-    again.append(request.model(window(prompts, ids, start, stop, step + 1), store))
-    for part, expected_name in zip(again, found, strict=True):
-        reference_part = expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]
-        assert (part - reference_part).abs().max() < 1e-5
-    assert (discarded - again[-1]).abs().max() > 0.1
+        store = model.make_store(rows, whole.shape[1])
+        again = [request.model(window(prompts, ids, -1, 0), store)]
+        for step, (start, stop) in enumerate(windows[:-1], start=1):
+            again.append(request.model(window(prompts, ids, start, stop, step), store))
+        wrong, (start, stop), step = (ids + 1) % vocab, windows[-1], len(windows)
+        discarded = request.model(window(prompts, wrong, start, stop, step), store)
+        store.forget(np.arange(rows), np.full(rows, first + start))
+        again.append(request.model(window(prompts, ids, start, stop, step + 1), store))
+        for part, expected_name in zip(again, found, strict=True):
+            reference_part = expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]
+            assert (part - reference_part).abs().max() < 1e-5
+        assert (discarded - again[-1]).abs().max() > 0.1
 
 
 def test_ragged_captions_do_not_see_each_other() -> None:
@@ -150,25 +149,26 @@ def test_captions_are_replaced_by_the_last_learned_features() -> None:
 
 @pytest.mark.parametrize(("path", "part"), parts("vq", "code"))
 def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
-    recorded = arrays(path)
-    state = weights_of(recorded, part)
-    channels = state["decoder.conv_out.weight"].shape[1]
-    levels = len({name.split(".")[2] for name in state if name.startswith("decoder.conv_blocks.")})
-    widths = [len(state[f"decoder.conv_blocks.{at}.res.0.conv2.weight"]) for at in reversed(range(levels))]
-    codes, width = state["quantize.embedding.weight"].shape
-    config = VQConfig(
-        codebook_size=codes,
-        codebook_embed_dim=width,
-        channels=channels,
-        channel_mult=tuple(each // channels for each in widths),
-        z_channels=len(state["post_quant_conv.weight"]),
-    )
-    model, ids = VQModel(config), recorded["vq.code"]
-    model.load_state_dict(state)
-    side = math.isqrt(ids.shape[-1])
-    with torch.no_grad():
-        image = model.decode(ids.view(-1, side, side))
-    assert (image - recorded["vq.image"]).abs().max() < 1e-5
+    with replay(f"{path.stem}, {part}"):
+        recorded = read_arrays(path)
+        state = weights_of(recorded, part)
+        channels = state["decoder.conv_out.weight"].shape[1]
+        levels = len({name.split(".")[2] for name in state if name.startswith("decoder.conv_blocks.")})
+        widths = [len(state[f"decoder.conv_blocks.{at}.res.0.conv2.weight"]) for at in reversed(range(levels))]
+        codes, width = state["quantize.embedding.weight"].shape
+        config = VQConfig(
+            codebook_size=codes,
+            codebook_embed_dim=width,
+            channels=channels,
+            channel_mult=tuple(each // channels for each in widths),
+            z_channels=len(state["post_quant_conv.weight"]),
+        )
+        model, ids = VQModel(config), recorded["vq.code"]
+        model.load_state_dict(state)
+        side = math.isqrt(ids.shape[-1])
+        with torch.no_grad():
+            image = model.decode(ids.view(-1, side, side))
+        assert (image - recorded["vq.image"]).abs().max() < 1e-5
 
 
 def test_published_sizes() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from image_models import tiny_lpd
 from next_image import assert_checksum, case, cases, file
+from recorded import replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,6 +54,7 @@ class Replayed(Groups):
 
 
 @pytest.mark.parametrize("name", cases("lpd", "steps"))
+@replays("name", "lpd/")
 def test_a_recorded_run(name: str) -> None:
     said, arrays = case("lpd", name)
     settings, steps = said["settings"], said["steps"]
@@ -66,6 +68,7 @@ def test_a_recorded_run(name: str) -> None:
     none = model.module.config.num_classes
     labels = [none] * settings["batch"] if settings["labels"] is None else settings["labels"]
     first = model.blank_id + 1
+    assert settings["batch"] == len(labels)
     guidance = {"guidance_scale": settings["cfg"]}
     if settings["cfg"] != 1:
         guidance["negative_prompt"] = [[first + none]] * len(labels)
@@ -98,6 +101,7 @@ def test_a_recorded_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", cases("lpd", "logits_in_order"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@replays("name", "lpd/")
 def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
     said, arrays = case("lpd", name)
     model = recorded(said["model"], dtype)

@@ -6,14 +6,13 @@ local steps took 5 of the head's 10 steps, though their settings say a ratio of 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import golden, golden_file
+from recorded import find_weights, golden, read_head, read_json, replays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +26,7 @@ SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes
 HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}
 
 
-RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(golden("recap").glob("*.json"))}
+RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" in read_head(path)]
 
 
 def recorded_model(case: dict[str, Any]) -> MARModel:
@@ -45,7 +44,7 @@ def recorded_model(case: dict[str, Any]) -> MARModel:
         head_width=said["diffloss_w"],
         eps=HEAD["eps"],
     )
-    module.load_state_dict(load_file(golden_file("recap", case["weights"])))
+    module.load_state_dict(load_file(find_weights(case["weights"], "recap")))
     return MARModel(module)
 
 
@@ -75,10 +74,11 @@ class Replayed(Sampler):
         return torch.stack(noise, 1).unflatten(0, at.shape).double()
 
 
-@pytest.mark.parametrize("name", [name for name, said in RECORDED.items() if "orders" in said])
-def test_replays_the_reference(name: str) -> None:
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@replays("path")
+def test_replays_the_reference(path: Path) -> None:
     """Every call's kind and cache sizes, what the head is given and draws, and the final image."""
-    case = RECORDED[name]
+    case = read_json(path)
     settings, log, model = case["settings"], case["log"], recorded_model(case)
     sampler = Replayed(
         local_steps=settings["num_cache_iters"],
@@ -86,6 +86,7 @@ def test_replays_the_reference(name: str) -> None:
         head_steps=int(case["model"]["num_sampling_steps"]),
         fast_ratio=0.5,
         temperature=settings["temperature"],
+        guidance_schedule=settings["cfg_schedule"],
         keep_buffer=settings["cache_buffer"],
         channels=case["model"]["vae_embed_dim"],
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from image_models import tiny_nar
 from next_image import assert_checksum, case, cases
+from recorded import replays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NA
 
 
 @pytest.mark.parametrize("name", NAMES)
+@replays("name", "nar/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = case("nar", name)
     settings, text = said["settings"], "text_mask" in said["settings"]
@@ -70,6 +72,9 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
         (query,) = sampler.query(state)
         proposal = sampler.propose(state, [laid.model(query, state.store)], [query])
+        assert not index or (query.positions[0] - int(query.positions.min())).tolist() == [
+            at - step["positions"][0] for at in step["positions"]
+        ]
         logits, averaged = proposal.quantities["logits"], proposal.quantities["averaged"]
         assert_checksum(logits, step["guided_logits"])
         if len(averaged) == step["rows"]:  # the reference evaluates the unconditional half that has no say
@@ -92,6 +97,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", cases("nar", "mask"))
+@replays("name", "nar/")
 def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
     said, arrays = case("nar", name)
     model = golden_model(said["model"], said["grid"])

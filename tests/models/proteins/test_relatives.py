@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import GOLDEN, ROOT, golden, golden_file
+from places import GOLDEN, ROOT
 from protein_pieces import wheel
+from recorded import find_weights, golden, plain, read_json, replays
 from torch import Tensor
 
 import paradec
@@ -23,18 +23,18 @@ from paradec.models.proteins.structure import ELEMENTS, LETTERS, Structure, read
 FOLDER = golden("ligands")
 OWN = GOLDEN / "ligands"
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
-CASES = {case["name"]: case for case in map(json.loads, (FOLDER / "cases.jsonl").read_text("utf-8").splitlines())}
-BOUND = [name for name, case in CASES.items() if case["model"] == "ligand_mpnn"]
+CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.jsonl")) for case in read_json(path)}
+BOUND = [name for name, case in CASES.items() if plain(case)["model"] == "ligand_mpnn"]
 
 
 def structure_of(case: dict[str, Any]) -> Structure:
-    own = golden_file("ligands", case["file"])
-    found = read_pdb(own if own.exists() else BACKBONES / own.name)
+    backbone = BACKBONES / case["file"]
+    found = read_pdb(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
     return dataclasses.replace(found, membrane=case["membrane"]) if "membrane" in case else found
 
 
 def weights_of(case: dict[str, Any]) -> Path:
-    return golden_file("ligands", f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt")
+    return find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
 
 
 def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
@@ -45,6 +45,7 @@ def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
+@replays("name")
 def test_probabilities_are_those_of_the_public_code(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     structure = structure_of(case)

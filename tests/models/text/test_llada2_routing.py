@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import pickle
 import shutil
@@ -13,26 +14,49 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import golden
-from safetensors.torch import load_file
+from places import GOLDEN
+from recorded import golden, read_arrays, read_head, read_json, replay
 from torch import Tensor
 
 import paradec
 from paradec.core.query import StoreCall, WindowLogits, WindowQuery
 
-LLADA22 = golden("autumn") / "llada22" / "llada22-tiny"
-RECORDED = json.loads((LLADA22 / "forwards.json").read_text()) | {
-    "tensors": load_file(LLADA22 / "forwards.safetensors")
-}
+LLADA22 = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
+PACKAGED = json.loads((LLADA22 / "forwards.json").read_text())
+FORWARDS = [
+    path
+    for path in sorted(golden("autumn").glob("**/forwards.json"))
+    if read_head(path)["schema"].startswith("paradec-golden-llada22/")
+]
+
+
+@functools.cache
+def loaded(folder: Path) -> Any:
+    """A checkpoint with the facts in `forwards.json`."""
+    facts = read_json(folder / "forwards.json")["facts"]
+    return paradec.load(folder, mask_token_id=facts["mask"], block_length=facts["block"])
 
 
 @pytest.fixture(scope="module")
 def llada22() -> Any:
-    return paradec.load(LLADA22, mask_token_id=RECORDED["facts"]["mask"])
+    return loaded(LLADA22)
 
 
 def of_kind(kind: str) -> list[Any]:
-    return [pytest.param(case, id=case["name"]) for case in RECORDED["cases"] if case["kind"] == kind]
+    return [
+        pytest.param(path, number, id=f"{path.parent.name}-{case['name']}")
+        for path in FORWARDS
+        for number, case in enumerate(read_head(path)["cases"])
+        if case["kind"] == kind
+    ]
+
+
+@pytest.mark.parametrize("path", FORWARDS, ids=lambda path: path.parent.name)
+def test_facts(path: Path) -> None:
+    facts, model = read_json(path)["facts"], loaded(path.parent)
+    with replay(f"{path.parent.name}, facts"):
+        assert sorted(model.facts.eos_token_ids) == sorted(facts["stops"])
+        assert (model.facts.delete_token_id, model.facts.split_token_id) == (facts["delete"], facts["split"])
 
 
 def call(model: Any, ids: list[list[int]], start: int = 0, store: Any = None) -> Tensor:
@@ -49,28 +73,43 @@ def call(model: Any, ids: list[list[int]], start: int = 0, store: Any = None) ->
     return model(query)
 
 
-@pytest.mark.parametrize("case", of_kind("block_causal"))
-def test_forwards(llada22: Any, case: dict[str, Any]) -> None:
+def recorded(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return read_json(path)["cases"][number], read_arrays(path.with_suffix(".safetensors"))
+
+
+@pytest.mark.parametrize(("path", "number"), of_kind("block_causal"))
+def test_forwards(path: Path, number: int) -> None:
     """Alone, and beside a longer and a shorter row: padding takes no part in the choice of experts."""
-    expected = RECORDED["tensors"][case["name"]]
-    ids = case["input_ids"]
-    alone = call(llada22, [ids])[0]
-    beside = call(llada22, [ids[:3], ids, [*ids, *ids]])[1, : len(ids)]
-    assert (alone - expected).abs().max() < 2e-4 and (beside - expected).abs().max() < 2e-4
+    case, tensors = recorded(path, number)
+    model = loaded(path.parent)
+    with replay(f"{path.parent.name}, {case['name']}"):
+        expected, ids = tensors[case["name"]], case["input_ids"]
+        alone = call(model, [ids])[0]
+        beside = call(model, [ids[:3], ids, [*ids, *ids]])[1, : len(ids)]
+        assert (alone - expected).abs().max() < 2e-4 and (beside - expected).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("case", of_kind("cached"))
-def test_over_a_store(llada22: Any, case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "number"), of_kind("cached"))
+def test_over_a_store(path: Path, number: int) -> None:
     """What the reference does not store is overwritten here."""
-    store = llada22.make_store(1, 64)
-    for each in case["calls"]:
-        found = call(llada22, [each["input_ids"]], each["start"], store)[0]
-        assert (found - RECORDED["tensors"][each["logits"]]).abs().max() < 2e-4
+    case, tensors = recorded(path, number)
+    model = loaded(path.parent)
+    with replay(f"{path.parent.name}, {case['name']}"):
+        store = model.make_store(1, 64)
+        for each in case["calls"]:
+            found = call(model, [each["input_ids"]], each["start"], store)[0]
+            assert (found - tensors[each["logits"]]).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("case", of_kind("router"))
-def test_routers(llada22: Any, case: dict[str, Any]) -> None:
-    name, tensors = case["name"], RECORDED["tensors"]
+@pytest.mark.parametrize(("path", "number"), of_kind("router"))
+def test_routers(path: Path, number: int) -> None:
+    case, tensors = recorded(path, number)
+    with replay(f"{path.parent.name}, {case['name']}"):
+        assert_routed(loaded(path.parent), case, tensors)
+
+
+def assert_routed(llada22: Any, case: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    name = case["name"]
     logits, bias = tensors[f"{name}_logits"].double(), tensors[f"{name}_bias"].double()
     router = copy.deepcopy(next(part for part in llada22.module.modules() if hasattr(part, "capacity"))).double()
     experts = logits.shape[1]
@@ -87,7 +126,7 @@ def test_routers(llada22: Any, case: dict[str, Any]) -> None:
 
 def test_saved_and_loaded_again(llada22: Any, tmp_path: Path) -> None:
     llada22.save_pretrained(tmp_path / "again")
-    again, case = paradec.load(tmp_path / "again", mask_token_id=RECORDED["facts"]["mask"]), RECORDED["cases"][1]
+    again, case = paradec.load(tmp_path / "again", mask_token_id=PACKAGED["facts"]["mask"]), PACKAGED["cases"][1]
     assert again.facts == dataclasses.replace(llada22.facts, name="again")
     assert torch.equal(call(again, [case["input_ids"]]), call(llada22, [case["input_ids"]]))
     copied = pickle.loads(pickle.dumps(llada22))

@@ -16,7 +16,8 @@ import pytest
 import torch
 import transformers
 from moe_models import CHECKPOINTS, MOE, NAMES, format_of, forwards, golden_moe, small_config, small_weights, told
-from places import GOLDEN, ROOT, SUPPORT, assert_shown
+from places import GOLDEN, ROOT, SUPPORT
+from recorded import is_packaged, read_arrays, read_head, replay
 from safetensors.torch import load_file, save_file
 from text_families import write_tokenizer
 from torch import Tensor
@@ -53,13 +54,11 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 
 
 def tensors(name: str | Path) -> dict[str, Tensor]:
-    return load_file(MOE / name / "forwards.safetensors")
+    return read_arrays(MOE / name / "forwards.safetensors")
 
 
 def cases(name: str | Path, *kinds: str) -> list[dict[str, Any]]:
-    found = [case for case in forwards(name)["cases"] if case["kind"] in kinds]
-    assert found
-    return found
+    return [case for case in forwards(name)["cases"] if case["kind"] in kinds]
 
 
 def edited(folder: Path, name: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
@@ -100,13 +99,15 @@ def logits_of(model: Model, case: dict[str, Any]) -> Tensor:
 
 def test_facts(checkpoint: Path) -> None:
     model, facts, name = golden_moe(checkpoint), forwards(checkpoint)["facts"], format_of(checkpoint)
-    assert type(model.module) is getattr(transformers, MODULES[name])
-    assert (model.facts.mask_token_id, model.facts.eos_token_ids) == (facts["mask"], (facts["eos"],))
-    assert model.facts.prediction == "same"
-    assert model.facts.topology == ("block_causal" if name in BLOCK_CAUSAL else "bidirectional")
-    assert model.facts.block_length == (facts["block"] if name in BLOCK_CAUSAL else None)
-    assert model.supports_store and model.pads
-    assert model.module.config._experts_implementation == "grouped_mm"  # not transformers' loop over the experts
+    with replay(f"{checkpoint.name}, facts"):
+        assert type(model.module) is getattr(transformers, MODULES[name])
+        assert (model.facts.mask_token_id, model.facts.eos_token_ids) == (facts["mask"], (facts["eos"],))
+        assert model.facts.prediction == "same"
+        assert model.facts.topology == ("block_causal" if name in BLOCK_CAUSAL else "bidirectional")
+        assert model.facts.block_length == (facts["block"] if name in BLOCK_CAUSAL else None)
+        assert model.facts.pad_token_id in (None, facts["pad"])
+        assert model.supports_store and model.pads
+        assert model.module.config._experts_implementation == "grouped_mm"  # not transformers' loop over the experts
 
 
 def of_kinds(*kinds: str) -> list[Any]:
@@ -115,7 +116,7 @@ def of_kinds(*kinds: str) -> list[Any]:
         pytest.param(folder, kind, id=f"{folder.name}-{kind}")
         for folder in CHECKPOINTS
         for kind in kinds
-        if any(case["kind"] == kind for case in forwards(folder)["cases"])
+        if any(case["kind"] == kind for case in read_head(folder / "forwards.json")["cases"])
     ]
 
 
@@ -123,12 +124,13 @@ def of_kinds(*kinds: str) -> list[Any]:
 def test_logits(checkpoint: Path, kind: str) -> None:
     expected = tensors(checkpoint)
     for case in cases(checkpoint, kind):
-        block = case["block_length"] if kind == "block_causal" else None
-        model = golden_moe(checkpoint, block_length=block)
-        difference = (logits_of(model, case) - expected[case["name"]]).abs()
-        if kind == "padded":
-            difference = difference[torch.tensor(case["attention_mask"]).bool()]
-        assert difference.max() < TOLERANCE, case["name"]
+        with replay(f"{checkpoint.name}, {case['name']}"):
+            block = case["block_length"] if kind == "block_causal" else None
+            model = golden_moe(checkpoint, block_length=block)
+            difference = (logits_of(model, case) - expected[case["name"]]).abs()
+            if kind == "padded":
+                difference = difference[torch.tensor(case["attention_mask"]).bool()]
+            assert difference.max() < TOLERANCE, case["name"]
 
 
 def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
@@ -138,7 +140,7 @@ def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
     for case in cases(checkpoint, "full", "block_causal"):
         if "group" in case:
             groups.setdefault(case["group"], []).append(case)
-    assert_shown("moe", groups)
+    assert groups or not is_packaged("moe")
     for members in groups.values():
         rows = [case["input_ids"][0] for case in members]
         lengths, width = [len(row) for row in rows], max(map(len, rows))
@@ -155,59 +157,71 @@ def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
         query = Query(rows=np.arange(len(rows)), tokens=ids, positions=positions, valid=valid, visible=visible)
         found = model(query)
         for row, case in enumerate(members):
-            difference = (found[row, : lengths[row]] - expected[case["name"]][0]).abs().max()
-            assert difference < TOLERANCE, case["name"]
+            with replay(f"{checkpoint.name}, {case['name']}"):
+                difference = (found[row, : lengths[row]] - expected[case["name"]][0]).abs().max()
+                assert difference < TOLERANCE, case["name"]
 
 
 @pytest.mark.parametrize(("checkpoint", "kind"), of_kinds("cached"))
 def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
     expected = tensors(checkpoint)
     for case in cases(checkpoint, kind):
-        model = golden_moe(checkpoint, block_length=case["block_length"])
-        length = max(call["start"] + len(call["input_ids"][0]) for call in case["calls"])
-        rows = len(case["calls"][0]["input_ids"])
-        store = model.make_store(rows, length)
-        for call in case["calls"]:
-            ids = torch.tensor(call["input_ids"])
-            positions = (call["start"] + torch.arange(ids.shape[1])).expand_as(ids)
-            slots = positions if call["stored"] else None
-            where = StoreCall(torch.arange(rows), slots, visible_length=length)
-            found = model(Query(np.arange(rows), ids, positions, kind="window", store=where), store)
-            assert (found - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
+        with replay(f"{checkpoint.name}, {case['name']}"):
+            model = golden_moe(checkpoint, block_length=case["block_length"])
+            length = max(call["start"] + len(call["input_ids"][0]) for call in case["calls"])
+            rows = len(case["calls"][0]["input_ids"])
+            store = model.make_store(rows, length)
+            for call in case["calls"]:
+                ids = torch.tensor(call["input_ids"])
+                positions = (call["start"] + torch.arange(ids.shape[1])).expand_as(ids)
+                slots = positions if call["stored"] else None
+                where = StoreCall(torch.arange(rows), slots, visible_length=length)
+                found = model(Query(np.arange(rows), ids, positions, kind="window", store=where), store)
+                assert (found - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 
 
 def test_hidden_states_and_routing(checkpoint: Path) -> None:
     """Every layer's output, and what the router of one layer chooses and weighs."""
     model, expected = golden_moe(checkpoint), tensors(checkpoint)
-    (hidden,), (router,) = cases(checkpoint, "hidden"), cases(checkpoint, "router")
-    block: Any = model.module.model.layers[router["layer"]].mlp
-    seen: dict[str, Any] = {}
+    close = {"rtol": 0, "atol": 5e-5}
+    for hidden in cases(checkpoint, "hidden"):
+        with replay(f"{checkpoint.name}, {hidden['name']}"):
+            seen = outputs_of(model, hidden, dict(enumerate(model.module.model.layers)))
+            names = hidden["tensors"]
+            for at, key in enumerate(names[:-1]):
+                torch.testing.assert_close(seen[at][0], expected[key], **close)
+            torch.testing.assert_close(seen["norm"][1], expected[names[-1]], **close)
+    for router in cases(checkpoint, "router"):
+        with replay(f"{checkpoint.name}, {router['name']}"):
+            block: Any = model.module.model.layers[router["layer"]].mlp
+            source = router if "input_ids" in router else cases(checkpoint, "hidden")[0]
+            seen = outputs_of(model, source, {"gate": block.gate, "block": block})
+            wanted = {key.split("router_")[-1]: expected[key] for key in router["tensors"]}
+            logits, weights, indices = seen["gate"][1]
+            width = wanted["input"].shape[-1]
+            torch.testing.assert_close(seen["block"][0].view(-1, width), wanted["input"], **close)
+            torch.testing.assert_close(seen["block"][1].view(-1, width), wanted["output"], **close)
+            torch.testing.assert_close(block.gate.weight.float() @ wanted["input"].T, wanted["logits"].T, **close)
+            order = indices.argsort(-1)
+            assert torch.equal(indices.gather(-1, order).long(), wanted["indices"].long())
+            torch.testing.assert_close(weights.gather(-1, order), wanted["weights"], **close)
 
-    def keep(what: str) -> Any:
-        return lambda module, args, output: seen.update({what: (args[0], output)})
 
-    layers = list(model.module.model.layers)
-    hooks = [layer.register_forward_hook(keep(f"layer {at}")) for at, layer in enumerate(layers)]
-    hooks += [block.gate.register_forward_hook(keep("gate")), block.register_forward_hook(keep("block"))]
-    hooks.append(model.module.model.norm.register_forward_hook(keep("norm")))
+def outputs_of(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> dict[Any, Any]:
+    """The first input and the output of each of these modules, and of the last norm, in a case's forward."""
+    seen: dict[Any, Any] = {}
+
+    def keep(name: Any) -> Any:
+        return lambda module, args, output: seen.update({name: (args[0], output)})
+
+    modules = modules | {"norm": model.module.model.norm}
+    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     try:
-        logits_of(model, hidden | {"kind": "full"})
+        logits_of(model, case | {"kind": "full"})
     finally:
         for hook in hooks:
             hook.remove()
-    close = {"rtol": 0, "atol": 5e-5}
-    names = hidden["tensors"]
-    for at, key in enumerate(names[: len(layers)]):
-        torch.testing.assert_close(seen[f"layer {at}"][0], expected[key], **close)
-    torch.testing.assert_close(seen["norm"][1], expected[names[-1]], **close)
-    wanted = {key: expected[key] for key in router["tensors"]}
-    _, weights, indices = seen["gate"][1]
-    width = wanted["router_input"].shape[-1]
-    torch.testing.assert_close(seen["block"][0].view(-1, width), wanted["router_input"], **close)
-    torch.testing.assert_close(seen["block"][1].view(-1, width), wanted["router_output"], **close)
-    order = indices.argsort(-1)
-    assert torch.equal(indices.gather(-1, order).long(), wanted["router_indices"].long())
-    torch.testing.assert_close(weights.gather(-1, order), wanted["router_weights"], **close)
+    return seen
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import golden
-from safetensors.torch import load_file
+from places import GOLDEN
+from recorded import Refused, find_checkpoint, golden, read_arrays, read_head, read_json, replay, replay_in_float64
+from replay import scores_of
 from torch import Tensor
 
 import paradec
@@ -30,18 +31,20 @@ from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.tools.evaluation.likelihood import log_likelihoods
 
-NLD = golden("autumn") / "nld"
-FOLDERS = sorted(path.parent for path in NLD.glob("*/config.json"))
+FOLDERS = sorted(path.parent for path in (GOLDEN / "autumn" / "nld").glob("*/config.json"))
 NEW = 13
 
 
 @functools.cache
-def model_of(name: str, topology: str | None = None, dtype: str = "float64") -> Model:
-    return paradec.load(NLD / name, topology=topology, dtype=dtype)
+def model_of(folder: Path, topology: str | None = None, dtype: str = "float64") -> Model:
+    """The model of a folder, with the mask that `forwards.json` beside it states."""
+    path = folder / "forwards.json"
+    mask = read_json(path)["facts"]["mask"] if path.exists() else None
+    return paradec.load(folder, topology=topology, dtype=dtype, mask_token_id=mask)
 
 
 def some() -> Model:
-    return model_of(FOLDERS[0].name)
+    return model_of(FOLDERS[0])
 
 
 def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int]]:
@@ -58,11 +61,20 @@ def special(model: Model) -> set[int | None]:
 
 def forwards() -> list[Any]:
     found = []
-    for folder in FOLDERS:
-        # of cases of one name the file of tensors holds the last one's
-        cases = {case["name"]: case for case in json.loads((folder / "forwards.json").read_text())["cases"]}.values()
-        found += [pytest.param(folder, case, id=f"{folder.name}-{case['name']}") for case in cases]
+    for path in sorted(golden("autumn").glob("**/forwards.json")):
+        if read_head(path)["schema"].startswith("paradec-golden-nld/"):
+            names = [case["name"] for case in read_head(path)["cases"]]
+            found += [pytest.param(path, at, id=f"{path.parent.name}-{name}") for at, name in enumerate(names)]
     return found
+
+
+@pytest.mark.parametrize("path", sorted({param.values[0] for param in forwards()}), ids=lambda path: path.parent.name)
+def test_facts(path: Path) -> None:
+    facts, model = read_json(path)["facts"], model_of(path.parent)
+    with replay(f"{path.parent.name}, facts"):
+        assert model.facts.mask_id == facts["mask"] and facts["eos"] in model.facts.eos_token_ids
+        assert model.facts.block_length == facts["block"]
+        assert read_head(path.parent / "config.json")["bos_token_id"] == facts["bos"]
 
 
 def evaluated(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
@@ -111,14 +123,19 @@ def causal_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize(("folder", "case"), forwards())
-def test_forwards(folder: Path, case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "number"), forwards())
+def test_forwards(path: Path, number: int) -> None:
+    folder, case = path.parent, read_json(path)["cases"][number]
     plain = all(call["causal"] for call in case["before"]) and case.get("causal")
     modes = ["block_causal"] if case["kind"] == "block_causal" else [None, "causal"] if plain else [None]
-    expected = load_file(folder / "forwards.safetensors")[case["name"]]
-    for mode in modes:
-        found = calls_of(model_of(folder.name, mode, "float32"), folder, case)
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    expected = read_arrays(folder / "forwards.safetensors")[case["name"]]
+    later = [other["name"] for other in read_head(path)["cases"][number + 1 :]]
+    with replay(f"{folder.name}, {case['name']}{' (earlier)' * (case['name'] in later)}"):
+        if case["name"] in later:
+            raise Refused("the file of tensors holds those of a later case of this name")
+        for mode in modes:
+            found = calls_of(model_of(folder, mode, "float32"), folder, case)
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -127,23 +144,27 @@ def test_forwards(folder: Path, case: dict[str, Any]) -> None:
 def traces(mode: str) -> list[Any]:
     """Recorded files of one mode: those whose draws are argmaxes, or that are ours to put the uniforms in."""
     found = []
-    for path in sorted((NLD / "traces").glob("*.json")):
-        trace = json.loads(path.read_text())
-        if trace["mode"] == mode:
-            found.append(pytest.param(trace, id=path.stem))
+    for path in sorted(golden("autumn").glob("nld/traces/*.json")):
+        if read_head(path)["mode"] == mode:
+            found.append(pytest.param(path, id=path.stem))
     return found
 
 
 def in_turns(found: list[Any]) -> list[Any]:
     """Each with and without a cache. By default every setting runs on one checkpoint, with caches in turns."""
-    models, cases = sorted({param.values[0]["model"] for param in found}), []
+    models, cases = sorted({read_head(param.values[0])["model"] for param in found}), []
     for number, param in enumerate(found):
-        (trace,) = param.values
+        (path,) = param.values
         for turn, cache in enumerate(("none", "block")):
-            runs = (number + models.index(trace["model"])) % 2 == 0 and number // 2 % 2 == turn
+            runs = (number + models.index(read_head(path)["model"])) % 2 == 0 and number // 2 % 2 == turn
             marks = () if runs else (pytest.mark.full,)
-            cases.append(pytest.param(trace, cache, id=f"{param.id}-{cache}", marks=marks))
+            cases.append(pytest.param(path, cache, id=f"{param.id}-{cache}", marks=marks))
     return cases
+
+
+def replayed_cases(path: Path, trace: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The cases of a file with their names."""
+    return [(f"{path.stem}, case {number}", case) for number, case in enumerate(trace["cases"])]
 
 
 def ends(trace: dict[str, Any]) -> bool:
@@ -173,70 +194,93 @@ def fed(name: str, state_of: list[Any], **settings: Any) -> Any:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("trace", traces("ar"))
-def test_the_causal_mode(trace: dict[str, Any]) -> None:
-    model, temperature = model_of(trace["model"], "causal"), trace["settings"].get("temperature", 0.0)
-    for case in trace["cases"]:
-        if not case["fp64_same"]:
-            continue
-        request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace), "temperature": temperature}
-        sampler = samplers.create("sjd", window=1)
-        state = sampler.start(model, [case["prompt_ids"]], **request)
-        numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
-        # every token is one of the file's numbers' draw
-        state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
-            (*at.shape, count), next(numbers), dtype=torch.float64
-        )
-        while not state.done:
-            sampler.commit(state, sampler.step(model, state))
-        begin = len(case["prompt_ids"])
-        assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
+@pytest.mark.parametrize("path", traces("ar"))
+def test_the_causal_mode(path: Path) -> None:
+    trace = read_json(path)
+    model = model_of(find_checkpoint(trace["model"], "autumn"), "causal")
+    temperature = trace["settings"].get("temperature", 0.0)
+    for name, case in replayed_cases(path, trace):
+        with replay_in_float64(name, case):
+            request = {
+                "max_new_tokens": case["max_new_tokens"],
+                "eos_early_stop": ends(trace),
+                "temperature": temperature,
+            }
+            sampler = samplers.create("sjd", window=1)
+            state = sampler.start(model, [case["prompt_ids"]], **request)
+            numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
+            # every token is one of the file's numbers' draw
+            state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
+                (*at.shape, count), next(numbers), dtype=torch.float64
+            )
+            while not state.done:
+                sampler.commit(state, sampler.step(model, state))
+            begin = len(case["prompt_ids"])
+            assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
+            later = [[begin + at, 1, 1, 1, 0] for at in range(int(state.nfe[0]) - 1)]
+            assert case["calls"] == [[0, begin, 1, 1, 0], *later] and case["forwards"] == len(case["calls"])
 
 
-@pytest.mark.parametrize(("trace", "cache"), in_turns(traces("diffusion")))
-def test_blocks(trace: dict[str, Any], cache: str) -> None:
+@pytest.mark.parametrize(("path", "cache"), in_turns(traces("diffusion")))
+def test_blocks(path: Path, cache: str) -> None:
     """Every call's tokens, and how many calls there are; those that only store a block are ours with the seed's."""
+    trace = read_json(path)
     settings = trace["settings"]
     threshold, block = settings["threshold"], settings["block"]
-    model = model_of(trace["model"], None if settings.get("causal_context", True) else "block_causal")
+    context = settings.get("causal_context", True)
+    model = model_of(find_checkpoint(trace["model"], "autumn"), None if context else "block_causal")
     by_count = threshold is None or threshold > 1
     name, given = ("low_confidence", {}) if by_count else ("threshold", {"threshold": threshold})
-    for case in trace["cases"]:
-        if not case["fp64_same"]:
-            continue
-        numbers = [*case.get("uniforms", []), *[0.5] * 99]
-        sampler = fed(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)
-        new, begin = case["max_new_tokens"], len(case["prompt_ids"])
-        request: dict[str, Any] = {"steps": new} if by_count else {}
-        request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": ends(trace)}
-        request["temperature"] = settings.get("temperature", 0.0)
-        state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
-        made, evaluated = [], []
-        while not state.done:
-            before = state.canvas.clone()
-            proposal = sampler.step(model, state)
-            sampler.commit(state, proposal)
-            evaluated.append(int(proposal.cost.queries[0].forwarded[0]))
-            written = (state.canvas[0] != before[0]).nonzero()[:, 0].tolist()
-            made.append({(at, int(state.canvas[0, at])) for at in written})
-        theirs, width = [], []
-        for step in case["steps"]:
-            if "step" in step:
-                theirs.append({(at, token) for at, token in step["commit"]})
-                width.append(block)
-            elif step["seed"] != model.facts.mask_id:
-                theirs.append({(begin + step["block"] * block, step["seed"])})
-                width.append(begin if not step["block"] else block)
-        if state.stopped[0]:  # what comes after an end is padding
-            made, theirs = (
-                [{one for one in step if one[0] < state.end[0]} for step in steps] for steps in (made, theirs)
+    for label, case in replayed_cases(path, trace):
+        with replay_in_float64(label, case):
+            numbers = [*case.get("uniforms", []), *[0.5] * 99]
+            sampler = fed(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)
+            new, begin = case["max_new_tokens"], len(case["prompt_ids"])
+            request: dict[str, Any] = {"steps": new} if by_count else {}
+            request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": ends(trace)}
+            request["temperature"] = settings.get("temperature", 0.0)
+            state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
+            made, evaluated, scores = [], [], []
+            while not state.done:
+                before = state.canvas.clone()
+                proposal = sampler.step(model, state)
+                scores.append(scores_of(sampler.commit(state, proposal))[0])
+                evaluated.append(int(proposal.cost.queries[0].forwarded[0]))
+                written = (state.canvas[0] != before[0]).nonzero()[:, 0].tolist()
+                made.append({(at, int(state.canvas[0, at])) for at in written})
+            theirs, width, confidences = [], [], []
+            for step in case["steps"]:
+                if "step" in step:
+                    theirs.append({(at, token) for at, token in step["commit"]})
+                    width.append(block)
+                    confidences.append(dict(zip((at for at, _ in step["commit"]), step["conf"], strict=True)))
+                elif step["seed"] != model.facts.mask_id:
+                    theirs.append({(begin + step["block"] * block, step["seed"])})
+                    width.append(begin if not step["block"] else block)
+                    confidences.append({})
+            if state.stopped[0]:  # what comes after an end is padding
+                made, theirs = (
+                    [{one for one in step if one[0] < state.end[0]} for step in steps] for steps in (made, theirs)
+                )
+                assert not any(theirs[len(made) :])
+                theirs, width = theirs[: len(made)], width[: len(made)]
+            assert made == theirs
+            for one, other, written in zip(scores, confidences, made, strict=False):
+                assert all(abs(one[at] - other[at]) < 2e-4 for at, _ in written if at in other)
+            assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
+            if cache == "block" and model.facts.topology == "causal_context":
+                assert evaluated == width
+            # every block is evaluated once more to be stored
+            calls, last = [[0, begin, int(context), 1, 0]], 0
+            for step in case["steps"]:
+                start = begin + step["block"] * block
+                if "seed" in step and step["block"]:
+                    calls.append([start - block, block, int(context), 1, 0])
+                calls += [[start, block, 0, 0, 0]] if "step" in step else []
+                last = start
+            assert case["calls"] == [*calls, [last, block, int(context), 1, 0]] and case["forwards"] == len(
+                case["calls"]
             )
-            assert not any(theirs[len(made) :])
-            theirs, width = theirs[: len(made)], width[: len(made)]
-        assert made == theirs
-        assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
-        if cache == "block" and model.facts.topology == "causal_context":
-            assert evaluated == width
 
 
 # ---- rows, requests --------------------------------------------------------------------------------------------------
@@ -267,7 +311,7 @@ def test_a_block_s_first_token_is_the_causal_one() -> None:
     """A block of one is greedy decoding of the causal mode, whichever method decodes."""
     model = some()
     causal = paradec.generate(
-        model_of(FOLDERS[0].name, "causal"), prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW
+        model_of(FOLDERS[0], "causal"), prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW
     )
     for sampler in METHODS:
         blocks = paradec.FixedBlocks(1)
@@ -314,7 +358,7 @@ def test_what_blocks_from_seeds_cannot_have(request_: dict[str, Any], message: s
 def test_what_the_files_say(tmp_path: Path) -> None:
     config = json.loads((FOLDERS[0] / "config.json").read_text())
     for topology in (None, "causal", "block_causal"):
-        model = model_of(FOLDERS[0].name, topology)
+        model = model_of(FOLDERS[0], topology)
         facts, drafts = model.facts, model.own_drafts
         assert facts.topology == (topology or "causal_context")
         assert facts.prediction == ("shifted" if topology == "causal" else "same")
@@ -373,14 +417,14 @@ def test_what_is_no_decoding_says_so() -> None:
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
 def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
     """With the adapter, and in whichever mode it is loaded then."""
-    model = model_of(FOLDERS[0].name, topology)
+    model = model_of(FOLDERS[0], topology)
     model.save_pretrained(tmp_path)
     assert (
         json.loads((tmp_path / "config.json").read_text()).keys()
         == json.loads((FOLDERS[0] / "config.json").read_text()).keys()
     )
     for mode in (None, "causal"):
-        again, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0].name, mode)
+        again, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0], mode)
         assert again.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": again.facts.name})
         for name, (down, up, scale) in before.own_drafts.adapter.products.items():
             found = again.own_drafts.adapter.products[name]

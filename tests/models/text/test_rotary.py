@@ -7,18 +7,25 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import DREAM, LLADA, changed, write
 from checkpoints import random_weights as masked_weights
-from places import golden
+from places import GOLDEN
+from recorded import Refused, golden, read_json, replays
 from text_families import write as write_blocks
 
 import paradec
 from paradec.core.query import Query
 from paradec.models.rotary import BY_CALL, rope_parameters
 
-TABLES = json.loads((golden("autumn") / "rope" / "tables.json").read_text())["cases"]
+PACKAGED = json.loads((GOLDEN / "autumn" / "rope" / "tables.json").read_text())["cases"]
+TABLES = {
+    name: case
+    for path in sorted(golden("autumn").glob("rope/*.json"))
+    for name, case in read_json(path)["cases"].items()
+}
 SCALED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
@@ -29,22 +36,30 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in TABLES if name != "query_scale"])
+@pytest.mark.parametrize("name", TABLES)
+@replays("name")
 def test_the_tables(name: str) -> None:
     """The module that a config.json makes has the recorded angles; what ties a row to its neighbours is refused."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     case = TABLES[name]
+    if "rope_parameters" not in case:  # NLD's scale of queries, by position
+        positions, original = np.array(case["positions"]), case["original_max_position_embeddings"]
+        scale = 1 + case["beta"] * np.log1p(positions // original)
+        np.testing.assert_allclose(scale, case["scale"], rtol=1e-6)
+        return
     kind = case["rope_parameters"]["rope_type"]
     if kind in BY_CALL:
         with pytest.raises(paradec.CheckpointError, match=f"rope_type='{kind}' chooses .* neighbours .* stored keys"):
             rope_parameters(case)
-        return
+        raise Refused(f"rope_type={kind!r} ties a row to its neighbours")
     fields = {"head_dim": case["head_dim"], "hidden_size": case["head_dim"], "num_attention_heads": 1}
     length = case["max_position_embeddings"]
     config = LlamaConfig(**fields, max_position_embeddings=length, rope_parameters=rope_parameters(case))
     module, positions = LlamaRotaryEmbedding(config), torch.tensor(case["positions"])
+    torch.testing.assert_close(module.inv_freq, torch.tensor(case["inv_freq"]), rtol=1e-6, atol=0)
+    assert module.attention_scaling == pytest.approx(case["attention_factor"], rel=1e-6)
     # processors round powers otherwise: an angle may be off by the last bit of its frequency, at every position
     rounding = 1e-6 + positions[:, None] * module.inv_freq * 2.0**-23
     found = module(torch.zeros(1), positions[None])
@@ -115,7 +130,9 @@ def test_a_length_that_the_file_leaves_as_it_was(tmp_path: Path) -> None:
 def test_causal_models_of_such_angles_keep_no_keys(name: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    angles = {key: value for key, value in TABLES[f"{name}4" if name == "dynamic" else name]["rope_parameters"].items()}
+    angles = {
+        key: value for key, value in PACKAGED[f"{name}4" if name == "dynamic" else name]["rope_parameters"].items()
+    }
     sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8}
     config = LlamaConfig(**sizes, vocab_size=20, max_position_embeddings=64, rope_parameters=angles)
     module = LlamaForCausalLM(config)

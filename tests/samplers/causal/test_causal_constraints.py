@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from causal_models import tiny_llama, wrapped
+from recorded import replay, replays
 from structured import (
     CASES,
     KINDS,
@@ -45,6 +46,7 @@ def sampler_of(name: str, drafter: Model) -> Any:
 
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", named("causal"))
+@replays("name")
 def test_recorded_greedy_runs(name: str, chain: str) -> None:
     case, size = CASES[name], len(CASES[name]["vocab"])
     state_of = sampler_of(chain, causal_model_of(case, 0.3))
@@ -64,6 +66,10 @@ def test_recorded_greedy_runs(name: str, chain: str) -> None:
     for slot, step in enumerate(expected["steps"]):
         assert out.logprobs is not None
         assert np.exp(float(out.logprobs.chosen[0, 1 + slot])) == pytest.approx(step["probability"], rel=1e-9)
+        shown = torch.tensor([[size + 1, *expected["tokens"][:slot]]])
+        whole = causal_model_of(case).module(shown)[0, slot].softmax(-1)
+        assert float(whole[step["allowed"]].sum()) == pytest.approx(step["mass"], rel=1e-9)
+        assert step["token"] == expected["tokens"][slot]
         likely = out.logprobs.best[0, 1 + slot] > -torch.inf
         assert set(out.logprobs.best_tokens[0, 1 + slot][likely].tolist()) == set(step["allowed"])
 
@@ -104,8 +110,9 @@ def test_the_recorded_masked_distribution() -> None:
     """The recursion above is the recorded one's, where the order is from the left."""
     for name in named("law"):
         if CASES[name]["settings"]["order"] == "left":
-            recorded = {tuple(text): mass for text, mass in CASES[name]["expected"]["masked"]}
-            assert masked_of(CASES[name]) == pytest.approx(recorded, rel=1e-9)
+            with replay(name):
+                recorded = {tuple(text): mass for text, mass in CASES[name]["expected"]["masked"]}
+                assert masked_of(CASES[name]) == pytest.approx(recorded, rel=1e-9)
 
 
 @pytest.fixture(scope="module")

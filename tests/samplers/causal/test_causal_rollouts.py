@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import golden
+from places import GOLDEN
 from rollouts import assert_same, by_trace
 from structured import CASES, causal_model_of, named, reading_letters
 from tiny_models import END, MASK, tiny
@@ -237,14 +237,14 @@ def test_recycled_tokens(tree: Any, constraint: Any) -> None:
 
 
 def test_nemotron_s_causal_mode() -> None:
-    model = paradec.load(golden("autumn") / "nld" / "nld-tiny", dtype="float64", topology="causal")
+    model = paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", dtype="float64", topology="causal")
     rollout = paradec.generate(
         model, [[3, 1, 2], [5]], sampler="self_speculative", temperature=1.0, seed=0, **GIVEN
     ).rollout
     with torch.no_grad():
         torch.testing.assert_close(paradec.replay(model, rollout), rollout.logp, equal_nan=True, rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="rollout is of .*, not of"):
-        paradec.replay(paradec.load(golden("autumn") / "nld" / "nld-tiny", topology="block_causal"), rollout)
+        paradec.replay(paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", topology="block_causal"), rollout)
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from places import golden
+from places import GOLDEN
 from structured import assert_masked, reading_letters
 
 import paradec
@@ -15,7 +15,7 @@ from paradec.samplers.causal.trees import DynamicTree
 
 pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
 
-RECORDED = golden("drafters") / "drafters"
+RECORDED = GOLDEN / "drafters" / "drafters"
 NAMES = sorted(folder.name for folder in RECORDED.iterdir() if folder.is_dir() and folder.name != "base")
 TREES: dict[str, dict[str, Any]] = {
     "chain": {},

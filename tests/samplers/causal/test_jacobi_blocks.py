@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from jacobi_runs import GRID, Recording, exactness
-from places import assert_shown
+from recorded import plain, replays
 from tiny_models import tiny
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -25,8 +25,9 @@ from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.window import Jacobi
 
 CASES = [(name, next_image.case("ceed", name)[0]) for name in next_image.cases("ceed", "blocks")]
-DROPS = [pytest.param(case, id=name) for name, case in CASES if not case["settings"]["mode"].startswith("published")]
-KEEPS = [pytest.param(case, id=name) for name, case in CASES if case["settings"]["mode"].startswith("published")]
+KEEPING = {name for name, case in CASES if plain(case)["settings"]["mode"].startswith("published")}
+DROPS = [pytest.param(case, id=name) for name, case in CASES if name not in KEEPING]
+KEEPS = [pytest.param(case, id=name) for name, case in CASES if name in KEEPING]
 PROMPTS = [[5, 6, 7, 8], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
@@ -47,6 +48,7 @@ def opened(state: CausalState, guesses: list[int]) -> None:
 
 
 @pytest.mark.parametrize("case", DROPS)
+@replays("case")
 def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     """Every iterate, what is evaluated and its logits, the early exits as published, and what is committed."""
     settings, blocks = case["settings"], case["blocks"]
@@ -71,6 +73,8 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
             break
         start = int(state.committed[0])
         assert int(state.canvas[0, start - 1]) == block["first"]
+        assert len(block["calls"]) == len(block["trajectory"]) == block["iterations"] + block["converged"]
+        assert block["cached_after"] == block["calls"][-1]["positions"][1]
         opened(state, block["random"])
         for iterate, call in zip([*block["trajectory"], None], block["calls"], strict=False):
             assert int(state.store.valid.sum()) == call["cached_before"]
@@ -102,6 +106,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", KEEPS)
+@replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
     """The public code as it is. A plain loop that drops nothing repeats the case, so that this is what it does; ours
     drops the block, and gives greedy decoding from the same first iterates."""
@@ -161,7 +166,7 @@ def test_the_published_early_exit_is_another_text_and_the_prefix_is_not() -> Non
         out = paradec.generate(model, input_ids=[settings["prompt"]], sampler=sampler, **given)
         assert sampler.lossless and out.new_tokens[0].tolist() == case["greedy"] != case["generated"]
         found += 1
-    assert_shown("next-image", found)
+    assert found
 
 
 # ---- greedy decoding, and draws -------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import MOE
-from places import assert_shown, golden
+from places import GOLDEN
+from recorded import find_checkpoint, golden, is_packaged, read_head, read_json, replay_in_float64
 from structured import assert_masked, reading_letters
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor
@@ -25,7 +24,6 @@ from paradec.models.base import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers.causal.self_speculative import SelfSpeculative
 
-AUTUMN = golden("autumn")
 PROMPTS = [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3, 3, 5]]
 pytestmark = pytest.mark.filterwarnings("ignore:seed=")
 
@@ -75,92 +73,114 @@ class Fed:
 
 def runs(mode: str) -> list[Any]:
     found = []
-    for path in sorted((AUTUMN / "nld" / "traces").glob("*.json")):
-        trace = json.loads(path.read_text())
-        if trace["mode"] == mode:
-            found.append(pytest.param(trace, id=path.stem))
+    for path in sorted(golden("autumn").glob("nld/traces/*.json")):
+        if read_head(path)["mode"] == mode:
+            found.append(pytest.param(path, id=path.stem))
     return found
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("trace", runs("spec"))
-def test_recorded_rounds(trace: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", runs("spec"))
+def test_recorded_rounds(path: Path) -> None:
     """Drafts, how many stand, and tokens of every round; on both loads. A round that could make one token only drafts
     nothing here, and none makes more than was asked for."""
+    trace = read_json(path)
     settings = trace["settings"]
     threshold = settings.get("threshold") or None
     rule = settings.get("rule", "ratio") if threshold is None else "match"
     for topology in (None, "causal"):
-        model = loaded(AUTUMN / "nld" / trace["model"], topology=topology)
-        for case in trace["cases"]:
-            drafted_with = any(call[4] for call in case["calls"])
-            sampler = SelfSpeculative(settings["block"], rule=rule, threshold=threshold, adapter=drafted_with)
-            new, begin = case["max_new_tokens"], len(case["prompt_ids"])
-            ends = settings.get("eos", 0) is not None
-            request = {"temperature": settings["temperature"], "eos_early_stop": ends}
-            state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
-            fed = None
-            if "uniforms" in case:
-                fed = Fed(state, case["uniforms"], rule)
-                state.uniform = fed  # type: ignore[method-assign]
-                state.allowed = None  # the published loop leaves the mask its probability
-            rounds, calls = [], 0
-            while not state.done:
-                drafts = state.memory.read(state.rows)["drafts"][0, : int(state.drafted[0])].tolist()
-                rounds.append((drafts, int(state.committed[0])))
-                if fed is not None:
-                    fed.drafted = int(state.drafted[0])
-                proposal = sampler.step(model, state)
-                if fed is not None:  # before the next drafts draw theirs
-                    draft = sampler._draft
+        model = loaded(find_checkpoint(trace["model"], "autumn"), topology=topology)
+        for number, case in enumerate(trace["cases"]):
+            with replay_in_float64(f"{path.stem}, case {number}", case):
+                drafted_with = settings.get("adapter", True)
+                sampler = SelfSpeculative(settings["block"], rule=rule, threshold=threshold, adapter=drafted_with)
+                new, begin = case["max_new_tokens"], len(case["prompt_ids"])
+                ends = settings.get("eos", 0) is not None
+                request = {"temperature": settings["temperature"], "eos_early_stop": ends}
+                state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
+                fed = None
+                if "uniforms" in case:
+                    fed = Fed(state, case["uniforms"], rule)
+                    state.uniform = fed  # type: ignore[method-assign]
+                    state.allowed = None  # the published loop leaves the mask its probability
+                rounds, calls = [], 0
+                while not state.done:
+                    drafts = state.memory.read(state.rows)["drafts"][0, : int(state.drafted[0])].tolist()
+                    rounds.append((drafts, int(state.committed[0])))
+                    if fed is not None:
+                        fed.drafted = int(state.drafted[0])
+                    proposal = sampler.step(model, state)
+                    if fed is not None:  # before the next drafts draw theirs
+                        draft = sampler._draft
 
-                    def noted(state: Any, *args: Any, draft: Any = draft, fed: Fed = fed) -> None:
-                        fed.committed(int(state.accepted[-1][0]))
-                        draft(state, *args)
+                        def noted(state: Any, *args: Any, draft: Any = draft, fed: Fed = fed) -> None:
+                            fed.committed(int(state.accepted[-1][0]))
+                            draft(state, *args)
 
-                    object.__setattr__(sampler, "_draft", noted)
-                sampler.commit(state, proposal)
+                        object.__setattr__(sampler, "_draft", noted)
+                    sampler.commit(state, proposal)
+                    if fed is not None:
+                        object.__delattr__(sampler, "_draft")
+                    calls += 1
+                answer = state.canvas[0, begin : int(state.end[0])].tolist()
+                # windows that reach beyond the end use other numbers
+                same = new if fed is None else max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
+                assert answer[:same] == case["tokens"][:new][:same]
+                made = [int(step[0]) for step in state.accepted]
                 if fed is not None:
-                    object.__delattr__(sampler, "_draft")
-                calls += 1
-            answer = state.canvas[0, begin : int(state.end[0])].tolist()
-            # windows that reach beyond the end use other numbers
-            same = new if fed is None else max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
-            assert answer[:same] == case["tokens"][:new][:same]
-            made = [int(step[0]) for step in state.accepted]
-            if fed is not None:
-                rounds = [(drafts, at) for drafts, at in rounds if at <= begin + same]
-                made = made[: len(rounds)]
-            for (drafts, committed), theirs in zip(rounds[1:], case["rounds"], strict=False):
-                assert committed - 1 == theirs["start"]
-                assert drafts == theirs["block"][1:] or not drafts
-            whole = [1, *(entry["accepted"] + 1 for entry in case["rounds"])]
-            assert made[:-1] == whole[: len(made) - 1] and len(made) <= len(whole)
-            if fed is None and drafts:
-                assert state.draft_nfe[0] == sum(entry["drafts"] for entry in case["rounds"][: calls - 1])
+                    rounds = [(drafts, at) for drafts, at in rounds if at <= begin + same]
+                    made = made[: len(rounds)]
+                for (drafts, committed), theirs in zip(rounds[1:], case["rounds"], strict=False):
+                    assert committed - 1 == theirs["start"]
+                    assert drafts == theirs["block"][1:] or not drafts
+                whole = [1, *(entry["accepted"] + 1 for entry in case["rounds"])]
+                assert made[:-1] == whole[: len(made) - 1] and len(made) <= len(whole)
+                if fed is None and drafts:
+                    assert state.draft_nfe[0] == sum(entry["drafts"] for entry in case["rounds"][: calls - 1])
+                expected = [[0, begin, 1, 1, 0]]
+                for entry in case["rounds"]:
+                    start, width = entry["start"], len(entry["block"])
+                    expected += [[start, width, 0, 0, int(drafted_with)]] * entry["drafts"] + [[start, width, 1, 1, 0]]
+                assert case["calls"] == expected and case["forwards"] == len(expected)
+                assert [token for entry in case["rounds"] for token in entry["tokens"]][
+                    : len(case["tokens"]) - 1
+                ] == case["tokens"][1:]
+                if "ar_tokens" in case:
+                    same = case["ar_tokens"][:new] == case["tokens"][: min(new, len(case["ar_tokens"]))]
+                    assert case["equals_ar"] == same
 
 
 def greedy_files() -> list[Any]:
-    paths = sorted((AUTUMN / "s2d2").glob("*__*greedy_exact*.json"))
+    files = sorted(golden("autumn").glob("s2d2/*.json"))
+    paths = [path for path in files if any("block1_tokens" in case for case in read_head(path)["cases"])]
     marks = [(pytest.mark.full,) if at % 2 == 0 else () for at in range(len(paths))]
     return [pytest.param(path, id=path.stem, marks=mark) for path, mark in zip(paths, marks, strict=True)]
 
 
 @pytest.mark.parametrize("path", greedy_files())
 def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
-    trace = json.loads(path.read_text())
-    folders = (AUTUMN / "s2d2" / trace["model"], AUTUMN / trace["model"], MOE / trace["model"])
-    folder = next(folder for folder in folders if (folder / "config.json").exists())
-    model = loaded(folder, block_length=trace["settings"]["block_length"])
+    trace = read_json(path)
+    folder = find_checkpoint(trace["model"], "autumn")
+    model = loaded(folder, block_length=trace["settings"]["block_length"], mask_token_id=trace["mask_id"])
     stops, stood = set(trace["stop_ids"]), 0
-    for case in trace["cases"]:
-        request = {"temperature": 0, "max_new_tokens": case["max_new_tokens"], "eos_early_stop": False}
-        found = paradec.generate(model, [case["prompt_ids"]], sampler="self_speculative", **request)
-        expected = case["block1_tokens"]
-        assert found.new_tokens[0, : len(expected)].tolist() == expected
-        assert len(expected) == case["max_new_tokens"] or expected[-1] in stops
-        stood += case["max_new_tokens"] - found.nfe
-    assert_shown("autumn", stood)
+    for number, case in enumerate(trace["cases"]):
+        with replay_in_float64(f"{path.stem}, case {number}", case):
+            request = {"temperature": 0, "max_new_tokens": case["max_new_tokens"], "eos_early_stop": False}
+            found = paradec.generate(model, [case["prompt_ids"]], sampler="self_speculative", **request)
+            expected = case["block1_tokens"]
+            assert found.new_tokens[0, : len(expected)].tolist() == expected
+            assert len(expected) == case["max_new_tokens"] or expected[-1] in stops
+            tokens, made = case["tokens"], [token for entry in case["rounds"] for token in entry["tokens"]]
+            assert made[: len(tokens)] == tokens and tokens[: len(expected)] == expected
+            assert case["calls"] == 1 + 3 * len(case["rounds"])
+            starts = [entry["start"] - case["rounds"][0]["start"] for entry in case["rounds"]]
+            lengths = [len(entry["tokens"]) for entry in case["rounds"]]
+            assert starts == [sum(lengths[:at]) for at in range(len(lengths))]
+            for entry in case["rounds"]:
+                count = entry["accepted"]
+                assert entry["tokens"][:count] == entry["drafts"][:count] and len(entry["tokens"]) <= count + 1
+            stood += case["max_new_tokens"] - found.nfe
+    assert stood or not is_packaged("autumn")
 
 
 # ---- any model -------------------------------------------------------------------------------------------------------
@@ -263,7 +283,7 @@ def chances(model: Model, row: list[int], ids: list[int], temperature: float) ->
 
 
 def test_the_adapter_changes_drafts_alone() -> None:
-    folder = next(iter(sorted(path.parent for path in (AUTUMN / "nld").glob("*/config.json"))))
+    folder = next(iter(sorted(path.parent for path in (GOLDEN / "autumn" / "nld").glob("*/config.json"))))
     model = loaded(folder)
     before = {name: weight.clone() for name, weight in model.module.named_parameters()}
     usual = [token for token in range(20, 30) if token != model.facts.mask_id]

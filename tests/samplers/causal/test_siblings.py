@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from eagle_drafters import NEGATIVE, PROMPTS, answers, tiny_base
 from image_models import tiny_llamagen
 from jacobi_runs import GRID, TableModel, exactness
-from places import golden
+from recorded import golden, read_json, replays
 
 import paradec
 from paradec.core import rng
@@ -108,8 +107,9 @@ RECORDED = [pytest.param(path, id=path.stem) for path in sorted(golden("drafters
 
 
 @pytest.mark.parametrize("path", RECORDED)
+@replays("path")
 def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
-    case = json.loads(path.read_text())
+    case = read_json(path)
     expected, vocab = case["expected"], case["vocab"]
     made, left = plain(case, lambda at: case["laws"][",".join(map(str, at))], draw, by_number, last=False)
     assert (made, len(left)) == (expected["committed"], expected["kept"])
@@ -117,14 +117,17 @@ def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
     others = [case["siblings"] - 1 if slot < case["branching"] else 0 for slot in range(len(left))]
     drafts = [siblings_of(q, x, draw, case["t"][slot][: others[slot]]) for slot, (x, q) in enumerate(left)]
     assert drafts == expected["drafts"]
+    before = [slot[0] for slot in case["drafts"][len(expected["committed"]) :]]
+    assert expected["same"] == [old == slot[0] for old, slot in zip(before, drafts[: expected["kept"]], strict=False)]
     torch.testing.assert_close(torch.tensor([q for _, q in left]), torch.tensor(expected["q"]))
 
 
 @pytest.mark.parametrize("path", RECORDED)
+@replays("path")
 def test_replays_a_recorded_verification(path: Path) -> None:
     """A step of the sampler with every number supplied. The recorded window ends before what its last slot says; here
     that is a draft."""
-    case = json.loads(path.read_text())
+    case = read_json(path)
     vocab, width, count, depth = (case[name] for name in ("vocab", "window", "siblings", "branching"))
     expected, model = case["expected"], TableModel.random(case["vocab"], seed=0)
     sampler = SCD(window=width, refresh="maximal", siblings=count, branching=depth)

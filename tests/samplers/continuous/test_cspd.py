@@ -14,6 +14,7 @@ import next_image
 import pytest
 import torch
 from next_image import cases, checksum
+from recorded import replays
 from torch import Tensor
 
 import paradec
@@ -99,6 +100,7 @@ def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
 
 
 @pytest.mark.parametrize("name", cases("cspd", "steps"))
+@replays("name", "cspd/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of both models, what the heads say, every decision, and the final latent."""
     case, arrays = next_image.case("cspd", name)
@@ -153,6 +155,8 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert step["kind"] == ("verify" if drafted else "target")
         assert query.wanted.tolist() == step["positions"]
         summed(answer.tokens, step["values"])
+        if f"step.{index}.values" in arrays:
+            near(answer.tokens.flatten(0, 1), arrays[f"step.{index}.values"])
         sampler.commit(state, proposal)
         if drafted:
             assert proposal.draft is not None and proposal.verdict is not None
@@ -170,11 +174,13 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             summed(state.tokens, step["tokens"])
     assert next(steps, None) is None
     near(target.image(state.tokens), arrays["latent"])
+    summed(target.image(state.tokens), case["latent"])
     assert state.nfe.tolist() == [case["target_calls"]] * len(settings["labels"])
     assert state.draft_nfe.tolist() == [case["draft_calls"]] * len(settings["labels"])
 
 
 @pytest.mark.parametrize("name", cases("cspd", "accepted"))
+@replays("name", "cspd/")
 def test_replays_the_rule(name: str) -> None:
     case, arrays = next_image.case("cspd", name)
     draft, target = (
@@ -185,7 +191,8 @@ def test_replays_the_rule(name: str) -> None:
     def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return arrays["normal.redraw"][number][tokens], arrays["uniform.redraw"][number][tokens]
 
-    temperature = case["settings"]["inner_temperature"]
+    temperature, settings = case["settings"]["inner_temperature"], case["settings"]
+    assert list(draft.mean.shape) == [settings["tokens"], settings["dim"]]
     rest = (arrays["uniform.accept"], redraw, temperature, 100)
     found = verified(draft.mean, draft, target, *rest, mended=False)
     assert found.ratio.tolist() == pytest.approx(case["ratio"], rel=1e-4, abs=1e-6)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from diffusers import DDIMScheduler
-from places import assert_shown, golden_file
+from recorded import golden, is_packaged, read_head, read_json, replay
 from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
 
 from paradec import TaylorSeer, accelerate
@@ -17,15 +18,19 @@ from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
-RECORDED = json.loads(golden_file("diffusion", "step_masks.json").read_text(encoding="utf-8"))["masks"]
+FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
 """By name and number of steps: 1 where a step is evaluated."""
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_equals_cache_dit(name: str) -> None:
-    assert_shown("diffusion", set(RECORDED) == set(MASKS) and len(RECORDED[name]) == 22)
-    for steps, flags in RECORDED[name].items():
-        assert step_mask(name, int(steps)) == tuple(i for i, flag in enumerate(flags) if flag == "1"), steps
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path in FILES for name in read_head(path)["masks"]])
+def test_equals_cache_dit(path: Path, name: str) -> None:
+    masks = read_json(path)["masks"]
+    if is_packaged("diffusion"):
+        assert set(masks) == set(MASKS) and len(masks[name]) == 22
+    for steps in masks[name]:
+        with replay(f"{path.stem}, {name}, {steps} steps"):
+            flags = masks[name][steps]
+            assert step_mask(name, int(steps)) == tuple(i for i, flag in enumerate(flags) if flag == "1")
 
 
 def test_a_mask_is_a_schedule() -> None:

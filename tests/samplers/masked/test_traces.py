@@ -21,29 +21,33 @@ from __future__ import annotations
 
 import pytest
 import torch
-from places import GOLDEN, ROOT, assert_shown
+from places import GOLDEN, ROOT
+from recorded import read_arrays, refuse_others, replay
 from replay import (
     PRECISIONS,
     assert_batches_move_together,
     assert_replayed,
+    by_case,
     cache_of,
     checkpoint,
     decode,
+    head_of,
     load_trace,
     loaded,
     model_of,
     models_of_methods,
     often,
     others_are_full,
+    replay_rows,
     request_of,
+    some_cases,
     trace_names,
 )
-from safetensors.torch import load_file
 
 from paradec import samplers
 
 METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
-NAMES = [name for name in trace_names(*METHODS) if cache_of(load_trace(name)) == "none"]
+NAMES = [name for name in trace_names(*METHODS) if cache_of(head_of(name)) == "none"]
 ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Replayed by the other files of this kind."""
@@ -51,9 +55,10 @@ LEFT_OUT = {"dawn", "elastic-cache", "sparse-dllm", "window-diffusion"}
 """There is no such method here (docs/fidelity.md says why)."""
 
 
-def test_every_folder_is_replayed_by_some_file() -> None:
-    assert models_of_methods().keys() <= {*METHODS} | ELSEWHERE | LEFT_OUT
-    assert models_of_methods().keys() - LEFT_OUT
+def test_no_method_without_a_replay() -> None:
+    """Cases of other methods are refused by name."""
+    names = trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE)
+    refuse_others("traces", [case for name in names for case, _ in some_cases(head_of(name) | {"file": name}, None)])
 
 
 def test_what_is_left_out_is_said() -> None:
@@ -65,7 +70,7 @@ def test_what_is_replayed_often_has_every_two_settings() -> None:
     def pairs(names: list[str]) -> set[str]:
         found = set()
         for name in names:
-            trace = load_trace(name)
+            trace = head_of(name)
             said = [f"{key}={value}" for key, value in trace["settings"].items()]
             said += [name.partition("/")[0], trace["model"], f"{trace['batch_size']} rows"]
             found |= {f"{one}, {other}" for one in said for other in said if one < other}
@@ -73,10 +78,10 @@ def test_what_is_replayed_often_has_every_two_settings() -> None:
 
     kept = often(NAMES)
     assert pairs(kept) == pairs(NAMES)
-    static = [name for name in trace_names("freedave") if load_trace(name)["settings"]["method"] == "static"]
+    static = [name for name in trace_names("freedave") if head_of(name)["settings"]["method"] == "static"]
     assert len(often(static, together=1)) <= len(often(static)) <= len(static)
-    assert_shown("traces", len(kept) < 0.8 * len(NAMES))
-    assert_shown("traces", len(often(static, together=1)) < len(often(static)) < len(static))
+    assert len(kept) < 0.8 * len(NAMES)
+    assert len(often(static, together=1)) < len(often(static)) < len(static)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -87,9 +92,11 @@ def test_trace(name: str, precision: str) -> None:
     sampler, arguments = request_of(trace)
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments)
     if settings.get("alg") == "origin":
-        for row in rows:
-            assert not any(call.commits for call in row.theirs[len(row.ours) :]), row.where
-            row.theirs = row.theirs[: len(row.ours)]
+        for together in by_case(rows):
+            with replay_rows(together):
+                assert not any(call.commits for row in together for call in row.theirs[len(row.ours) :])
+            for row in together:
+                row.theirs = row.theirs[: len(row.ours)]
     if trace["batch_size"] > 1 and settings.get("threshold") is not None:
         assert_batches_move_together(rows, settings["block_length"], exact)
     else:
@@ -120,7 +127,7 @@ def test_factor_quirk() -> None:
             block = (last[0] - row.prompt) // length
             assert ours < theirs, row.where
             assert sum((at - row.prompt) // length == block for at, _ in decided) == length, row.where
-    assert_shown("traces", differing)
+    assert differing
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*models_of_methods().values())))
@@ -134,10 +141,11 @@ def test_logits(name: str, part: str) -> None:
     model, file = loaded(checkpoint(name), "float32"), checkpoint(name) / "logits_check.safetensors"
     if not file.exists():
         pytest.skip("no logits were recorded")
-    check = load_file(file)
-    with torch.inference_mode():
-        logits = model.module(input_ids=check[f"ids_{part}"], use_cache=False).logits
-    difference = (logits - check[f"logits_{part}"]).abs().max()
-    assert difference <= 1e-5 * check[f"logits_{part}"].abs().max()
-    if checkpoint(name) == GOLDEN / "llada-tiny":
-        assert difference <= 1e-5
+    check = read_arrays(file)
+    with replay(f"{name}, logits of {part}"):
+        with torch.inference_mode():
+            logits = model.module(input_ids=check[f"ids_{part}"], use_cache=False).logits
+        difference = (logits - check[f"logits_{part}"]).abs().max()
+        assert difference <= 1e-5 * check[f"logits_{part}"].abs().max()
+        if checkpoint(name) == GOLDEN / "llada-tiny":
+            assert difference <= 1e-5

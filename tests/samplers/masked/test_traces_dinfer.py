@@ -16,10 +16,20 @@ In float32 (`-m full`) the same is compared: no rule here ranks positions.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
-from replay import PRECISIONS, Call, Row, assert_calls, cases_of, decode, load_trace, model_of, trace_names
+from replay import (
+    PRECISIONS,
+    Call,
+    Row,
+    assert_calls,
+    by_case,
+    decode,
+    head_of,
+    load_trace,
+    model_of,
+    replay_rows,
+    trace_names,
+)
 
 import paradec
 from paradec import samplers
@@ -30,7 +40,7 @@ CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "de
 
 
 def is_credit(name: str) -> bool:
-    return load_trace(name)["setting"].startswith("credit")  # at its defaults nothing else says so
+    return head_of(name)["setting"].startswith("credit")  # at its defaults nothing else says so
 
 
 def sampler_of(trace: dict, storage: str) -> Sampler:
@@ -74,20 +84,19 @@ def test_trace(name: str, storage: str, precision: str) -> None:
     settings, sampler = trace["settings"], sampler_of(trace, storage)
     model = model_of(trace, precision)
     arguments = {"block_length": settings["block_length"], "alone": precision == "float32"}
-    cases: dict[int, list[Row]] = defaultdict(list)
-    for row in decode(model, trace, sampler, **arguments):
-        cases[id(row.case)].append(row)
-    assert len(cases) == len(cases_of(trace))
-    for rows in cases.values():
-        for row, calls in zip(rows, unrolled(rows, settings, trace["eos_id"]), strict=True):
-            assert_calls(calls, row.theirs, row.where)
-            decided = [at for at, token in enumerate(row.final) if token != trace["mask_id"]]
-            assert [row.tokens[at] for at in decided] == [row.final[at] for at in decided]
-    for row in decode(model, trace, sampler, eos_early_stop=True, **arguments):
-        assert row.nfe <= len(row.theirs), row.where
-        answer = row.tokens[row.prompt :]
-        length = answer.index(trace["eos_id"]) + 1 if trace["eos_id"] in answer else len(answer)
-        assert answer[:length] == row.final[row.prompt : row.prompt + length], row.where
+    for rows in by_case(decode(model, trace, sampler, **arguments)):
+        with replay_rows(rows):
+            for row, calls in zip(rows, unrolled(rows, settings, trace["eos_id"]), strict=True):
+                assert_calls(calls, row.theirs, row.where)
+                decided = [at for at, token in enumerate(row.final) if token != trace["mask_id"]]
+                assert [row.tokens[at] for at in decided] == [row.final[at] for at in decided]
+    for rows in by_case(decode(model, trace, sampler, eos_early_stop=True, **arguments)):
+        with replay_rows(rows):
+            for row in rows:
+                assert row.nfe <= len(row.theirs), row.where
+                answer = row.tokens[row.prompt :]
+                length = answer.index(trace["eos_id"]) + 1 if trace["eos_id"] in answer else len(answer)
+                assert answer[:length] == row.final[row.prompt : row.prompt + length], row.where
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if is_credit(name)][:1])

@@ -22,14 +22,13 @@ and to the answer that it returned. What differs from the references, and why:
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from moe_models import RECORDED, golden_moe
-from places import assert_shown, golden_file
+from recorded import find_checkpoint, is_packaged, read_head, read_json, replay_in_float64
 from replay import often
 
 import paradec
@@ -41,7 +40,7 @@ TRACES = RECORDED / "traces"
 
 
 def model_of(trace: dict[str, Any], block_length: int | None) -> Model:
-    return golden_moe(golden_file("moe", trace["model"]), "float64", block_length)
+    return golden_moe(find_checkpoint(trace["model"], "moe"), "float64", block_length, trace["mask_id"])
 
 
 def names(method: str) -> list[str]:
@@ -51,18 +50,29 @@ def names(method: str) -> list[str]:
 def some(found: list[str], among: str = "") -> list[Any]:
     """Of the files whose name has this text one case of each of some that have every setting (`replay.often`), and with
     `-m full` all others too."""
-    first = often([name for name in found if among in name], together=1, load=trace_of)
+    first = often([name for name in found if among in name], together=1, load=head_of)
     others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in found]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
 
 
 def trace_of(name: str) -> dict[str, Any]:
-    return json.loads((TRACES / f"{name}.json").read_text())
+    return read_json(TRACES / f"{name}.json")
+
+
+def head_of(name: str) -> dict[str, Any]:
+    return read_head(TRACES / f"{name}.json")
 
 
 def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, Any]]]:
-    """By number; those that the reference decides otherwise in float64 are left out."""
-    return [(at, case) for at, case in enumerate(trace["cases"]) if case.get("fp64_same", True)][numbers]
+    return [*enumerate(trace["cases"])][numbers]
+
+
+@contextlib.contextmanager
+def replay_case(trace: dict[str, Any], name: str, case: dict[str, Any]) -> Iterator[None]:
+    with replay_in_float64(name, case):
+        yield
+        assert case["nfe"] == len(case["steps"])
+        assert trace.get("batch_size") in (None, len(case["prompt_ids"]))
 
 
 def cut(answer: list[int], end: int) -> list[int]:
@@ -141,6 +151,11 @@ def same_calls(ours: Calls, theirs: Calls, where: str) -> None:
     assert len(ours) >= len(theirs), where
 
 
+def assert_decided(canvas: list[int], final: list[int], mask: int) -> None:
+    """What the reference decided stands in our canvas."""
+    assert all(token in (mask, ours) for ours, token in zip(canvas, final, strict=False))
+
+
 def decided(calls: Calls) -> Calls:
     return [call for call in calls if call[0] or call[1]]
 
@@ -168,18 +183,20 @@ def test_llada20(name: str, numbers: slice) -> None:
     settings = trace["settings"]
     model, end = model_of(trace, settings["block_length"]), trace["eos_id"]
     for number, case in cases(trace, numbers):
-        prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
-        sampler, request = llada20(settings, len(prompt))
-        ((calls, canvas),) = run(
-            model, sampler, [prompt], settings["gen_length"], len(case["steps"]), draws_of(case), **request
-        )
-        same_calls(calls, their_calls(case), where)
-        answer = cut(canvas[len(prompt) : len(prompt) + settings["gen_length"]], end)
-        if settings.get("eos_early_stop") and end in prompt:
-            assert case["returned"] == [[]], where
-            assert end in answer
-        else:
-            assert answer == case["returned"][0], where
+        with replay_case(trace, f"{name}, case {number}", case):
+            prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
+            sampler, request = llada20(settings, len(prompt))
+            ((calls, canvas),) = run(
+                model, sampler, [prompt], settings["gen_length"], len(case["steps"]), draws_of(case), **request
+            )
+            same_calls(calls, their_calls(case), where)
+            assert_decided(canvas, case["final_ids"][0], trace["mask_id"])
+            answer = cut(canvas[len(prompt) : len(prompt) + settings["gen_length"]], end)
+            if settings.get("eos_early_stop") and end in prompt:
+                assert case["returned"] == [[]], where
+                assert end in answer
+            else:
+                assert answer == case["returned"][0], where
 
 
 def llada21(settings: dict[str, Any]) -> Any:
@@ -198,17 +215,22 @@ def test_llada21(name: str, numbers: slice) -> None:
     sampler = llada21(settings)
     edits = 0
     for number, case in cases(trace, numbers):
-        prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
-        length, new = settings["block_length"], settings["gen_length"]
-        theirs = their_calls(case)
-        ((calls, canvas),) = run(model, sampler, [prompt], new, len(case["steps"]), draws_of(case), block_length=length)
-        if settings["editing_threshold"] > 1:
-            assert all(call in theirs for call in calls)
-            theirs = decided(theirs)
-        same_calls(calls, theirs, where)
-        assert cut(canvas[len(prompt) : len(prompt) + new], trace["eos_id"]) == case["returned"][0], where
-        edits += sum(len(edited) for _, edited in calls)
-    assert_shown("moe", edits or settings["editing_threshold"] > 0.8 or settings.get("max_post_steps") == 0)
+        with replay_case(trace, f"{name}, case {number}", case):
+            prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
+            length, new = settings["block_length"], settings["gen_length"]
+            theirs = their_calls(case)
+            ((calls, canvas),) = run(
+                model, sampler, [prompt], new, len(case["steps"]), draws_of(case), block_length=length
+            )
+            if settings["editing_threshold"] > 1:
+                assert all(call in theirs for call in calls)
+                theirs = decided(theirs)
+            same_calls(calls, theirs, where)
+            assert_decided(canvas, case["final_ids"][0], trace["mask_id"])
+            assert cut(canvas[len(prompt) : len(prompt) + new], trace["eos_id"]) == case["returned"][0], where
+            edits += sum(len(edited) for _, edited in calls)
+    if is_packaged("moe"):
+        assert edits or settings["editing_threshold"] > 0.8 or settings.get("max_post_steps") == 0
 
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate") + names("llada21_generate"), "early"))
@@ -220,15 +242,16 @@ def test_ends(name: str, numbers: slice) -> None:
     if "temperature" in settings or settings["threshold"] > 1:
         return
     for number, case in cases(trace, numbers):
-        prompt, new = case["prompt_ids"][0], settings["gen_length"]
-        if name.startswith("llada20"):
-            sampler, request = llada20(settings, len(prompt))
-        else:
-            sampler, request = llada21(settings), {"block_length": settings["block_length"]}
-        out = paradec.generate(model, prompt, sampler=sampler, max_new_tokens=new, rng="reference", **request)
-        if case["returned"] != [[]]:
-            assert cut(out.new_tokens[0].tolist(), end) == case["returned"][0], f"{name}, case {number}"
-        assert out.nfe <= case["nfe"] or end in prompt, f"{name}, case {number}"
+        with replay_case(trace, f"{name}, case {number}", case):
+            prompt, new = case["prompt_ids"][0], settings["gen_length"]
+            if name.startswith("llada20"):
+                sampler, request = llada20(settings, len(prompt))
+            else:
+                sampler, request = llada21(settings), {"block_length": settings["block_length"]}
+            out = paradec.generate(model, prompt, sampler=sampler, max_new_tokens=new, rng="reference", **request)
+            if case["returned"] != [[]]:
+                assert cut(out.new_tokens[0].tolist(), end) == case["returned"][0], f"{name}, case {number}"
+            assert out.nfe <= case["nfe"] or end in prompt, f"{name}, case {number}"
 
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("llada20_batch")))
@@ -238,13 +261,14 @@ def test_batches(name: str, numbers: slice) -> None:
     settings = trace["settings"]
     model = model_of(trace, settings["block_size"])
     for number, case in cases(trace, numbers):
-        prompts, new = case["prompt_ids"], settings["max_new_tokens"]
-        single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
-        sampler, request = llada20(single | {"threshold": settings["threshold"]}, len(prompts[0]))
-        for row, (calls, canvas) in enumerate(run(model, sampler, prompts, new, **request)):
-            theirs = decided(their_calls(case, row))
-            assert calls == theirs, f"{name}, case {number}, row {row}"
-            assert canvas == case["final_ids"][row]
+        with replay_case(trace, f"{name}, case {number}", case):
+            prompts, new = case["prompt_ids"], settings["max_new_tokens"]
+            single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
+            sampler, request = llada20(single | {"threshold": settings["threshold"]}, len(prompts[0]))
+            for row, (calls, canvas) in enumerate(run(model, sampler, prompts, new, **request)):
+                theirs = decided(their_calls(case, row))
+                assert calls == theirs, f"{name}, case {number}, row {row}"
+                assert canvas == case["final_ids"][row]
 
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("diffusers_pipeline")))
@@ -259,13 +283,17 @@ def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
     pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=length))
     pipe.set_progress_bar_config(disable=True)
     for number, case in cases(trace, numbers):
-        ids, mask = torch.tensor(case["prompt_ids"]), torch.tensor(case["attention_mask"])
-        request = settings | {"mask_token_id": trace["mask_id"], "eos_token_id": trace["eos_id"], "output_type": "seq"}
-        with contextlib.nullcontext() if cache is None else paradec.accelerate(pipe, cache=cache):
-            sequences = pipe(input_ids=ids, attention_mask=mask, **request).sequences.tolist()
-        begin = ids.shape[1]
-        expected = [row[begin : begin + settings["gen_length"]] for row in case["final_ids"]]
-        assert sequences == expected, f"{name}, case {number}"
+        with replay_case(trace, f"{name}, case {number}", case):
+            ids, mask = torch.tensor(case["prompt_ids"]), torch.tensor(case["attention_mask"])
+            request = settings | {
+                "mask_token_id": trace["mask_id"],
+                "eos_token_id": trace["eos_id"],
+                "output_type": "seq",
+            }
+            with contextlib.nullcontext() if cache is None else paradec.accelerate(pipe, cache=cache):
+                sequences = pipe(input_ids=ids, attention_mask=mask, **request).sequences.tolist()
+            begin = ids.shape[1]
+            assert sequences == [row[begin : begin + settings["gen_length"]] for row in case["final_ids"]]
 
 
 # ---- LLaDA-MoE, SDAR-MoE -------------------------------------------------------------------------------------------
@@ -278,10 +306,11 @@ def test_llada_moe(name: str, numbers: slice) -> None:
     request = {"block_length": settings["block_length"], "steps": settings["steps"]}
     sampler = samplers.create("low_confidence")
     for number, case in cases(trace, numbers):
-        found = run(model, sampler, case["prompt_ids"], settings["gen_length"], **request)
-        for row, (calls, canvas) in enumerate(found):
-            assert calls == their_calls(case, row), f"{name}, case {number}, row {row}"
-            assert canvas == case["final_ids"][row]
+        with replay_case(trace, f"{name}, case {number}", case):
+            found = run(model, sampler, case["prompt_ids"], settings["gen_length"], **request)
+            for row, (calls, canvas) in enumerate(found):
+                assert calls == their_calls(case, row), f"{name}, case {number}, row {row}"
+                assert canvas == case["final_ids"][row]
 
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("sdar_generate")))
@@ -293,35 +322,36 @@ def test_sdar_moe(name: str, numbers: slice) -> None:
     length, rule = settings["block_length"], settings["remasking_strategy"]
     model, mask = model_of(trace, length), trace["mask_id"]
     for number, case in cases(trace, numbers):
-        prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
-        theirs = [step for step in case["steps"] if not step["store"]]
-        blocks = -(-(len(prompt) + settings["gen_length"]) // length) - len(prompt) // length
-        steps = settings["denoising_steps"]
-        least = samplers.create(
-            "threshold", threshold=settings.get("confidence_threshold", 1.0), quota_per_step="least"
-        )
-        state = least.start(
-            model,
-            [prompt],
-            max_new_tokens=settings["gen_length"],
-            eos_early_stop=False,
-            block_length=length,
-            steps=steps * blocks,
-        )
-        for call, step in enumerate(theirs):
-            assert int(state.block_start[0]) // length * length == step["start"], where
-            proposal = least.step(model, state)
-            end = int(state.block_end[0])
-            tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
-            if rule != "sequential":
-                put_in(proposal, tokens, probabilities, end)
-            else:  # each of the next masks from the left is more confident than the one after it
-                put_in(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
-            before = state.canvas.clone()
-            least.commit(state, proposal)
-            found = (before[0] != state.canvas[0]).nonzero()[:, 0].tolist()
-            expected = [at for _, at, _ in step["commit"] if before[0, at] == mask]
-            assert found == expected, f"{where}, call {call}"
-            for _, at, token in step["commit"]:  # what the static rules write over decided tokens as well
-                state.canvas[0, at] = token
-        assert all(mask not in row for row in case["final_ids"]) or settings.get("stop")
+        with replay_case(trace, f"{name}, case {number}", case):
+            prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
+            theirs = [step for step in case["steps"] if not step["store"]]
+            blocks = -(-(len(prompt) + settings["gen_length"]) // length) - len(prompt) // length
+            steps = settings["denoising_steps"]
+            least = samplers.create(
+                "threshold", threshold=settings.get("confidence_threshold", 1.0), quota_per_step="least"
+            )
+            state = least.start(
+                model,
+                [prompt],
+                max_new_tokens=settings["gen_length"],
+                eos_early_stop=False,
+                block_length=length,
+                steps=steps * blocks,
+            )
+            for call, step in enumerate(theirs):
+                assert int(state.block_start[0]) // length * length == step["start"], where
+                proposal = least.step(model, state)
+                end = int(state.block_end[0])
+                tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
+                if rule != "sequential":
+                    put_in(proposal, tokens, probabilities, end)
+                else:  # each of the next masks from the left is more confident than the one after it
+                    put_in(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
+                before = state.canvas.clone()
+                least.commit(state, proposal)
+                found = (before[0] != state.canvas[0]).nonzero()[:, 0].tolist()
+                expected = [at for _, at, _ in step["commit"] if before[0, at] == mask]
+                assert found == expected, f"{where}, call {call}"
+                for _, at, token in step["commit"]:  # what the static rules write over decided tokens as well
+                    state.canvas[0, at] = token
+                    assert all(mask not in row for row in case["final_ids"]) or settings.get("stop")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from canvases import tiny_module
+from recorded import replays
 from structured import CASES, KINDS, VOCAB, automaton_of, lettered, named, tokenizer_of
 
 import paradec
@@ -19,6 +20,7 @@ from paradec.samplers.renoising.constrained import CanvasTexts
 
 
 @pytest.mark.parametrize("name", named("canvas"))
+@replays("name")
 def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step of every canvas, from the recorded logits and uniform numbers. Temperatures are float32."""
     case = CASES[name]
@@ -50,6 +52,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert proposal.values[0].tolist() == wanted["best"]
             entropy = -proposal.quantities["minus_entropy"][0]
             assert entropy.tolist() == pytest.approx(wanted["entropy"], rel=2e-5, abs=1e-7)
+            assert entropy.mean().item() == pytest.approx(wanted["mean_entropy"], rel=2e-5, abs=1e-7)
             assert math.exp(state.texts._found[0][3].log_z()) == pytest.approx(wanted["z"], rel=2e-5)
             kept = sampler._kept(state, proposal)
             drawn = sampler._drawn(state, proposal, kept, None)

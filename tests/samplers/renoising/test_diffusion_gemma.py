@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import plain_canvas
 import pytest
 import torch
 from canvases import CANVAS, END, PAD, VOCAB, tiny_module
+from recorded import Refused, find_checkpoint, golden, read_head, read_json, replay
 from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.models.adapter import Model
 
+RECORDED = [
+    pytest.param(path, number, marks=[pytest.mark.full] if number % 5 else [])
+    for path in sorted(golden("gemma").glob("*.json"))
+    for number, case in enumerate(read_head(path).get("cases", []))
+    if case.get("asked", {}).get("method") == "diffusion_gemma"
+]
+"""Answers of transformers' `generate`."""
 SHORT = {"max_denoising_steps": 12, "confidence_threshold": 0.35}
 ENDS = [11, 12, 13]
 
@@ -44,6 +55,25 @@ def both(module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, 
     ours = paradec.generate(model, ids, attention_mask=mask, **request)
     model.unwrap()
     return theirs.sequences[:, ids.shape[1] :], theirs.tokens_per_forward, ours
+
+
+@functools.cache
+def loaded(folder: Path) -> Model:
+    return paradec.load(folder)
+
+
+@pytest.mark.parametrize(("path", "number"), RECORDED)
+def test_recorded_answers(path: Path, number: int) -> None:
+    case = read_json(path)["cases"][number]
+    asked = case["asked"]
+    with replay(case["name"]):
+        model = loaded(find_checkpoint(asked["checkpoint"], "gemma"))
+        sampler = samplers.create(asked["method"], **asked["settings"])
+        request = {"max_new_tokens": asked["max_new_tokens"], "seed": asked["seed"]}
+        if asked["draws"] != "torch":
+            raise Refused(f"draws={asked['draws']!r}: only torch's stream can be drawn again")
+        out = paradec.generate(model, asked["prompts"], sampler=sampler, rng="reference", **request)
+        assert out.sequences.tolist() == case["ids"]
 
 
 @pytest.mark.thinned

@@ -11,6 +11,7 @@ import pytest
 import torch
 from next_image import assert_checksum, case, cases, file
 from places import GOLDEN
+from recorded import replays
 from torch import Tensor
 
 import paradec
@@ -104,6 +105,9 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             assert_checksum(guided, step["guided_logits"], 2e-5)
             if f"guided_logits.{index}" in arrays:
                 torch.testing.assert_close(guided.float(), arrays[f"guided_logits.{index}"], atol=1e-4, rtol=0)
+            if answer.logits.numel() == step["raw_logits"][0]:  # a half without weight is not evaluated
+                assert_checksum(answer.logits, step["raw_logits"])
+            assert step["rows"] == 2 * state.batch
             if branches == 2:  # without guidance the reference evaluates a half that nothing reads
                 compare_store(query.store, step, state.ends[state.index])
             proposal = sampler.step(network, state)
@@ -140,6 +144,7 @@ def compare_store(store: Any, step: dict[str, Any], stop: int) -> None:
 
 
 @pytest.mark.parametrize("name", cases("var", "steps"))
+@replays("name", "var/")
 def test_var_replays(name: str) -> None:
     record, arrays = case("var", name)
     settings = record["settings"]
@@ -153,6 +158,7 @@ def test_var_replays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases("code", "steps"))
+@replays("name", "code/")
 def test_code_replays(name: str) -> None:
     record, arrays = case("code", name)
     settings = record["settings"]
@@ -169,10 +175,14 @@ def test_code_replays(name: str) -> None:
     assert state.nfe.tolist() == [record["refine_calls"]] * state.batch
     split = settings["draft_steps"]
     if 0 < split < len(state.scales):
-        assert_checksum(state.inputs[:, : state.ends[split] - 1], record["handed_over_inputs"])
+        inputs = state.inputs[:, : state.ends[split] - 1]
+        assert_checksum(inputs, record["handed_over_inputs"])
+        if "handed_over.inputs" in arrays:
+            torch.testing.assert_close(inputs.float(), arrays["handed_over.inputs"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", cases("var", "reconstruction"))
+@replays("name", "var/")
 def test_pictures_become_codes(name: str) -> None:
     record, arrays = case("var", name)
     vq, scales = vae(f"var/{record['model']}"), tuple(record["patch_nums"])
@@ -184,14 +194,21 @@ def test_pictures_become_codes(name: str) -> None:
     torch.testing.assert_close(features, arrays["features"], atol=1e-4, rtol=0)
     assert [ids.tolist() for ids in codes] == record["codes"]
     torch.testing.assert_close(inputs, arrays["teacher_inputs"], atol=1e-4, rtol=0)
+    assert_checksum(inputs, record["teacher_inputs"], 1e-4)
+    assert_checksum(back, record["reconstruction"], 1e-4)
     torch.testing.assert_close(back, arrays["reconstruction"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", cases("var", "logits"))
+@replays("name", "var/")
 def test_all_scales_at_once(name: str) -> None:
     record, arrays = case("var", name)
+    network = model("var", record["model"])
+    ids = torch.cat([torch.tensor(scale) for scale in record["codes"]], 1)
     with torch.no_grad():
-        logits = model("var", record["model"]).module(torch.tensor(record["labels"]), arrays["inputs"])
+        given, _ = network.vq.inputs(network.vq.codes[ids], network.module.scales)
+        torch.testing.assert_close(given, arrays["inputs"], atol=1e-4, rtol=0)
+        logits = network.module(torch.tensor(record["labels"]), arrays["inputs"])
     torch.testing.assert_close(logits, arrays["logits"], atol=1e-4, rtol=0)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from moe_models import golden_moe
-from places import GOLDEN, golden
-from safetensors.torch import load_file
+from places import GOLDEN
+from recorded import find_checkpoint, golden, read_arrays, read_json, replay
 from tiny_models import END, MASK, everything, tiny
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -25,21 +23,20 @@ from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model, Opaque
 
 RECORDED = golden("drafters") / "rollouts"
-CASES = json.loads((RECORDED / "cases.json").read_text()) if RECORDED.is_dir() else []
+CASES = [case for path in sorted(RECORDED.glob("cases.json")) for case in read_json(path)]
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
 EXACT = {"float32": 1e-5, "float64": 1e-10}
 
 
 @functools.cache
 def tensors() -> dict[str, Tensor]:
-    return load_file(RECORDED / "cases.safetensors")
+    return read_arrays(RECORDED / "cases.safetensors")
 
 
 @functools.cache
 def checkpoint(name: str, dtype: str) -> Model:
     """A case's model: beside the cases, or one of the text family's."""
-    places = (RECORDED / name, RECORDED.parent / name, RECORDED.parents[1] / name, GOLDEN / Path(name).name)
-    return paradec.load(next(place for place in places if (place / "config.json").exists()), dtype=dtype)
+    return paradec.load(find_checkpoint(name, "drafters"), dtype=dtype)
 
 
 def recorded(number: int) -> Rollout:
@@ -66,29 +63,31 @@ def assert_logp(found: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_recorded_cases(number: int) -> None:
     """Log-probabilities, by rows and in one forward, and gradients; those of temperature 0 are decoded, too."""
-    case, rollout = CASES[number], recorded(number)
-    model = checkpoint(case["model"], "float64")
-    found = paradec.replay(model, rollout)
-    assert_logp(found.detach(), rollout.logp, 1e-10)
-    if case["block"]:
-        assert model.facts.block_length == case["block"]
+    with replay(f"rollouts, case {number}"):
+        case, rollout = CASES[number], recorded(number)
+        model = checkpoint(case["model"], "float64")
+        found = paradec.replay(model, rollout)
+        assert int(rollout.step_map.max()) + 1 == case["steps"]
+        assert_logp(found.detach(), rollout.logp, 1e-10)
+        if case["block"]:
+            assert model.facts.block_length == case["block"]
+            with torch.no_grad():
+                assert_logp(paradec.replay(model, rollout, one_forward=False), rollout.logp, 1e-10)
+        names = {each.partition("/grad/")[2]: each for each in tensors() if each.startswith(f"{number}/grad/")}
+        assert names
+        own = dict(model.module.named_parameters())
+        gradients = torch.autograd.grad(found.nansum(), [own[name] for name in names])
+        for name, gradient in zip(names, gradients, strict=True):
+            expected = tensors()[names[name]]
+            assert (gradient - expected).norm() <= 1e-4 * expected.norm()
         with torch.no_grad():
-            assert_logp(paradec.replay(model, rollout, one_forward=False), rollout.logp, 1e-10)
-    names = {each.partition("/grad/")[2]: each for each in tensors() if each.startswith(f"{number}/grad/")}
-    assert names
-    own = dict(model.module.named_parameters())
-    gradients = torch.autograd.grad(found.nansum(), [own[name] for name in names])
-    for name, gradient in zip(names, gradients, strict=True):
-        expected = tensors()[names[name]]
-        assert (gradient - expected).norm() <= 1e-4 * expected.norm()
-    with torch.no_grad():
-        assert_logp(paradec.replay(checkpoint(case["model"], "float32"), rollout), rollout.logp, 1e-4)
-    if not case["settings"].get("temperature"):
-        given = {"max_new_tokens": case["max_new_tokens"], **case["settings"]}
-        again = paradec.generate(model, [case["prompt"]], rollout=True, **given).rollout
-        assert torch.equal(again.tokens, rollout.tokens) and torch.equal(again.step_map, rollout.step_map)
-        assert_logp(again.logp, rollout.logp, 1e-10)
-        assert int(again.step_map.max()) + 1 == case["steps"]
+            assert_logp(paradec.replay(checkpoint(case["model"], "float32"), rollout), rollout.logp, 1e-4)
+        if not case["settings"].get("temperature"):
+            given = {"max_new_tokens": case["max_new_tokens"], **case["settings"]}
+            again = paradec.generate(model, [case["prompt"]], rollout=True, **given).rollout
+            assert torch.equal(again.tokens, rollout.tokens) and torch.equal(again.step_map, rollout.step_map)
+            assert_logp(again.logp, rollout.logp, 1e-10)
+            assert int(again.step_map.max()) + 1 == case["steps"]
 
 
 # ---- a plain loop ---------------------------------------------------------------------------------------------------

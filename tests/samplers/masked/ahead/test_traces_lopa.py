@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from pipelined_traces import D2FRule, blocks_of, d2f_model
-from replay import load_trace, model_of, some_cases, trace_names, which
+from replay import load_trace, model_of, replay_case, some_cases, trace_names, which
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -138,34 +138,35 @@ def test_trace(name: str, numbers: tuple[int, ...] | None) -> None:
         tail=settings["branch_topp"],
         confidence=strategy,
     )
-    for case in some_cases(trace, numbers):
-        (prompt,) = case["prompt_ids"]
-        model = d2f_model(trace, inner)
-        if settings["full_attention"]:
-            model = paradec.wrap(
-                OpenedBlocks(inner.module, rounds_of(case, forced)),
-                mask_token_id=trace["mask_id"],
-                eos_token_id=trace["eos_id"],
-                prediction=inner.facts.prediction,
-                topology="bidirectional",
+    for name, case in some_cases(trace, numbers):
+        with replay_case(trace, name, case):
+            (prompt,) = case["prompt_ids"]
+            model = d2f_model(trace, inner)
+            if settings["full_attention"]:
+                model = paradec.wrap(
+                    OpenedBlocks(inner.module, rounds_of(case, forced)),
+                    mask_token_id=trace["mask_id"],
+                    eos_token_id=trace["eos_id"],
+                    prediction=inner.facts.prediction,
+                    topology="bidirectional",
+                )
+            out = paradec.generate(
+                model,
+                [prompt],
+                sampler=sampler,
+                max_new_tokens=settings["gen_length"],
+                blocks=blocks_of(trace, forced="active"),
+                eos_early_stop=not settings.get("ignore_eos", False),
+                trace=True,
             )
-        out = paradec.generate(
-            model,
-            [prompt],
-            sampler=sampler,
-            max_new_tokens=settings["gen_length"],
-            blocks=blocks_of(trace, forced="active"),
-            eos_early_stop=not settings.get("ignore_eos", False),
-            trace=True,
-        )
-        opened = case["extra"]["returned_length"]
-        rounds: dict[int, list[list[int]]] = {}
-        evaluated = 0
-        for number, group in itertools.groupby(case["steps"], key=lambda step: step["round"]):
-            branches = branches_of(list(group))
-            evaluated += len(branches)
-            rounds[number] = [entry[1:] for entry in branches[-1]["commit"] if entry[1] < opened]
-        ours = [sorted([position, token] for _, position, token, _ in step.commits) for step in out.trace.steps]
-        assert ours == [sorted(commits) for commits in rounds.values()]
-        assert out.sequences[0].tolist() == case["final_ids"][0]
-        assert out.nfe == len(rounds) and out.row_forwards == evaluated <= case["nfe"]
+            opened = case["extra"]["returned_length"]
+            rounds: dict[int, list[list[int]]] = {}
+            evaluated = 0
+            for number, group in itertools.groupby(case["steps"], key=lambda step: step["round"]):
+                branches = branches_of(list(group))
+                evaluated += len(branches)
+                rounds[number] = [entry[1:] for entry in branches[-1]["commit"] if entry[1] < opened]
+            ours = [sorted([position, token] for _, position, token, _ in step.commits) for step in out.trace.steps]
+            assert ours == [sorted(commits) for commits in rounds.values()]
+            assert out.sequences[0].tolist() == case["final_ids"][0]
+            assert out.nfe == len(rounds) and out.row_forwards == evaluated <= case["nfe"]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import golden
-from safetensors.torch import load_file
+from places import GOLDEN
+from recorded import golden, read_arrays, read_head, read_json, replay_in_float64
 from tiny_models import DELETE, MASK, SPLIT, tiny
 from torch import Tensor
 
@@ -19,8 +20,8 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.adapter import Model
 
-INDEL = golden("autumn") / "indel"
-CASES = json.loads((INDEL / "cases.json").read_text())["cases"]
+INDEL = [path for path in sorted(golden("autumn").glob("indel/*.json")) if "cases" in read_head(path)]
+CASES = [(path, number) for path in INDEL for number in range(len(read_head(path)["cases"]))]
 
 
 class Recorded:
@@ -57,77 +58,97 @@ def create(settings: dict[str, Any]) -> Any:
     )
 
 
-@pytest.fixture(scope="module")
-def logits() -> dict[str, Tensor]:
-    return load_file(INDEL / "logits.safetensors")
-
-
 def thinned(cases: list[Any]) -> list[Any]:
     """Parameters, of which every third runs by default."""
     marks = [() if at % 3 == 0 else (pytest.mark.full,) for at in range(len(cases))]
-    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
 
 
-@pytest.mark.parametrize("case", thinned(CASES), ids=lambda case: case["name"])
-def test_recorded_steps(case: dict[str, Any], logits: dict[str, Tensor]) -> None:
-    model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
-    for row, (entry, given) in enumerate(zip(case["ids"], case["given"], strict=True)):
-        count = sum(
-            given
-        )  # in front; a mask among them would be a hole here: the recorded logits notice no other token
-        ids = [0 if own and token == model.facts.mask_id else token for token, own in zip(entry, given, strict=True)]
-        prompt = [0] * block + ids[:count]  # a block before it, since no prompt is empty
-        state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
-        assert state.canvas[0, block:].tolist() == ids
-        for step in case["steps"]:
-            over = step["closed"][row] or step["done"][row]
-            if not state.done:
-                logits_of_step = logits[case["name"]][step["logits"]]
-                model.logits = logits_of_step.view(len(case["ids"]), block, -1)[row : row + 1]
-                sampler.commit(state, sampler.step(model, state))
-                assert state.done == over
-            assert over or not state.done
-            assert state.canvas[0, block + count :].tolist() == step["ids"][row][count:]
-            if not state.done:
-                assert state.memory["post_steps"].tolist() == [step["post_steps"][row]]
-                assert state.memory["original"][0].tolist() == [flag > 0 for flag in step["original"][row][count:]]
-        assert state.done
+@pytest.mark.parametrize(("path", "number"), thinned(CASES))
+def test_recorded_steps(path: Path, number: int) -> None:
+    case, logits = read_json(path)["cases"][number], read_arrays(path.with_name("logits.safetensors"))
+    with replay_in_float64(case["name"], case):
+        model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
+        for row, (entry, given) in enumerate(zip(case["ids"], case["given"], strict=True)):
+            count = sum(
+                given
+            )  # in front; a mask among them would be a hole here: the recorded logits notice no other token
+            ids = [
+                0 if own and token == model.facts.mask_id else token for token, own in zip(entry, given, strict=True)
+            ]
+            prompt = [0] * block + ids[:count]  # a block before it, since no prompt is empty
+            state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
+            assert state.canvas[0, block:].tolist() == ids
+            for step in case["steps"]:
+                over = step["closed"][row] or step["done"][row]
+                if not state.done:
+                    logits_of_step = logits[case["name"]][step["logits"]]
+                    model.logits = logits_of_step.view(len(case["ids"]), block, -1)[row : row + 1]
+                    sampler.commit(state, sampler.step(model, state))
+                    assert state.done == over
+                assert over or not state.done
+                assert state.canvas[0, block + count :].tolist() == step["ids"][row][count:]
+                if not state.done:
+                    assert state.memory["post_steps"].tolist() == [step["post_steps"][row]]
+                    assert state.block_step.tolist() == [step["steps"][row]]
+                    assert state.memory["original"][0].tolist() == [flag > 0 for flag in step["original"][row][count:]]
+            assert state.done
+        assert case["forwards"] == len(case["steps"]) <= case["max_steps"]
+        assert all(case["used"][name] == value for name, value in case["settings"].items())
 
 
 # ---- whole answers --------------------------------------------------------------------------------------------------
 
-TINY = golden("autumn") / "llada22" / "llada22-tiny"
-FACTS = json.loads((TINY / "forwards.json").read_text())["facts"]
-ANSWERS = json.loads((TINY / "answers.json").read_text())["cases"]
+TINY = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
+FACTS = read_head(TINY / "forwards.json")["facts"]
+ANSWERS = read_head(TINY / "answers.json")["cases"]
+RECORDED = [
+    (path, number)
+    for path in sorted(golden("autumn").glob("**/answers.json"))
+    for number in range(len(read_head(path)["cases"]))
+]
+
+
+@functools.cache
+def loaded(folder: Path) -> Model:
+    """A checkpoint with the facts in `forwards.json`."""
+    facts = read_json(folder / "forwards.json")["facts"]
+    return paradec.load(folder, dtype="float64", mask_token_id=facts["mask"], block_length=facts["block"])
 
 
 @pytest.fixture(scope="module")
 def tiny22() -> Model:
-    return paradec.load(TINY, dtype="float64", mask_token_id=FACTS["mask"])
+    return loaded(TINY)
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("number", range(len(ANSWERS)))
+@pytest.mark.parametrize(("path", "number"), RECORDED)
 @pytest.mark.parametrize("cache", ["none", "block"])
-def test_recorded_answers(tiny22: Model, number: int, cache: str) -> None:
-    case, block = ANSWERS[number], FACTS["block"]
-    sampler = create(case["settings"])
-    state = sampler.start(tiny22, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], cache=cache)
-    calls = 0
-    for recorded in case["blocks"]:
-        first, closed = recorded["block"] * block, False
-        for step in recorded["steps"]:
-            if closed:  # a call that only stores: here the next block's first one does
-                continue
-            sampler.commit(state, sampler.step(tiny22, state))
-            calls, closed = calls + 1, step["closed"]
-            stop = min(first + block, int(state.end[0]))  # what comes after an end is padding
-            assert state.canvas[0, first:stop].tolist() == step["ids"][: stop - first]
-    assert state.done and state.nfe.tolist() == [calls]
-    out = paradec.generate(
-        tiny22, [case["prompt_ids"]], sampler=sampler, max_new_tokens=case["max_new_tokens"], cache=cache
-    )
-    assert out.new_tokens[0, : out.tokens[0]].tolist() == case["answer"]
+def test_recorded_answers(path: Path, number: int, cache: str) -> None:
+    case, model = read_json(path)["cases"][number], loaded(path.parent)
+    block = model.facts.block_length
+    with replay_in_float64(f"{path.parent.name}, answer {number}", case):
+        sampler = create(case["settings"])
+        state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], cache=cache)
+        calls = 0
+        for recorded in case["blocks"]:
+            first, closed = recorded["block"] * block, False
+            for step in recorded["steps"]:
+                if closed:  # a call that only stores: here the next block's first one does
+                    continue
+                sampler.commit(state, sampler.step(model, state))
+                calls, closed = calls + 1, step["closed"]
+                stop = min(first + block, int(state.end[0]))  # what comes after an end is padding
+                assert state.canvas[0, first:stop].tolist() == step["ids"][: stop - first]
+        assert state.done and state.nfe.tolist() == [calls]
+        out = paradec.generate(
+            model, [case["prompt_ids"]], sampler=sampler, max_new_tokens=case["max_new_tokens"], cache=cache
+        )
+        begin, answer = len(case["prompt_ids"]), case["answer"]
+        assert out.new_tokens[0, : out.tokens[0]].tolist() == answer
+        assert case["canvas"][: begin + len(answer)] == [*case["prompt_ids"], *answer]
+        prefill = begin >= block
+        assert case["forwards"] == prefill + sum(len(recorded["steps"]) for recorded in case["blocks"])
 
 
 @pytest.mark.parametrize("cache", [pytest.param("none", marks=pytest.mark.full), "block"])

@@ -6,15 +6,16 @@ place of drawing. Two of the reference's schedules differ on purpose (`test_corr
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from places import GOLDEN, golden, golden_file
+from places import GOLDEN
+from recorded import Refused, find_weights, golden, read_head, read_json, replay, replays
 from safetensors.torch import load_file, save_file
 
 import paradec
@@ -24,9 +25,11 @@ from paradec.samplers.masked.rules.maskgit import counts
 from paradec.samplers.masked.rules.recap import Recap
 
 TRACES = GOLDEN / "recap"
-RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(golden("recap").glob("*.json"))}
-CASES = [name for name, said in RECORDED.items() if "schedule" in said]
-SCHEDULES = [row for said in RECORDED.values() if isinstance(said, list) for row in said if "local_tokens" in row]
+FILES = sorted(golden("recap").glob("*.json"))
+CASES = [path for path in FILES if "schedule" in read_head(path)]
+SCHEDULES = [
+    path for path in FILES if isinstance(read_head(path), list) and all("nc" in row for row in read_head(path))
+]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # that it cannot win on so small a model
 
 
@@ -109,14 +112,15 @@ class Replayed(Recap):
         return torch.exp(-torch.exp(-group.noise)) if place == 0 else torch.full_like(group.noise, 0.5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_replays_the_reference(name: str) -> None:
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+@replays("path")
+def test_replays_the_reference(path: Path) -> None:
     """Every call's positions, cache size and logits, every confidence, and the final grid."""
-    case = RECORDED[name]
+    case = read_json(path)
     settings, guidance = case["settings"], case["schedule"]["local_cfg"] or [[0.0]]
     positions, vocab = settings["seq_len"], case["model"]["codebook_size"]
     groups = groups_of(case["log"], positions)
-    model = load_uvit(golden_file("recap", case["weights"]), heads=case["model"]["num_heads"])
+    model = load_uvit(find_weights(case["weights"], "recap"), heads=case["model"]["num_heads"])
     sampler = Replayed(
         local_steps=settings["num_cache_iters"],
         full_groups=settings["pre_full_iters"],
@@ -126,6 +130,20 @@ def test_replays_the_reference(name: str) -> None:
         groups=groups,
     )
     labels = [label for (label,) in case["labels"]]
+    assert settings["mask_id"] == vocab == model.module.codebook_size
+    assert settings["null_class"] == model.module.classes - 1
+    step, total = np.arange(settings["gen_step"]), np.full(settings["gen_step"], settings["gen_step"])
+    recorded_schedule = case["schedule"]
+    sizes, group_of_step = np.array(counts("power", positions, settings["gen_step"])), sampler.group(step)
+    local = [sizes[group_of_step == group].tolist() for group in range(group_of_step[-1] + 1)]
+    assert recorded_schedule["local_tokens"] == local
+    assert recorded_schedule["group_tokens"] == [sum(each) for each in local]
+    noises = sampler.noise_at(step, total)[sampler.place(step) == 0]
+    np.testing.assert_allclose(noises, recorded_schedule["conf_temps"], atol=1e-12)
+    if settings["cfg"]:
+        assert_guidance(sampler, recorded_schedule["local_cfg"])
+    temperatures = sum(recorded_schedule["local_sample_temps"], [])
+    np.testing.assert_allclose(sampler.temperature_at(step, total), temperatures, atol=1e-12)
     state = sampler.start(
         model,
         prompts(model, *labels),
@@ -167,14 +185,32 @@ def test_replays_the_reference(name: str) -> None:
     assert state.canvas[:, 1:].tolist() == case["final"]
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in SCHEDULES if "error" not in row], ids=lambda r: f"{r['seq_len']}-{r['T']}"
-)
-def test_schedules_are_the_reference_s(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
+def test_schedules_are_the_reference_s(path: Path) -> None:
+    for number, row in enumerate(read_json(path)):
+        with replay(f"{path.stem}, row {number}"):
+            if "error" in row:
+                raise Refused(f"the reference stops: {row['error']}")
+            assert_schedule(row)
+
+
+def assert_guidance(sampler: Recap, scales: list[list[float]]) -> None:
+    """The scales of all steps, by group; the public code's are one less."""
+    expected = np.array(sum(scales, []))
+    step, state = (
+        np.arange(len(expected)),
+        SimpleNamespace(request=SimpleNamespace(guidance_scale=1 + expected[-1]), canvas=torch.empty(0)),
+    )
+    found = sampler.guidance_at(state, step, np.full(len(step), len(step)))
+    np.testing.assert_allclose(np.asarray(found).flatten() - 1, expected, atol=1e-9)
+
+
+def assert_schedule(row: dict[str, Any]) -> None:
     step, total = np.arange(row["T"]), np.full(row["T"], row["T"])
-    final = row["sample_temps"][-1][-1]
-    sampler = Recap(local_steps=row["nc"], full_groups=row["pre"], final_temperature=final, guidance_start=1.05)
+    final, start = row["sample_temps"][-1][-1], 1 + row["cfg"][0][0]
+    sampler = Recap(local_steps=row["nc"], full_groups=row["pre"], final_temperature=final, guidance_start=start)
     group = sampler.group(step)
+    assert_guidance(sampler, row["cfg"])
     if min(map(min, row["local_tokens"])) > 0:
         sizes = np.array(counts("power", row["seq_len"], row["T"]))
         assert [sizes[group == g].tolist() for g in range(group[-1] + 1)] == row["local_tokens"]

@@ -5,15 +5,13 @@ top-k tokens; ours does neither, and the replay does both."""
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moe_models import MOE
-from places import assert_shown, golden
+from recorded import find_checkpoint, golden, read_head, read_json, replay_in_float64
 from tiny_models import tiny
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from paradec.models.base import Model
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.rules.s2d2 import S2D2, VerifyLogits
 
-S2D2_RUNS = golden("autumn") / "s2d2"
 ROUTES = {"mask_span_length": "span", "score_threshold": "score", "score_hysteresis": "hysteresis"}
 ESTIMATORS = {"soft_entropy_negexp": "entropy", "hard_margin_threshold": "margin"}
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
@@ -91,14 +88,14 @@ def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def loaded(folder: Path, block: int) -> Model:
-    return paradec.load(folder, dtype="float32", block_length=block)
+def loaded(folder: Path, block: int, mask: int) -> Model:
+    return paradec.load(folder, dtype="float32", block_length=block, mask_token_id=mask)
 
 
 def files() -> list[Any]:
     found = []
-    for path in sorted(S2D2_RUNS.glob("*__*.json")):
-        if "steps" in json.loads(path.read_text())["cases"][0]:
+    for path in sorted(golden("autumn").glob("s2d2/*.json")):
+        if any("steps" in case for case in read_head(path)["cases"]):
             found.append(pytest.param(path, id=path.stem))
     return found
 
@@ -107,34 +104,45 @@ def files() -> list[Any]:
 @pytest.mark.parametrize("path", files())
 @pytest.mark.parametrize("cache", ["none", "block"])
 def test_recorded_steps(path: Path, cache: str) -> None:
-    trace = json.loads(path.read_text())
-    asked, folders = trace["settings"], (S2D2_RUNS / trace["model"], MOE / trace["model"])
-    folder = next(folder for folder in folders if (folder / "config.json").exists())
-    model, sampler = loaded(folder, asked["block_length"]), Replayed(**settings_of(trace))
+    trace = read_json(path)
+    asked, block = trace["settings"], trace["settings"]["block_length"]
+    model = loaded(find_checkpoint(trace["model"], "autumn"), block, trace["mask_id"])
+    sampler = Replayed(**settings_of(trace))
     request: dict[str, Any] = {"temperature": 0.0, "cache": cache, "eos_early_stop": False}
     if asked.get("do_sample"):
         request["temperature"] = asked.get("temperature", 1.0)
         request |= {name: asked[name] for name in ("top_k", "top_p") if name in asked}
-    for case in trace["cases"]:
-        if not case.get("fp64_same", True):
-            continue
-        state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], **request)
-        state.fed = {"numbers": case["uniforms"], "used": 0}  # type: ignore[attr-defined]
-        made, theirs = [], [(step["verified"], {(at, id) for at, id, _ in step["commit"]}) for step in case["steps"]]
-        while not state.done and len(made) < len(theirs):
-            before, verifies = state.canvas[0].clone(), bool(state.memory["verifies"][0])
-            sampler.commit(state, sampler.step(model, state))
-            written = (state.canvas[0] != before).nonzero()[:, 0].tolist()
-            if written:
-                made.append((verifies, {(at, int(state.canvas[0, at])) for at in written}))
-                # a draft that falls takes one number more
-                state.fed["used"] += verifies and case["steps"][len(made) - 1]["rejected"] is not None
-        assert made == theirs
+    for number, case in enumerate(trace["cases"]):
+        with replay_in_float64(f"{path.stem}, case {number}", case):
+            state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], **request)
+            state.fed = {"numbers": case["uniforms"], "used": 0}  # type: ignore[attr-defined]
+            made, theirs = (
+                [],
+                [(step["verified"], {(at, id) for at, id, _ in step["commit"]}) for step in case["steps"]],
+            )
+            while not state.done and len(made) < len(theirs):
+                before, verifies = state.canvas[0].clone(), bool(state.memory["verifies"][0])
+                sampler.commit(state, sampler.step(model, state))
+                written = (state.canvas[0] != before).nonzero()[:, 0].tolist()
+                if written:
+                    made.append((verifies, {(at, int(state.canvas[0, at])) for at in written}))
+                    # a draft that falls takes one number more
+                    state.fed["used"] += verifies and case["steps"][len(made) - 1]["rejected"] is not None
+            assert made == theirs
+            text = [(at, token) for at, token in enumerate(case["canvas"]) if token != trace["mask_id"]]
+            assert all(int(state.canvas[0, at]) == token for at, token in text if at < state.canvas.shape[1])
+            verified = [step for step in case["steps"] if step["verified"]]
+            assert case["accepted"] == [sum(kind == "accepted" for _, _, kind in step["commit"]) for step in verified]
+            # a prefill, a draft a step, a verification, and a call that stores each block
+            prefill = len(case["prompt_ids"]) >= block
+            assert case["calls"] == prefill + len(theirs) + len(verified) + len(
+                {step["block"] for step in case["steps"]}
+            )
 
 
 def test_the_recorded_runs_show_every_route() -> None:
-    routes = [settings_of(json.loads(param.values[0].read_text()))["route"] for param in files()]
-    assert_shown("autumn", set(routes) == set(ROUTES.values()))
+    routes = [settings_of(read_head(param.values[0]))["route"] for param in files()]
+    assert set(routes) == set(ROUTES.values())
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 0.8])
