@@ -165,13 +165,24 @@ def _track(
     state.begin(found)
 
 
+def _check_logits(state: MaskedState, model: Any) -> None:
+    """Raise ValueError where the logits of the first step cannot fit.
+
+    Left out: schedulers and engines, which have their logits already (no dtype), and models spread over processes, of
+    which one would refuse alone.
+    """
+    dtype = getattr(model, "dtype", None)
+    if dtype is None or getattr(model, "ranks", None) is not None or state.done:
+        return
+    rows, width = state.branches * state.batch, state.window.positions.shape[1]
+    needed = rows * width * state.facts.vocab_size * dtype.itemsize
+    check_memory(needed, model.device, None, f"the logits of {rows} x {width} positions")
+
+
 def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attention: Any) -> None:
     """Make what the request keeps outside of the canvas: store, what cache and attention keep, trace, a prefix."""
     cache, reuse = state.cache, state.reuse
-    evaluated, width = state.branches * state.batch, state.window.positions.shape[1]
-    if (dtype := getattr(model, "dtype", None)) is not None:  # a scheduler or an engine has its logits already
-        logits = evaluated * width * state.facts.vocab_size * dtype.itemsize
-        check_memory(logits, model.device, None, f"the logits of {evaluated} x {width} positions")
+    _check_logits(state, model)
     if isinstance(cache, StoredCache):
         rows, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
         state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)

@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 422, "tool_calls=3 must be a list of calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "cannot be read as JSON"),
     ({"messages": [{"role": "tool", "tool_call_id": [], "content": "x"}]}, 422, "tool_call_id=[] must be a text"),
-    (chat(response_format={"type": "json_object"}), 422, "can write no such text"),
+    (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
     (chat(stream="yes"), 422, "stream='yes' must be true or false"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
     (chat(temperature=-1), 400, "temperature=-1"),
