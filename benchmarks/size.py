@@ -20,7 +20,7 @@ COLUMNS = ("code", "lines", "files", "functions", "raises")
 
 def count_python(source: str) -> Counter[str]:
     """Count one Python file."""
-    command = ["ruff", "format", "--isolated", "--line-length", "120", "-"]
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "120", "-"]
     source = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
     nodes = [*ast.walk(ast.parse(source))]
     strings = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
