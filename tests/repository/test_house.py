@@ -126,9 +126,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+def test_links_of_the_readme_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert {"docs/samplers.md", "docs/assets/threshold.gif", "CITATION.cff"} <= set(links)
     for link in links:
