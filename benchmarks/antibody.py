@@ -1,6 +1,6 @@
 """How well each sampler fills antibody sequences of which 90 % is masked, and how many forwards that takes.
 
-    python benchmarks/antibody.py [--minutes 40] [--seeds 5] [--limit PAIRS] [--resume]
+    python benchmarks/antibody.py [--seeds 5] [--skip PAIRS] [--limit PAIRS] [--draw]
 
 The model is AntiBERTy (`pip install -e ".[bench]"`), a real masked language model that runs on a CPU: 26M weights,
 one token per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. Of each, 90 % of the
@@ -20,8 +20,8 @@ Every configuration fills the same sequences under the same masks, and is compar
 filled. Intervals are percentile bootstraps over sequences (95 %; the mean over a sequence's seeds is one number);
 "versus baseline" is the interval of the paired difference.
 
-Work is done in units: four heavy or four light chains under one seed, by all configurations. Results are written after
-every unit. A run begins no unit that would likely end after `--minutes`; `--resume` goes on where the last one ended.
+Work is done in units: four heavy or four light chains under one seed, by all configurations. `--draw` makes
+docs/figures/antibody.svg from the results that are there.
 A canvas that was evaluated before, by whatever sampler, is looked up instead of evaluated again: rules that agree visit
 the same ones. Forwards are counted as if it were not so, and no times are reported.
 """
@@ -29,11 +29,7 @@ the same ones. Forwards are counted as if it were not so, and no times are repor
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sqlite3
 import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -43,6 +39,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import RESULTS, read_result, write_result
+from tables import antibody_table
 from torch import Tensor
 
 import paradec
@@ -53,11 +51,9 @@ from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import aup, bootstrap
 from paradec.tools.tuning import Asked
-from paradec.tools.tuning.run import weights_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "antibodies.fasta"
-SCHEMA = "paradec-antibody/2"
 SHARE = 0.9
 """Of the residues, masked."""
 UNIT = 4
@@ -119,20 +115,11 @@ def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Asked], list[in
 
 
 class Remembering:
-    """A model that evaluates no canvas twice, drafts included. Replaces a `Model` without a store.
+    """A model that evaluates no canvas twice, drafts included. Replaces a `Model` without a store."""
 
-    Args:
-        file: an SQLite file of what this model has evaluated, made if it is not there: it is looked up there too, by
-            this process and those to come. None keeps everything in memory.
-
-    Raises:
-        ValueError: a file of other weights.
-    """
-
-    def __init__(self, model: Model, file: str | os.PathLike[str] | None = None):
+    def __init__(self, model: Model):
         self.model = model
         self.known: dict[bytes, Tensor] = {}
-        self.file = None if file is None else _canvases(file, weights_of(model))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -144,7 +131,7 @@ class Remembering:
         sizes = [width] * len(query.tokens) if query.valid is None else query.valid.sum(1).tolist()
         rows = query.tokens.numpy()
         keys = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-        new = [k for k, key in enumerate(keys) if key not in self.known and not self._read(key)]
+        new = [k for k, key in enumerate(keys) if key not in self.known]
         if new:
             index = torch.tensor(new)
             part = query.but(
@@ -156,40 +143,10 @@ class Remembering:
             )
             for k, logits in zip(new, self.model(part), strict=True):
                 self.known[keys[k]] = logits
-            self._write([keys[k] for k in new])
         wanted = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
         # a window's padding may ask beyond what its row has; whatever is there is not used
         found = [self.known[key] for key in keys]
         return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(found, wanted, strict=True)])
-
-    def _read(self, key: bytes) -> bool:
-        """Take a canvas over from the file; whether it is there."""
-        if self.file is None:
-            return False
-        row = self.file.execute("SELECT width, logits FROM canvases WHERE ids = ?", (key,)).fetchone()
-        if row is not None:
-            self.known[key] = torch.from_numpy(np.frombuffer(row[1], np.float32).reshape(row[0], -1).copy())
-        return row is not None
-
-    def _write(self, keys: list[bytes]) -> None:
-        if self.file is not None:
-            with self.file:
-                rows = [(key, len(self.known[key]), self.known[key].numpy().tobytes()) for key in keys]
-                self.file.executemany("INSERT OR IGNORE INTO canvases VALUES (?, ?, ?)", rows)
-
-
-def _canvases(file: str | os.PathLike[str], weights: str) -> sqlite3.Connection:
-    """The file of `Remembering`, for these weights. Raises: ValueError, of others."""
-    opened = sqlite3.connect(file, timeout=60, isolation_level="IMMEDIATE")
-    opened.execute("PRAGMA journal_mode = WAL")
-    opened.execute("PRAGMA synchronous = NORMAL")
-    with opened:
-        opened.execute("CREATE TABLE IF NOT EXISTS canvases (ids BLOB PRIMARY KEY, width INTEGER, logits BLOB)")
-        opened.execute("CREATE TABLE IF NOT EXISTS model (weights TEXT PRIMARY KEY)")
-        opened.execute("INSERT OR IGNORE INTO model VALUES (?)", (weights,))
-    if opened.execute("SELECT COUNT(*) FROM model").fetchone() != (1,):
-        raise ValueError(f"{str(file)!r} holds what other weights gave; give another file")
-    return opened
 
 
 Filling = tuple[str, int]
@@ -209,28 +166,15 @@ class Record:
 class Benchmark:
     """Everything measured so far. A configuration is reported on the fillings that it and the baseline have done."""
 
-    setup: dict[str, Any]
     masked: dict[Filling, int]
-    """By filling, all that there are to do: how many residues are masked."""
+    """By filling, how many residues are masked."""
     records: list[Record]
     """The baseline first."""
 
-    @property
-    def complete(self) -> bool:
-        return all(filling in record.done for record in self.records for filling in self.asked(record))
-
-    def asked(self, record: Record) -> list[Filling]:
-        """What a configuration is to fill, as far as is known: a slow one has nothing to do under later seeds."""
-        first = min(seed for _, seed in self.masked)
-        known = [filling for filling in record.done if filling[1] == first]
-        residues = sum(self.masked[filling] for filling in known)
-        slow = residues < SLOW * sum(record.done[filling][1] for filling in known)
-        return [filling for filling in self.masked if not slow or filling[1] == first]
-
-    def fillings(self, record: Record, kind: str = "") -> list[Filling]:
-        """What a configuration and the baseline have done, of one kind of chain or of both."""
-        base = self.records[0].done
-        return [f for f in self.masked if f[0].endswith(kind) and f in record.done and f in base]
+    def slow(self, record: Record) -> bool:
+        """Whether a configuration makes too few residues final per forward for more than one seed."""
+        forwards = sum(count for _, count in record.done.values())
+        return sum(self.masked[filling] for filling in record.done) < SLOW * forwards
 
     def recovery(self, record: Record, fillings: list[Filling]) -> np.ndarray:
         """[chains] share of masked residues that came back, the mean over a chain's fillings."""
@@ -239,114 +183,57 @@ class Benchmark:
             shares.setdefault(filling[0], []).append(record.done[filling][0] / self.masked[filling])
         return np.array([np.mean(values) for values in shares.values()])
 
-    def summary(self, record: Record, kind: str = "") -> dict[str, Any]:
-        """The numbers of a table line, shares in per cent."""
-        fillings = self.fillings(record, kind)
+    def summary(self, record: Record, kind: str) -> dict[str, Any]:
+        """The numbers of a table line, of one kind of chain or of both, shares in per cent."""
+        fillings = [filling for filling in record.done if filling[0].endswith(kind)]
         ours, base = self.recovery(record, fillings), self.recovery(self.records[0], fillings)
-        nfe = float(np.mean([record.done[filling][1] for filling in fillings]))
+        forwards = float(np.mean([record.done[filling][1] for filling in fillings]))
         return {
+            "sampler": record.configuration.sampler,
+            "changes": {name: plain(value) for name, value in record.configuration.changes.items()},
             "fillings": len(fillings),
             "recovery": 100 * ours.mean(),
             "interval": [100 * end for end in bootstrap(ours)],
             "versus_baseline": 100 * (ours - base).mean(),
             "versus_baseline_interval": [100 * end for end in bootstrap(ours - base)],
-            "nfe": nfe,
-            "tokens_per_forward": float(np.mean([self.masked[filling] for filling in fillings])) / nfe,
+            "forwards": forwards,
+            "tokens_per_forward": float(np.mean([self.masked[filling] for filling in fillings])) / forwards,
         }
 
-    def lines(self, kind: str = "") -> list[tuple[Configuration, dict[str, Any]]]:
-        """Every configuration that has done something, with its numbers."""
-        measured = [record for record in self.records if self.fillings(record, kind)]
-        return [(record.configuration, self.summary(record, kind)) for record in measured]
+    def result(self) -> dict[str, Any]:
+        """What is published: a row for each configuration, of all chains and of each kind; and AUPs."""
+        rows, heavy, light = ([self.summary(record, kind) for record in self.records] for kind in ("", "VH", "VL"))
+        shown = ("sampler", "recovery", "interval", "forwards")
+        kinds = {
+            name: [{key: row[key] for key in shown} for row in own] for name, own in (("VH", heavy), ("VL", light))
+        }
+        return {"aup": areas(rows), "results": rows} | kinds
 
-    def aup(self) -> dict[str, float]:
-        """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as most
-        (`paradec.tools.evaluation.Comparison.aup` says why)."""
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for configuration, line in self.lines():
-            curves.setdefault(configuration.sampler, []).append((line["tokens_per_forward"], line["recovery"]))
-        best = max(recovery for curve in curves.values() for _, recovery in curve)
-        counts = Counter(map(len, curves.values()))
-        settings = max(counts, key=lambda count: (counts[count], count))
-        return {sampler: aup(curve, best) for sampler, curve in curves.items() if len(curve) == settings}
 
-    def to_json(self, file: Path) -> None:
-        results = [
-            {
-                "sampler": record.configuration.sampler,
-                "changes": {name: plain(value) for name, value in record.configuration.changes.items()},
-                **{
-                    kind or "all": self.summary(record, kind)
-                    for kind in ("", "VH", "VL")
-                    if self.fillings(record, kind)
-                },
-                "done": [[*filling, *numbers] for filling, numbers in record.done.items()],
-            }
-            for record in self.records
-            if record.done
-        ]
-        from provenance import COMMIT
+def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as most
+    (`paradec.tools.evaluation.Comparison.aup` says why)."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        curves.setdefault(row["sampler"], []).append((row["tokens_per_forward"], row["recovery"]))
+    best = max(row["recovery"] for row in rows)
+    counts = Counter(map(len, curves.values()))
+    settings = max(counts, key=lambda count: (counts[count], count))
+    return {sampler: aup(curve, best) for sampler, curve in curves.items() if len(curve) == settings}
 
-        data = {"schema": SCHEMA, "commit": COMMIT, "complete": self.complete, "setup": self.setup}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(file.name + ".part")
-        head = json.dumps(data | {"aup": self.aup()}, indent=1)[:-2]
-        lines = ",\n".join(map(json.dumps, results))  # one line per configuration
-        draft.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-        draft.replace(file)
 
-    def resume(self, file: Path) -> None:
-        """Take over what a file holds; samplers that are new since then start from nothing.
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Recovery over forwards, a panel for each kind of chain."""
+    from paradec.tools.evaluation.plot import Panel, draw
 
-        Raises:
-            ValueError: it was made with another setup, or holds a configuration that is not measured here.
-        """
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if data.get("schema") != SCHEMA or data["setup"] != self.setup:
-            raise ValueError(f"{file.name} was made with another setup: {data.get('setup')}")
-        ours = {record.configuration.name: record for record in self.records}
-        for row in data["results"]:
-            name = Configuration(row["sampler"], row["changes"]).name
-            if name not in ours:
-                raise ValueError(f"{file.name} holds {name}, which this run does not measure")
-            ours[name].done = {(chain, seed): (right, forwards) for chain, seed, right, forwards in row["done"]}
-
-    def print(self) -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        area = self.aup()
-        table = Table("sampler", "setting", "n", "NFE", "residues/forward", "recovered %", "95 %", "vs baseline", "AUP")
-        for configuration, line in self.lines():
-            table.add_row(
-                configuration.sampler,
-                configuration.setting,
-                str(line["fillings"]),
-                f"{line['nfe']:.1f}",
-                f"{line['tokens_per_forward']:.2f}",
-                f"{line['recovery']:.1f}",
-                "{:.1f} to {:.1f}".format(*line["interval"]),
-                "{:+.1f} ({:+.1f} to {:+.1f})".format(line["versus_baseline"], *line["versus_baseline_interval"]),
-                f"{area.pop(configuration.sampler):.0f}" if configuration.sampler in area else "",
-            )
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(table)
-        if not self.complete:
-            console.print("incomplete")
-
-    def plot(self, file: Path) -> None:
-        from paradec.tools.evaluation.plot import Panel, draw
-
-        panels = []
-        for kind, title in (("VH", "heavy chains"), ("VL", "light chains")):
-            curves: dict[str, list[tuple[float, float, float, float]]] = {}
-            for configuration, line in self.lines(kind):
-                point = (line["nfe"], line["recovery"], *line["interval"])
-                curves.setdefault(configuration.sampler, []).append(point)
-            if curves:
-                panels.append(Panel(title, curves, curves[self.records[0].configuration.sampler][0]))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draw(panels, file, "forwards per sequence", "masked residues recovered, %")
+    panels = []
+    for kind, title in (("VH", "heavy chains"), ("VL", "light chains")):
+        curves: dict[str, list[tuple[float, float, float, float]]] = {}
+        for row in result[kind]:
+            curves.setdefault(row["sampler"], []).append((row["forwards"], row["recovery"], *row["interval"]))
+        panels.append(Panel(title, curves, curves[result[kind][0]["sampler"]][0]))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw(panels, file, "forwards per sequence", "masked residues recovered, %")
 
 
 def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: int) -> tuple[list[int], list[int]]:
@@ -413,23 +300,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="mask patterns per sequence")
     parser.add_argument("--skip", type=int, default=0, help="antibodies to leave out at the start of the file")
     parser.add_argument("--limit", type=int, help="antibodies, from there on; by default all")
-    parser.add_argument(
-        "--minutes", type=float, default=40, help="begin no unit that would likely end later; 0: no limit"
-    )
     parser.add_argument("--samplers", help="names, separated by commas; by default every masked one")
     parser.add_argument("--sequential", action="store_true", help="one residue a step for every rule with a schedule")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "antibody.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "antibody.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "figures" / "antibody.svg")
-    parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
+    parser.add_argument("--draw", action="store_true", help="only --plot, from what --out holds")
     arguments = parser.parse_args()
-    for name, low in (("seeds", 1), ("skip", 0), ("limit", 1), ("minutes", 0)):
+    for name, low in (("seeds", 1), ("skip", 0), ("limit", 1)):
         value = getattr(arguments, name)
         if value is not None and value < low:
             parser.error(f"--{name} {value} must be at least {low}")
 
+    if arguments.draw:
+        plot(read_result(arguments.out), arguments.plot)
+        return
     from antibody_model import load_antiberty
-    from rich.console import Console
-    from rich.progress import Progress
 
     torch.set_num_threads(1)
     names = arguments.samplers.split(",") if arguments.samplers else None
@@ -439,41 +324,26 @@ def main() -> None:
         parser.error(f"--skip {arguments.skip} leaves no antibody")
     chains = [chain for chain in chains if chain.antibody in kept]
     setup = {"model": "antiberty 0.1.3", "masked": SHARE, "seeds": arguments.seeds, "chains": len(chains)}
-    if arguments.skip:
-        setup["skipped"] = arguments.skip
+    setup |= {"skipped": arguments.skip}
     work = list(units(chains, arguments.seeds))
     masked = {(chain.name, seed): len(chain.masked(seed)) for seed, group in work for chain in group}
     model = load_antiberty()
     wanted = measured(names, arguments.sequential, model)
-    benchmark = Benchmark(setup, masked, [Record(configuration) for configuration in wanted])
-    if arguments.resume and arguments.out.exists():
-        benchmark.resume(arguments.out)
-    begin, longest = time.monotonic(), 0.0
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task("filling", total=len(work) * len(benchmark.records))
-        try:
-            for seed, group in work:
-                fillings = {(chain.name, seed) for chain in group}
-                todo = [r for r in benchmark.records if fillings.difference(r.done).intersection(benchmark.asked(r))]
-                progress.advance(bar, len(benchmark.records) - len(todo))
-                elapsed = time.monotonic() - begin
-                if not todo or arguments.minutes and elapsed + longest > 60 * arguments.minutes:
-                    continue
-                remembering = Remembering(model)
-                found = []
-                for record in todo:
-                    found.append(fill(remembering, record.configuration, group, seed))
-                    progress.advance(bar)
-                for record, (right, forwards) in zip(todo, found, strict=True):
-                    for chain, *numbers in zip(group, right, forwards, strict=True):
-                        record.done[chain.name, seed] = (numbers[0], numbers[1])
-                benchmark.to_json(arguments.out)
-                longest = max(longest, time.monotonic() - begin - elapsed)
-        except KeyboardInterrupt:
-            print("interrupted: the unit under way is lost", file=sys.stderr)
-    if benchmark.records[0].done:
-        benchmark.print()
-        benchmark.plot(arguments.plot)
+    benchmark = Benchmark(masked, [Record(configuration) for configuration in wanted])
+    todo = benchmark.records
+    for seed, group in work:
+        if seed == 1:
+            todo = [record for record in benchmark.records if not benchmark.slow(record)]
+        remembering = Remembering(model)
+        for record in todo:
+            right, forwards = fill(remembering, record.configuration, group, seed)
+            for chain, *numbers in zip(group, right, forwards, strict=True):
+                record.done[chain.name, seed] = (numbers[0], numbers[1])
+        print(f"seed {seed}: {', '.join(chain.name for chain in group)}", file=sys.stderr, flush=True)
+    result = {"setup": setup} | benchmark.result()
+    write_result(arguments.out, result)
+    print(antibody_table(result, defaults_only=False))
+    plot(result, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What caches cost and save: CPU time, positions evaluated and bookkeeping, beside no cache at the same sampler.
 
-    python benchmarks/caches.py speed [--shapes 0 1 2]
-    python benchmarks/caches.py accuracy [--limit 8] [--caches dual "vicinity prefix_look=4 after_look=4"]
+    python benchmarks/caches.py speed
+    python benchmarks/caches.py accuracy [--limit 8]
     python benchmarks/caches.py prefix
 
 `speed`: one thread, one run, a random model of hidden size 512 with 8 layers. For every shape each cache decodes the
@@ -23,15 +23,14 @@ Encoders (AntiBERTy) are not here: they run over no store, and every cache but `
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import write_result
+from provenance import RESULTS, write_result
+from tables import caches_accuracy_table, caches_prefix_table, caches_table
 
 import paradec
 from paradec.caches.cost import CacheCost
@@ -39,7 +38,6 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.models.adapter import Model
 from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES = (
     {"rows": 1, "prompt": 448, "new": 64, "block": 32, "steps": 16},
     {"rows": 1, "prompt": 960, "new": 64, "block": 32, "steps": 16},
@@ -121,28 +119,24 @@ def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, 
         for name in ("bind", "visible", "update"):
             setattr(state.store, name, books(getattr(state.store, name)))
     query = books(sampler.query)
-    begin, wall = time.process_time(), time.perf_counter()
+    begin = time.process_time()
     with torch.inference_mode():
         while not state.done:
             queries = query(state)
             outputs = [call(q) if state.store is None else call(q, state.store) for q in queries]
             sampler.commit(state, sampler.propose(state, outputs, queries))
-    seconds, wall = time.process_time() - begin, time.perf_counter() - wall
+    seconds = time.process_time() - begin
     cost = CacheCost.of(state)
     state.store = None
     return {
         "seconds": seconds,
-        "wall_seconds": wall,
         "model_seconds": in_model.seconds,
         "bookkeeping_seconds": books.seconds,
         "forwarded": sum(cost.forwarded_tokens),
-        "full": sum(cost.full_forwards),
-        "partial": sum(cost.partial_forwards),
-        "store_bytes": cost.store_bytes,
     }
 
 
-def speed(chosen: list[int]) -> None:
+def speed() -> None:
     torch.set_num_threads(1)
     model = wide_model()
     sampler = paradec.samplers.create("random")
@@ -151,45 +145,30 @@ def speed(chosen: list[int]) -> None:
         for name in paradec.caches.names()
         if name != "none" and verdict(sampler, paradec.caches.create(name), model.facts).status != REFUSED
     ]
-    path = RESULTS / "caches.json"
-    # shapes that are not measured now stay as they are
-    done = json.loads(path.read_text())["rows"] if path.exists() else []
-    measured = [SHAPES[index] for index in chosen]
-    rows = [row for row in done if not any(shape.items() <= row.items() for shape in measured)]
-    for shape in measured:
+    rows = []
+    for shape in SHAPES:
         generator = torch.Generator().manual_seed(1)
         prompts = torch.randint(1, VOCAB - 1, (shape["rows"], shape["prompt"]), generator=generator).tolist()
         warm = {**shape, "new": shape["block"], "steps": 1}
         decode(model, "none", prompts, warm)
-        print(f"\n{shape}")
-        print(f"{'cache':12} {'speed-up':>9} {'positions':>10} {'bookkeeping/saved':>18} {'full+part':>10} {'MiB':>6}")
         plain = decode(model, "none", prompts, shape)
         runs = {name: decode(model, name, prompts, shape) for name in names}
         again = decode(model, "none", prompts, shape)
         plain |= {key: (plain[key] + again[key]) / 2 for key in plain if key.endswith("seconds")}
         for name, cached in runs.items():
             saved = plain["model_seconds"] - (cached["model_seconds"] - cached["bookkeeping_seconds"])
-            best = {
+            row = {
                 "speed_up": plain["seconds"] / cached["seconds"],
-                "wall_speed_up": plain["wall_seconds"] / cached["wall_seconds"],
                 "positions": cached["forwarded"] / plain["forwarded"],
                 "bookkeeping_of_saved": cached["bookkeeping_seconds"] / saved if saved > 0 else None,
-                "bookkeeping_of_total": cached["bookkeeping_seconds"] / cached["seconds"],
                 "seconds": cached["seconds"],
                 "seconds_without": plain["seconds"],
             }
-            counts = {key: cached[key] for key in ("full", "partial", "store_bytes")}
-            rows.append({**shape, "cache": name, **best, **counts})
-            share = "nothing saved" if best["bookkeeping_of_saved"] is None else f"{best['bookkeeping_of_saved']:.1%}"
-            print(
-                f"{name:12} {best['speed_up']:8.2f}x {best['positions']:9.1%} {share:>18} "
-                f"{counts['full']:5d}+{counts['partial']:<4d} {counts['store_bytes'] / 2**20:6.1f}"
-                + ("  slower" if best["speed_up"] < 1 else ""),
-                flush=True,
-            )
-            result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
-            write_result(path, result)
-    print(f"written to {path.name}")
+            rows.append({**shape, "cache": name, **row})
+            print(rows[-1], flush=True)
+    result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
+    write_result(RESULTS / "caches.json", result)
+    print(caches_table(result))
 
 
 def prefix() -> None:
@@ -222,12 +201,6 @@ def prefix() -> None:
             "same_tokens": same,
         }
         found.append(entry)
-        print(
-            f"{what:32} {entry['seconds_without'] / reused:5.2f}x  positions {after.forwarded_tokens:6d} for "
-            f"{before.forwarded_tokens:6d}  store {after.cost.store_bytes / 2**20:6.1f} for "
-            f"{before.cost.store_bytes / 2**20:6.1f} MiB  same tokens {same:.1%}",
-            flush=True,
-        )
 
     run(ids(1, 32))
     for common in (128, 512):
@@ -244,9 +217,10 @@ def prefix() -> None:
         kept, row = after.prefix, after.sequences[0].tolist() + ids(32)
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": found}
     write_result(RESULTS / "caches_prefix.json", result)
+    print(caches_prefix_table(result))
 
 
-def accuracy(limit: int, chosen: list[str] | None) -> None:
+def accuracy(limit: int) -> None:
     """One and several tokens per step, every cache, blocks of 16."""
     torch.set_num_threads(1)
     model = paradec.load()
@@ -260,19 +234,13 @@ def accuracy(limit: int, chosen: list[str] | None) -> None:
     entries = {
         " ".join([name, *(f"{key}={value}" for key, value in given.items())]): (name, given) for name, given in settings
     }
-    path = RESULTS / "caches_accuracy.json"
-    # what is not measured now stays as it is
-    done = json.loads(path.read_text())["rows"] if path.exists() and chosen else []
-    rows = [row for row in done if row["cache"] not in {"none", *(chosen or ())}]
+    rows = []
     for rule, sampler in rules.items():
-        print(f"\n{rule}\n{'cache':12} {'right':>7} {'positions/answer':>17} {'forwards':>9} {'as none':>13}")
-        plain: dict[int, list[int]] = {}
         for label, (name, given) in entries.items():
             cache = paradec.caches.create(name, **given)
-            left_out = chosen is not None and label not in {"none", *chosen}
-            if left_out or verdict(sampler, cache, model.facts).status == REFUSED:
+            if verdict(sampler, cache, model.facts).status == REFUSED:
                 continue
-            right = same = forwarded = forwards = 0
+            right = forwarded = forwards = 0
             for begin in range(0, len(examples), 16):
                 batch = examples[begin : begin + 16]
                 with warnings.catch_warnings():
@@ -287,10 +255,7 @@ def accuracy(limit: int, chosen: list[str] | None) -> None:
                         seed=0,
                     )
                 forwarded, forwards = forwarded + out.forwarded_tokens, forwards + sum(out.row_nfe)
-                for index, (example, text) in enumerate(zip(batch, out.text, strict=True), begin):
-                    right += TASKS[example.task].check(example, text)
-                    tokens = out.new_tokens[index - begin].tolist()
-                    same += plain.setdefault(index, tokens) == tokens
+                right += sum(TASKS[each.task].check(each, text) for each, text in zip(batch, out.text, strict=True))
             count = len(examples)
             rows.append(
                 {
@@ -300,30 +265,21 @@ def accuracy(limit: int, chosen: list[str] | None) -> None:
                     "right": right / count,
                     "positions_per_answer": forwarded / count,
                     "forwards_per_answer": forwards / count,
-                    "same_as_none": same / count,
                 }
             )
-            print(
-                f"{label:12} {right / count:7.1%} {forwarded / count:17.0f} {forwards / count:9.1f} {same / count:8.1%}"
-            )
-            write_result(path, {"model": "packaged", "block_length": 16, "rows": rows})
-    print(f"written to {path.name}")
+            print(rows[-1], flush=True)
+    result = {"model": "packaged", "block_length": 16, "rows": rows}
+    write_result(RESULTS / "caches_accuracy.json", result)
+    print(caches_accuracy_table(result))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "accuracy", "prefix"))
-    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--limit", type=int, default=8, help="prompts per task")
-    parser.add_argument("--caches", nargs="*", help="only these, and none")
     arguments = parser.parse_args()
-    RESULTS.mkdir(exist_ok=True)
-    if arguments.what == "speed":
-        speed(arguments.shapes)
-    elif arguments.what == "prefix":
-        prefix()
-    else:
-        accuracy(arguments.limit, arguments.caches)
+    parts = {"speed": speed, "prefix": prefix, "accuracy": lambda: accuracy(arguments.limit)}
+    parts[arguments.what]()
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ from typing import Any
 import numpy as np
 import torch
 from canvas_model import ENDS, FIRST_TOKEN, PAD, small_module
-from provenance import COMMIT, write_result
+from provenance import COMMIT, RESULTS, read_result, write_result
+from tables import canvases_cost_table, canvases_memory_table, canvases_table, canvases_wait_table
 from torch import Tensor
 
 import paradec
 from paradec.models.cache_argument import cache_keyword
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "canvases.json"
+RESULT = RESULTS / "canvases.json"
 LENGTHS = (5, 7, 9, 12, 15, 18, 21, 24)
 CANVASES = 4
 SEEDS = (0, 1, 2, 3)
@@ -51,7 +51,8 @@ WAITS = (0, 1, 2, 3, 5)
 SETTLING = {"early": (3.0, 0.2), "half": (1.0, 0.1), "late": (0.1, 0.005)}
 """Entropy bound and confidence threshold; the last are the checkpoint's own."""
 VOCABULARY, CANVAS = 262_144, 256
-WIDTHS = (64, 2304)
+WIDTH = 2304
+"""Of the published model's embeddings."""
 
 
 # ---- schedule -------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def timed_turns(
     model: Any, module: Any, settling: str, ends: list[int], seeds: tuple[int, ...], turns: int
 ) -> dict[str, Any]:
-    """Wall and processor seconds of both, and the ratios, over turns that each answer every seed."""
+    """Wall and processor time of transformers over ours, over turns that each answer every seed."""
     runs: tuple[Callable[[int], Any], ...] = (
         lambda seed: ours(model, module, settling, seed),
         lambda seed: theirs(module, settling, seed, ends),
@@ -172,10 +173,8 @@ def timed_turns(
                 took[turn, which] += timed(partial(runs[which], seed))
     found: dict[str, Any] = {}
     for place, clock in enumerate(("wall", "cpu") if turns else ()):
-        mine, other = took[:, 0, place], took[:, 1, place]
-        medians = (round(float(np.median(each)), 2) for each in (mine, other))
-        found[f"{clock}_seconds"] = dict(zip(("ours", "transformers"), medians, strict=True))
-        found[f"{clock}_ratio"] = {name: round(value, 2) for name, value in spread((other / mine).tolist()).items()}
+        ratios = spread((took[:, 1, place] / took[:, 0, place]).tolist())
+        found[f"{clock}_ratio"] = {name: round(value, 2) for name, value in ratios.items()}
     return found
 
 
@@ -216,13 +215,12 @@ def schedule(
                 "ends": bool(ends),
                 "steps_per_canvas": {"mean": round(statistics.mean(steps), 1), "low": min(steps), "high": max(steps)},
                 "transformers": _named(locked),
-                "same_paths_in_lock_step": _named(same),
                 "encode_wait": [{"wait": wait, **_compared(total, locked, same)} for wait, total in by_wait.items()],
                 "default_wait": default,
                 **times,
             }
             found.append(entry)
-            print(schedule_lines(entry), flush=True)
+            print(entry, flush=True)
     return found
 
 
@@ -242,34 +240,7 @@ def _compared(total: np.ndarray, locked: np.ndarray, same: np.ndarray) -> dict[s
         "rows_fewer": float(locked[1] / total[1]),
         "calls_times": float((total[0] + total[2]) / (locked[0] + locked[2])),
         "rows_fewer_same_paths": float(same[1] / total[1]),
-        "calls_times_same_paths": float((total[0] + total[2]) / (same[0] + same[2])),
     }
-
-
-def schedule_lines(entry: dict[str, Any]) -> str:
-    steps = entry["steps_per_canvas"]
-    lines = [
-        f"settles {entry['settles']}, {'with' if entry['ends'] else 'no'} ends: {steps['mean']:.1f} steps a canvas "
-        f"({steps['low']} to {steps['high']})",
-        f"{'':16}{'decoder':>8}{'rows':>7}{'encoder':>8}{'rows fewer':>11}{'calls':>7}   on the same paths",
-    ]
-    for label, name in (("transformers", "transformers"), ("same paths", "same_paths_in_lock_step")):
-        counts = entry[name]
-        lines.append(f"{label:16}{counts['decoder_calls']:8}{counts['rows']:7}{counts['encoder_calls']:8}")
-    for row in entry["encode_wait"]:
-        lines.append(
-            f"{'encode_wait ' + str(row['wait']):16}{row['decoder_calls']:8}{row['rows']:7}{row['encoder_calls']:8}"
-            f"{row['rows_fewer']:10.2f}x{row['calls_times']:6.2f}x"
-            f"   {row['rows_fewer_same_paths']:.2f}x {row['calls_times_same_paths']:.2f}x"
-        )
-    for clock in ("wall", "cpu"):
-        if f"{clock}_ratio" in entry:
-            each, ratio = entry[f"{clock}_seconds"], entry[f"{clock}_ratio"]
-            lines.append(
-                f"{clock}: ours {each['ours']:.2f} s, transformers {each['transformers']:.2f} s, "
-                f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
-            )
-    return "\n".join(lines) + "\n"
 
 
 # ---- cost -----------------------------------------------------------------------------------------------------------
@@ -363,9 +334,7 @@ class TheirStep:
         }
 
 
-def cost(
-    turns: int, vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, widths: tuple[int, ...] = WIDTHS
-) -> dict[str, Any]:
+def cost(turns: int, vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64) -> dict[str, Any]:
     """Milliseconds per position of a step outside the model, in alternating turns, and of its parts."""
     module = small_module(vocab, canvas, hidden)
     model = paradec.wrap(module)
@@ -383,8 +352,7 @@ def cost(
             soft = 1e3 * statistics.median(timed(partial(model.soften, logits))[1] for _ in range(turns)) / canvas
             entry = {
                 "kept": sure,
-                "ours_ms": spread([a for a, _ in pairs]),
-                "transformers_ms": spread([b for _, b in pairs]),
+                "ours_ms": statistics.median(a for a, _ in pairs),
                 # what follows does the same, in transformers within the next call of the module
                 "transformers_with_soft_ms": statistics.median(b for _, b in pairs) + soft,
                 "ratio": spread([(b + soft) / a for a, b in pairs]),
@@ -395,10 +363,9 @@ def cost(
                     for name, part in step.parts().items()
                 }
             found["steps"].append(entry)
-            print(cost_lines(entry), flush=True)
+            print(entry, flush=True)
     model.unwrap()
-    found["product_ms"] = {str(width): product(vocab, width) for width in widths}
-    print(", ".join(f"p @ E, {width} wide: {ms:.1f} ms a position" for width, ms in found["product_ms"].items()))
+    found["product_ms"] = product(vocab, WIDTH)
     return found
 
 
@@ -408,17 +375,6 @@ def product(vocab: int, width: int, positions: int = 16) -> float:
     embeddings = torch.full((vocab, width), 0.5)
     torch.mm(weights, embeddings)
     return 1e3 * statistics.median(timed(lambda: torch.mm(weights, embeddings))[1] for _ in range(3)) / positions
-
-
-def cost_lines(entry: dict[str, Any]) -> str:
-    lines = [
-        f"{100 * entry['kept']:.0f} % kept: ours {entry['ours_ms']['median']:.1f} ms a position, transformers "
-        f"{entry['transformers_with_soft_ms']:.1f} ({entry['transformers_ms']['median']:.1f} and the soft embeddings), "
-        f"{entry['ratio']['median']:.1f}x ({entry['ratio']['low']:.1f} to {entry['ratio']['high']:.1f})"
-    ]
-    for who in ("ours", "transformers"):
-        lines += [f"  {who:13}{name:42}{ms:7.2f}" for name, ms in entry[f"{who}_parts_ms"].items()]
-    return "\n".join(lines)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -507,8 +463,6 @@ def memory(vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, rows
     for count in rows:
         for who in ("ours", "transformers"):
             found.append(peak_alone(who, count, vocab, canvas, hidden))
-            stages = ", ".join(f"{name} {size / unit:.2f}" for name, size in found[-1]["stages"].items())
-            print(f"{who}, {count} rows: peak {found[-1]['peak'] / 2**20:.0f} MiB, in logits of a row: {stages}")
     return {"vocabulary": vocab, "canvas": canvas, "hidden": hidden, "logits_of_a_row": unit, "peaks": found}
 
 
@@ -525,7 +479,7 @@ def main() -> None:
         return
     import transformers
 
-    report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    report = read_result(RESULT) if RESULT.exists() else {}
     report |= {
         "device": f"cpu ({platform.machine()}), 1 thread",
         "torch": torch.__version__,
@@ -541,7 +495,8 @@ def main() -> None:
             report[name] = {"commit": COMMIT, **measure()}
             report.pop("commit", None)  # parts may be of several
             write_result(RESULT, report)
-    print(f"written to {RESULT.relative_to(ROOT)}")
+    for to_table in (canvases_table, canvases_wait_table, canvases_cost_table, canvases_memory_table):
+        print(to_table(report), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,44 +1,68 @@
-"""Settings chosen on one half of the packaged prompts, reported on the other.
+"""`paradec compare` and `paradec bench parallel` on the packaged prompts, and settings chosen there on other prompts.
 
-    python benchmarks/compare_heldout.py [--batch 20]
+    python benchmarks/compare_heldout.py [--parts compare heldout parallel] [--batch 20]
 
-benchmarks/results/compare.json measured every setting on 12 prompts of each task; whatever is best there is flattered
-by the choice. So each sampler's setting is chosen there - the most tokens per forward among those with at most `FEWER`
-right answers less than the baseline - and measured again on 12 other prompts of each task, as are the other settings of
-the samplers whose defaults take at most `SLOW` forwards an answer. Writes benchmarks/results/compare_heldout.json.
+`compare` measures every setting on 12 prompts of each task; whatever is best there is flattered by the choice. So for
+`heldout` each sampler's setting is chosen by its rows - the most tokens per forward among those with at most `FEWER`
+right answers less than the baseline - and measured on 12 other prompts of each task, as are the other settings of the
+samplers whose defaults take at most `SLOW` forwards an answer. `parallel` is ParallelBench's sweep, 16 prompts a task.
+Writes compare.json, compare_heldout.json and parallel.json in benchmarks/results, and draws docs/figures/compare.svg
+and parallel.svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import write_result
+from provenance import RESULTS, read_result, write_result
 
+from paradec.core.protocol import plain
 from paradec.tools import evaluation
 from paradec.tools.evaluation.configuration import COMBINATIONS
+from paradec.tools.evaluation.metrics import wilson
+from paradec.tools.evaluation.parallel import parallel
+from paradec.tools.evaluation.plot import frontier
 
-RESULTS = Path(__file__).resolve().parent / "results"
+FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 FEWER = 4
 """Right answers of 180."""
 SLOW = 6.0
 """Forwards an answer; what takes more is left out, for time."""
 
 
+def published(comparison: Any) -> dict[str, Any]:
+    """What is published of a comparison: a row for each setting."""
+    rows = []
+    for result in comparison.results:
+        row = {
+            "sampler": result.configuration.sampler,
+            "changes": {name: plain(value) for name, value in result.configuration.changes.items()},
+            "one_answer": list(result.right(comparison.group(False))),
+            "many_answers": list(result.right(comparison.group(True))),
+            "interval": list(wilson(*result.right())),
+            "forwards": result.nfe,
+            "padding_forwards": result.padding_forwards,
+            "tokens_per_forward": result.tokens_per_forward,
+        }
+        rows.append(row)
+    return {"setup": comparison.setup, "machine": comparison.machine, "aup": comparison.aup(), "results": rows}
+
+
+def right(row: dict[str, Any]) -> int:
+    """Right answers of a row, of prompts with one answer and with many."""
+    return int(row["one_answer"][0] + row["many_answers"][0])
+
+
 def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Each sampler's setting, by the choosing half, the baseline first; samplers without a good one at their
     defaults."""
-
-    def right(row: dict[str, Any]) -> int:
-        return sum(count for count, _ in row["tasks"].values())
-
     found: dict[str, dict[str, Any]] = {}
     for sampler in dict.fromkeys(row["sampler"] for row in rows):
         settings = [row for row in rows if row["sampler"] == sampler]
-        if settings[0]["nfe"] > SLOW:
+        if settings[0]["forwards"] > SLOW:
             continue
         good = [row for row in settings if right(row) >= right(rows[0]) - FEWER]
         found[sampler] = max(good, key=lambda row: row["tokens_per_forward"], default=settings[0])["changes"]
@@ -58,21 +82,29 @@ def other_questions(per_task: int = 12) -> list[evaluation.Question]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parts = ("compare", "heldout", "parallel")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--batch", type=int, default=20)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    choice = chosen(json.loads((RESULTS / "compare.json").read_text())["results"])
-    names = [name for name in choice if name not in COMBINATIONS] + [n for n in COMBINATIONS if n in choice]
-    again = evaluation.compare(
-        names=names,
-        questions=other_questions(),
-        batch=arguments.batch,
-        progress=lambda comparison, configuration, share: print(f"{share:5.1%} {configuration.name}", flush=True),
-    )
-    write_result(RESULTS / "compare_heldout.json", {"chosen": choice} | again.to_dict())
-    for result in again.results:
-        mark = "*" if choice[result.configuration.sampler] == dict(result.configuration.changes) else " "
-        print(mark, result.configuration.name, *result.right(), round(result.nfe, 2))
+
+    def show(comparison: Any, configuration: Any, share: float) -> None:
+        print(f"{share:5.1%} {configuration.name}", flush=True)
+
+    asked: dict[str, Any] = {"batch": arguments.batch, "progress": show}
+    if "compare" in arguments.parts:
+        found = evaluation.compare(questions=evaluation.packaged_questions(limit=12), **asked)
+        write_result(RESULTS / "compare.json", published(found))
+        frontier(found, FIGURES / "compare.svg")
+    if "heldout" in arguments.parts:
+        choice = chosen(read_result(RESULTS / "compare.json")["results"])
+        names = [name for name in choice if name not in COMBINATIONS] + [n for n in COMBINATIONS if n in choice]
+        found = evaluation.compare(names=names, questions=other_questions(), **asked)
+        write_result(RESULTS / "compare_heldout.json", {"chosen": choice} | published(found))
+    if "parallel" in arguments.parts:
+        found = parallel(limit=16, max_new_tokens=24, **asked)
+        write_result(RESULTS / "parallel.json", published(found))
+        frontier(found, FIGURES / "parallel.svg")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """What every preset costs and keeps on the packaged digit generator: forwards, class accuracy, Frechet distance.
 
     python benchmarks/digits.py                    # 500 pictures of each setting; writes results/digits.json
-    python benchmarks/digits.py --resume           # goes on with what was done with the same weights
-    python benchmarks/digits.py --only sjd scd     # some samplers
     python benchmarks/digits.py --figure docs/figures/digits.png    # the pictures alone
     python benchmarks/tables.py                    # afterwards: the tables of docs/images.md and docs/samplers_data.md
 
@@ -17,16 +15,13 @@ uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forward
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from digit_quality import frechet_distance, load_classifier, moments
-from provenance import write_result
+from provenance import RESULTS, write_result
 from tables import digits_table
 from torch import Tensor
 
@@ -35,7 +30,6 @@ from paradec.api.images import contact_sheet, step_pictures
 from paradec.tools.evaluation.metrics import wilson
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "digits.json"
 MODEL, DRAFTER = "digits-ar", "digits-ar-drafter"
 WINDOWS = (4, 8, 32)
 SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
@@ -79,7 +73,7 @@ def create(name: str, settings: dict[str, Any]) -> Any:
 @torch.inference_mode()
 def run(model: Any, sampler: Any, images: int, seed: int, guidance: float | None) -> dict[str, Any]:
     """`images` pictures, all classes equally often."""
-    pictures, labels, forwards, drafted, seconds = [], [], [], [], 0.0
+    pictures, labels, forwards, drafted = [], [], [], []
     for start in range(0, images, BATCH):
         count = min(BATCH, images - start)
         wanted = [(start + index) % 10 for index in range(count)]
@@ -90,18 +84,16 @@ def run(model: Any, sampler: Any, images: int, seed: int, guidance: float | None
         labels += wanted
         forwards += out.row_nfe
         drafted += out.draft_nfe
-        seconds += out.seconds
     return {
         "pictures": torch.cat(pictures),
         "labels": torch.tensor(labels),
         "forwards": np.array(forwards),
         "draft_forwards": sum(drafted) / images,
-        "seconds": seconds,
     }
 
 
-def judged(found: dict[str, Any], classifier: Any) -> dict[str, Any]:
-    """Numbers of one setting."""
+def judged(found: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tensor]:
+    """Numbers of one setting, and the features of its pictures [n, d]."""
     with torch.inference_mode():
         features = classifier.features(found["pictures"])
         right = (classifier.output(features).argmax(-1) == found["labels"]).numpy()
@@ -112,31 +104,24 @@ def judged(found: dict[str, Any], classifier: Any) -> dict[str, Any]:
         for _ in range(BOOTSTRAPS)
     ]
     distance, forwards = frechet_distance(moments(features), held_out), found["forwards"]
-    return {
-        "images": len(right),
+    row = {
         "accuracy": [float(right.mean()), *wilson(int(right.sum()), len(right))],
         "distance": [distance, distance - 1.96 * np.std(samples), distance + 1.96 * np.std(samples)],
         "forwards": [float(forwards.mean()), float(1.96 * forwards.std() / len(forwards) ** 0.5)],
-        "tokens_per_forward": 49 * len(forwards) / float(forwards.sum()),
-        "seconds": found["seconds"],
-        "right": right.astype(int).tolist(),
-        "features": features.half().tolist(),
     }
+    return row, features
 
 
-def against(result: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """The same pictures' numbers beside those of token-by-token decoding."""
-    a, b = (np.array(r["right"]) for r in (result, base))
-    spread = (a.var() / len(a) + b.var() / len(b)) ** 0.5
-    difference = float(a.mean() - b.mean())
-    features = torch.tensor(np.concatenate([np.array(r["features"]) for r in (result, base)]))
+def chance(ours: Tensor, base: Tensor) -> float:
+    """How often a random split of both sets of features is further apart than they are."""
+    features = torch.cat([ours, base])
 
     def apart(mine: Tensor) -> float:
         return frechet_distance(moments(features[mine]), moments(features[~mine]))
 
     # classes are equally many in both sets, and must be so in every split
     generator = torch.Generator().manual_seed(0)
-    mine = torch.arange(len(features)) < len(a)
+    mine = torch.arange(len(features)) < len(ours)
     classes = [torch.arange(label, len(features), 10) for label in range(10)]
     here, further = apart(mine), 0
     for _ in range(PERMUTATIONS):
@@ -144,20 +129,7 @@ def against(result: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         for places in classes:
             split[places] = mine[places[torch.randperm(len(places), generator=generator)]]
         further += apart(split) >= here
-    return {
-        "accuracy_difference": [difference, difference - 1.96 * spread, difference + 1.96 * spread],
-        "permutation_p": (1 + further) / (1 + PERMUTATIONS),
-    }
-
-
-def report(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What goes into the file, without the features, in the order of `SETTINGS`."""
-    left_out = ("right", "features", "made_with")
-    return [
-        {"label": label, **{key: value for key, value in results[label].items() if key not in left_out}}
-        for label, _, _ in SETTINGS
-        if label in results
-    ]
+    return (1 + further) / (1 + PERMUTATIONS)
 
 
 def figure(model: Any, file: Path) -> None:
@@ -172,35 +144,12 @@ def figure(model: Any, file: Path) -> None:
     contact_sheet(rows, columns=20).save(file)
 
 
-def save(args: argparse.Namespace, classifier: Any, results: dict[str, Any]) -> dict[str, Any]:
-    """Write what there is, and return it."""
-    real = frechet_distance(
-        (classifier.train_mean, classifier.train_covariance),
-        (classifier.held_out_mean, classifier.held_out_covariance),
-    )
-    found = {"images": args.images, "guidance_scale": args.guidance_scale, "distance_of_training_digits": real}
-    found["settings"] = report(results)
-    write_result(args.out, found)
-    return found
-
-
-def fingerprint(args: argparse.Namespace, *names: str) -> str:
-    """Of the weights and the request: what was made with others is not gone on with."""
-    digest = hashlib.sha256(repr((args.images, args.seed, args.guidance_scale)).encode())
-    for name in names:
-        for tensor in paradec.load(name).module.state_dict().values():
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500)
-    parser.add_argument("--only", nargs="*", help="samplers; token-by-token decoding is always among them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guidance-scale", type=float, help="by default the model's own")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "digits.json")
     parser.add_argument("--figure", type=Path, help="draw docs/figures/digits.png and do nothing else")
     args = parser.parse_args()
 
@@ -213,41 +162,27 @@ def main() -> None:
     if args.figure is not None:
         figure(model, args.figure)
         return
-    kept = ROOT / "runs" / f"{args.out.stem}.features.json"
-    kept.parent.mkdir(exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
-    if args.resume and kept.exists():
-        results = json.loads(kept.read_text())
-    prints = {False: fingerprint(args, MODEL), True: fingerprint(args, MODEL, DRAFTER)}
-    drafts = {label for label, _, settings in SETTINGS if "drafter" in settings}
-    results = {label: each for label, each in results.items() if each["made_with"] == prints[label in drafts]}
+    rows: list[dict[str, Any]] = []
+    base = torch.empty(0)
     for index, (label, name, settings) in enumerate(SETTINGS):
-        if label in results or (args.only and label != "ar" and name not in args.only):
-            continue
-        if name not in paradec.samplers.names():
-            print(f"{label}: no sampler {name!r}")
-            continue
-        sampler, begin = create(name, settings), time.time()
+        sampler = create(name, settings)
         # other numbers for every setting: lossless ones must agree in distribution, not number by number
         found = run(model, sampler, args.images, args.seed + 1_000_000 * index, args.guidance_scale)
-        lossless = bool(getattr(sampler, "lossless", False))
-        results[label] = judged(found, classifier) | {
-            "draft_forwards": found["draft_forwards"],
-            "lossless": lossless,
-            "sampler": sampler.to_dict(),
-            "made_with": prints[label in drafts],
-        }
-        if label != "ar":
-            results[label] |= against(results[label], results["ar"])
-        kept.write_text(json.dumps(results))
-        row = results[label]
-        print(
-            f"{label}: {row['forwards'][0]:.1f} forwards, accuracy {row['accuracy'][0]:.3f}, distance "
-            f"{row['distance'][0]:.2f}, {time.time() - begin:.0f} s",
-            flush=True,
-        )
-        save(args, classifier, results)
-    print(digits_table(save(args, classifier, results), short=False))
+        judgement, features = judged(found, classifier)
+        row: dict[str, Any] = {"label": label, "lossless": bool(getattr(sampler, "lossless", False)), **judgement}
+        row["draft_forwards"] = found["draft_forwards"]
+        row["tokens_per_forward"] = 49 * args.images / float(found["forwards"].sum())
+        base = base if rows else features
+        row["permutation_p"] = chance(features, base) if rows else None
+        rows.append(row)
+        print(row, flush=True)
+    real = frechet_distance(
+        (classifier.train_mean, classifier.train_covariance),
+        (classifier.held_out_mean, classifier.held_out_covariance),
+    )
+    result = {"images": args.images, "guidance_scale": args.guidance_scale, "distance_of_training_digits": real}
+    write_result(args.out, result | {"settings": rows})
+    print(digits_table(result | {"settings": rows}, short=False))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """What fewer evaluations cost on the packaged digit models: a masked transformer and a diffusion transformer.
 
-    python benchmarks/digits_masked.py               # 500 pictures of each setting; results/digits_masked.json
-    python benchmarks/digits_masked.py --part dit    # one of the two models; what was done before is kept
-    python benchmarks/digits_masked.py --part dit --only "7 of 20"     # settings with this in their label
-    python benchmarks/digits_masked.py --part dit --fresh --images 300 # anew, with fewer pictures
+    python benchmarks/digits_masked.py --part masked             # 500 pictures of each setting
+    python benchmarks/digits_masked.py --part dit --images 300   # the other model
     python benchmarks/digits_masked.py --draw        # only the plots and the pictures, from the result file
 
 Masked transformer (`digits-maskgit`): MaskGIT, Halton, ReCAP and adaptive rules. An evaluation reads a class token and
@@ -21,16 +19,14 @@ Class accuracy and Frechet distance are those of `benchmarks/digits.py`, with 95
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from digit_quality import frechet_distance, load_classifier
+from digit_quality import load_classifier
 from digits import BATCH, judged
-from provenance import write_result
+from provenance import RESULTS, read_result, write_result
 from torch import Tensor
 
 import paradec
@@ -40,7 +36,7 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "digits_masked.json"
+FILE = RESULTS / "digits_masked.json"
 FIGURES = ROOT / "docs" / "figures"
 PARTS = ("masked", "dit")
 MASKED: list[tuple[str, str, str, dict[str, Any], int | None]] = [
@@ -110,7 +106,7 @@ def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
 @torch.inference_mode()
 def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]:
     _, _, name, settings, steps = setting
-    pictures, labels, evaluations, full, seconds = [], [], [], [], 0.0
+    pictures, labels, evaluations, full = [], [], [], []
     for start in range(0, images, BATCH):
         wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
         out = paradec.generate_images(
@@ -127,13 +123,11 @@ def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, 
         labels += wanted
         evaluations += (read.sum(0) / whole).tolist()
         full += (read == whole).sum(0).tolist()
-        seconds += out.seconds
     return {
         "pictures": torch.cat(pictures),
         "labels": torch.tensor(labels),
         "forwards": np.array(evaluations),
         "full": float(np.mean(full)),
-        "seconds": seconds,
     }
 
 
@@ -143,7 +137,7 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
     session = None
     if settings is not None:
         session = paradec.accelerate(pipe, TaylorSeer(**settings))
-    pictures, labels, full, evaluations, begin = [], [], [], [], time.perf_counter()
+    pictures, labels, full, evaluations = [], [], [], []
     for start in range(0, images, BATCH):
         wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
         draw = torch.Generator().manual_seed(seed + start)
@@ -160,90 +154,44 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
         "labels": torch.tensor(labels),
         "forwards": np.array(evaluations),
         "full": float(np.mean(full)),
-        "seconds": time.perf_counter() - begin,
     }
 
 
-def kept_file(part: str) -> Path:
-    """What was done, with the pictures' features; not for the repository."""
-    file = ROOT / "runs" / f"digits_masked.{part}.json"
-    file.parent.mkdir(exist_ok=True)
-    return file
+REFERENCES = {f"ddim, {steps} steps": steps for steps in INTERVALS}
+"""Runs that evaluate every step: how many."""
 
 
-def kept(part: str) -> dict[str, dict[str, Any]]:
-    return json.loads(kept_file(part).read_text()) if kept_file(part).exists() else {}
-
-
-REFERENCES = {steps: f"ddim, {steps} steps" for steps in INTERVALS}
-"""Labels of the runs that evaluate every step, by their steps."""
-
-
-def full_run(label: str) -> Path:
-    """The pictures of such a run."""
-    return kept_file("dit").with_name(f"digits_masked.{label.split()[1]}.pt")
-
-
-def away(pictures: Tensor, file: Path) -> float:
-    """Mean absolute difference to the pictures in a file."""
-    return float((pictures - torch.load(file, weights_only=True)).abs().mean())
-
-
-def measure(part: str, images: int, seed: int, classifier: Any, only: str) -> None:
-    results = kept(part)
+def measure(part: str, images: int, seed: int, classifier: Any) -> list[dict[str, Any]]:
+    """A row for each setting."""
     if part == "masked":
         model, settings, run = paradec.load("digits-maskgit"), MASKED, run_masked
     else:
         model, settings, run = PixelDiTPipeline.digits(), dit_settings(), run_dit
         model.set_progress_bar_config(disable=True)
+    rows, references, plain = [], {}, {}
     for index, setting in enumerate(settings):
         label, curve, steps = setting[:3]
-        needed = part == "dit" and label in REFERENCES.values()
-        if label in results or (only not in label and not needed):
-            continue
         # masked settings draw other numbers each; diffusion ones begin with the same noise
         found = run(model, setting, images, seed + (1_000_000 * index if part == "masked" else 0))
-        results[label] = {"curve": curve, "full": found["full"], **judged(found, classifier)}
+        judgement = judged(found, classifier)[0]
+        row = {"label": label, "curve": curve, "full": found["full"], "evaluations": judgement.pop("forwards")}
+        rows.append(row | judgement)
+        print(rows[-1], flush=True)
+        if label in REFERENCES:
+            references[REFERENCES[label]] = found["pictures"]
         if part == "dit":
-            if needed:
-                torch.save(found["pictures"], full_run(label))
-            aims = [steps] if setting[3] is not None else [aim for aim in REFERENCES if REFERENCES[aim] in results]
-            errors = {str(aim): away(found["pictures"], full_run(REFERENCES[aim])) for aim in aims}
-            results[label] |= {"pixel_error": errors, "steps": steps}
-            if needed:
-                for aim in aims:  # it is as far from the other as the other from it
-                    results[REFERENCES[aim]]["pixel_error"][str(steps)] = errors[str(aim)]
-        kept_file(part).write_text(json.dumps(results))
-        row = results[label]
-        print(
-            f"{label}: {row['full']:.1f} full, {row['forwards'][0]:.2f} evaluations, accuracy "
-            f"{row['accuracy'][0]:.3f}, distance {row['distance'][0]:.2f}, {row['seconds']:.0f} s",
-            flush=True,
-        )
-        save(classifier)
+            if setting[3] is None:
+                plain[label] = found["pictures"]
+            rows[-1] |= {"steps": steps, "pixel_error": errors(found["pictures"], references, [steps])}
+    for row in rows:
+        if row["label"] in plain:
+            row["pixel_error"] = errors(plain[row["label"]], references, [*INTERVALS])
+    return rows
 
 
-def save(classifier: Any) -> dict[str, Any]:
-    """Write what both parts have, without the features."""
-    real = frechet_distance(
-        (classifier.train_mean, classifier.train_covariance),
-        (classifier.held_out_mean, classifier.held_out_covariance),
-    )
-    found: dict[str, Any] = {"distance_of_training_digits": real}
-    for part in PARTS:
-        found[part] = []
-        done = kept(part)
-        for label, *_ in MASKED if part == "masked" else dit_settings():
-            if label not in done:
-                continue
-            result = done[label]
-            row = {
-                key: value for key, value in result.items() if key not in ("right", "features", "tokens_per_forward")
-            }
-            row["evaluations"] = row.pop("forwards")
-            found[part].append({"label": label, **row})
-    write_result(RESULTS, found)
-    return found
+def errors(pictures: Tensor, references: dict[int, Tensor], aims: list[int]) -> dict[str, float]:
+    """Mean absolute differences to the pictures of runs that evaluate every step."""
+    return {str(aim): float((pictures - references[aim]).abs().mean()) for aim in aims if aim in references}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -362,37 +310,22 @@ def pictures(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500)
-    parser.add_argument("--part", choices=PARTS, help="by default both")
+    parser.add_argument("--part", choices=PARTS, default="masked")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="forget what was done")
-    parser.add_argument("--only", default="", metavar="TEXT", help="settings with this text in their label")
     parser.add_argument("--draw", action="store_true", help="only the plots and the pictures")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     if args.draw:
-        draw(json.loads(RESULTS.read_text(encoding="utf-8")))
+        draw(read_result(FILE))
         return
-    classifier = load_classifier()
-    parts = PARTS if args.part is None else (args.part,)
-    if args.fresh:
-        for part in parts:
-            kept_file(part).unlink(missing_ok=True)
-        for label in REFERENCES.values() if "dit" in parts else ():
-            full_run(label).unlink(missing_ok=True)
-    for part in parts:
-        odd = {result["images"] for result in kept(part).values()} - {args.images}
-        if odd:
-            parser.error(f"--images {args.images}: {part} has results of {odd.pop()} pictures; give --fresh or as many")
-        measure(part, args.images, args.seed, classifier, args.only)
-    found = save(classifier)
-    for part in parts:
-        plain = [row for row in found[part] if part == "masked" or row["curve"] in ("ddim", "others")]
-        print(table(plain))
-    if "dit" in parts:
-        print(forecasts_table(found["dit"]))
-    if args.part is None:
-        draw(found)
+    result = read_result(FILE) if FILE.exists() else {}  # the other part's
+    result[args.part] = rows = measure(args.part, args.images, args.seed, load_classifier())
+    result.pop("commit", None)
+    write_result(FILE, result)
+    print(table([row for row in rows if args.part == "masked" or row["curve"] in ("ddim", "others")]))
+    if args.part == "dit":
+        print(forecasts_table(rows))
 
 
 if __name__ == "__main__":

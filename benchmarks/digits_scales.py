@@ -1,7 +1,6 @@
 """What next-scale models cost and keep on the packaged digits, beside all other ways to make them in few forwards.
 
     python benchmarks/digits_scales.py              # writes results/digits_scales.json
-    python benchmarks/digits_scales.py --only digits-lpd    # a model's rows; the others stay as they are
     python benchmarks/digits_scales.py --draw       # the pictures alone
     python benchmarks/tables.py                     # afterwards: the table of docs/scales.md
 
@@ -22,7 +21,6 @@ that one choice of order and guidance is made for all three; 49 groups are one c
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from itertools import product
 from pathlib import Path
@@ -31,14 +29,13 @@ from typing import Any
 import torch
 from digit_quality import frechet_distance, load_classifier, moments
 from digits import BATCH, judged
-from provenance import COMMIT, write_result
+from provenance import COMMIT, RESULTS, read_result, write_result
 from tables import digits_scales_table
 
 import paradec
 from paradec.api.images import contact_sheet
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "digits_scales.json"
 FIGURE = ROOT / "docs" / "figures" / "digits_scales.png"
 CHOOSING, REPORTED = 10_000_000, 20_000_000
 """Where seeds begin."""
@@ -118,7 +115,6 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
         "draft_forwards": sum(drafted) / images,
         "positions": positions / images,
         "milliseconds": 1000 * cpu / images,
-        "seconds": cpu,
     }
 
 
@@ -140,18 +136,6 @@ def further(one: list[float], other: list[float]) -> list[float]:
     return [one[0] - other[0], one[0] - other[0] - half, one[0] - other[0] + half]
 
 
-def ranked(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows measured now in the place of those of the same label, by the distance."""
-    labels = {entry["label"] for entry in found}
-    rows = [entry for entry in kept if entry["label"] not in labels] + found
-    rows.sort(key=lambda entry: entry["distance"][0])
-    first, *others = rows
-    first.pop("further", None)
-    for entry in others:
-        entry["further"] = further(entry["distance"], first["distance"])
-    return rows
-
-
 def figure(results: list[dict[str, Any]]) -> None:
     """A row of two pictures of every digit for each method, in the order of the table."""
     rows: list[Any] = []
@@ -170,41 +154,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500, help="reported")
     parser.add_argument("--choosing", type=int, default=200)
-    parser.add_argument("--only", choices=sorted({method[1] for method in METHODS}), help="rows of one model")
     parser.add_argument("--draw", action="store_true", help="the pictures alone, of what was done")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "digits_scales.json")
     args = parser.parse_args()
     for name in ("images", "choosing"):
         if getattr(args, name) < 10 or getattr(args, name) % 10:
             parser.error(f"--{name} {getattr(args, name)} must be a multiple of 10: all classes equally often")
     torch.set_num_threads(1)
-    kept: list[dict[str, Any]] = []
-    if args.out.exists():
-        before = json.loads(args.out.read_text(encoding="utf-8"))
-        kept = [{"commit": before["commit"]} | entry for entry in before["methods"]]
     if args.draw:
-        figure(kept)
+        figure(read_result(args.out)["methods"])
         return
     judge = load_classifier()
     found: list[dict[str, Any]] = []
     choices: dict[str, Setting] = {}
     for index, (label, name, sampler, settings, added) in enumerate(METHODS):
-        if args.only not in (None, name):
-            continue
         among = repr((name, sampler, settings))
         if among not in choices:
             choices[among] = chosen(label, name, sampler, settings, args.choosing, judge)
         setting = (choices[among][0] | added, choices[among][1])
         made = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
         entry = {"label": label, "model": name, "sampler": sampler, "settings": setting[0], "request": setting[1]}
-        entry |= judged(made, judge) | {"choices": len(settings), "commit": COMMIT}
-        entry |= {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")}
-        found.append({key: value for key, value in entry.items() if key not in ("right", "features")})
+        entry |= judged(made, judge)[0] | {"choices": len(settings), "commit": COMMIT}
+        found.append(entry | {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")})
         print(f"{label}: distance {entry['distance'][0]:.1f}, accuracy {entry['accuracy'][0]:.3f}", flush=True)
-    result = {"images": args.images, "choosing": args.choosing, "methods": ranked(kept, found)}
+    found.sort(key=lambda entry: entry["distance"][0])
+    for entry in found[1:]:
+        entry["further"] = further(entry["distance"], found[0]["distance"])
+    result = {"images": args.images, "choosing": args.choosing, "methods": found}
     write_result(args.out, result)
-    print(digits_scales_table(result))
-    figure(result["methods"])
+    print(digits_scales_table(read_result(args.out)))
+    figure(found)
 
 
 if __name__ == "__main__":

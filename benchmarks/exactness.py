@@ -1,6 +1,6 @@
 """Do the samplers that verify drafts keep the model's distribution? Chi-square tests against full enumeration.
 
-    python benchmarks/exactness.py [--rows 100000] [--resume] [--only TEXT] [--out benchmarks/results/exactness.json]
+    python benchmarks/exactness.py [--rows 100000] [--only TEXT] [--out benchmarks/results/exactness.json]
 
 The model looks up the logits of the next token by the two tokens before it, through the same key/value store, masks and
 queries as any other model, so that all answers of a few tokens can be enumerated and rows are cheap: every row of a
@@ -435,13 +435,13 @@ def bias(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0) -> 
     return found | {"total_variation_bound": share}
 
 
-def summary(exact: dict[str, Any]) -> dict[str, Any]:
+def summary(exact: list[dict[str, Any]]) -> dict[str, Any]:
     """The smallest p-value, corrected for how many there are (Bonferroni), and whether all together are uniform."""
-    p_values = [p for case in exact.values() for p in case["p_values"]]
+    p_values = [p for case in exact for p in case["p_values"]]
     return {
         "tests": len(p_values),
         "cases": f"{len(exact)} of {sum(1 for _ in cases())}",
-        "fewest_answers_per_test": min((case["answers_per_test"] for case in exact.values()), default=None),
+        "fewest_answers_per_test": min((case["answers_per_test"] for case in exact), default=None),
         "smallest_p": min(p_values, default=None),
         "smallest_p_corrected": min(1.0, min(p_values, default=1.0) * max(1, len(p_values))),
         "kolmogorov_smirnov_p": float(stats.kstest(p_values, "uniform").pvalue) if p_values else None,
@@ -457,31 +457,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=100_000, help="answers per prompt and case")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exactness.json")
-    parser.add_argument("--only", default="", help="cases whose name holds this text; the others are left as they are")
-    parser.add_argument("--resume", action="store_true", help="go on with the cases that the file does not have")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = json.loads(options.out.read_text()) if (options.resume or options.only) and options.out.exists() else {}
-    exact, biased = (dict(kept.get(kind, {})) for kind in ("exact", "lossy"))
+    exact: list[dict[str, Any]] = []
+    biased: list[dict[str, Any]] = []
 
-    def wanted(name: str, found: dict[str, Any]) -> bool:
-        same = found.get(name, {}).get("answers_per_test") == options.rows
-        return options.only in name and not (options.resume and same)
-
-    def note(name: str, group: dict[str, Any], case: dict[str, Any]) -> None:
-        group[name] = case | {"answers_per_test": options.rows}
-        print(name, group[name], flush=True)
+    def note(name: str, group: list[dict[str, Any]], case: dict[str, Any]) -> None:
+        group.append({"case": name} | case | {"answers_per_test": options.rows})
+        print(group[-1], flush=True)
         # after every case: a run may be cut short
         write_result(options.out, {"summary": summary(exact), "exact": exact, "lossy": biased})
 
     for number, (name, sampler, model, request) in enumerate(cases()):
-        if wanted(name, exact):
+        if options.only in name:
             note(name, exact, test_case(sampler, model, options.rows, seed=number, **request))
     for name, sampler, model in lossy():
-        if wanted(name, biased):
+        if options.only in name:
             note(name, biased, bias(sampler, model, options.rows))
     for name, sampler, request in partly_verified():
-        if wanted(name, biased):
+        if options.only in name:
             request = request | {"suppress_tokens": [5]}
             note(name, biased, test_case(sampler, block_table(), options.rows, target=1.0, **request))
     print(json.dumps(summary(exact), indent=1))

@@ -1,6 +1,6 @@
 """What parallel decoding saves beside a baseline that decodes no padding: the README's first table.
 
-    python benchmarks/headline.py [--batch 20] [--samplers low_confidence,random]
+    python benchmarks/headline.py [--batch 20]
 
 A sampler that decides a fixed number of tokens a step fills whole blocks. The packaged model's answers have 7.6 tokens
 in the mean, so in blocks of 32 most of its forwards decide padding. Here every such sampler decides one, two or four
@@ -9,20 +9,17 @@ end of the text. Of these the fewest forwards are taken among the settings that 
 than `threshold` at its defaults, on the prompts of benchmarks/results/compare.json; they are measured again on the
 other prompts of benchmarks/compare_heldout.py. One token a step is chosen likewise, by itself: the baseline.
 
-Writes benchmarks/results/headline.json after every sampler, and goes on with what is there; the commit that each
-setting was measured on is in it.
+Writes benchmarks/results/headline.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from compare_heldout import FEWER, other_questions
-from provenance import COMMIT, write_result
+from provenance import COMMIT, RESULTS, write_result
 
 import paradec
 from paradec import AdaptiveBlocks
@@ -30,7 +27,6 @@ from paradec.tools import evaluation
 from paradec.tools.evaluation import Configuration
 from paradec.tools.evaluation.metrics import wilson
 
-FILE = Path(__file__).resolve().parent / "results" / "headline.json"
 BLOCKS = (1, 2, 4, 8, 16, 32)
 TOKENS = (1, 2, 4)
 """Decided in a step."""
@@ -57,8 +53,7 @@ def row(result: Any) -> dict[str, Any]:
         changes["blocks"] = "end at the end token"
     found = {"sampler": result.configuration.sampler, "changes": changes, "right": right, "of": asked}
     found |= {"interval": list(wilson(right, asked)), "forwards": result.nfe, "commit": COMMIT}
-    found |= {"padding_forwards": result.padding_forwards / asked, "tokens": result.tokens / asked}
-    return found | {"positions": result.forwarded_tokens / asked}
+    return found | {"padding_forwards": result.padding_forwards / asked, "tokens": result.tokens / asked}
 
 
 def best(rows: list[dict[str, Any]], least: int) -> dict[str, Any]:
@@ -69,13 +64,10 @@ def best(rows: list[dict[str, Any]], least: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batch", type=int, default=20)
-    parser.add_argument("--samplers", help="separated by commas; by default all that have a schedule")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = paradec.load()
     (end,) = model.facts.eos_token_ids
-    data = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"choosing": [], "reporting": []}
-    names = list(SCHEDULES) if arguments.samplers is None else arguments.samplers.split(",")
     questions = evaluation.packaged_questions(limit=12)
 
     def measured(configurations: list[Configuration], asked: Any) -> list[dict[str, Any]]:
@@ -85,16 +77,12 @@ def main() -> None:
     def told(comparison: Any, configuration: Configuration, share: float) -> None:
         print(f"{share:5.1%} {configuration.name}", flush=True)
 
-    for name in filter(None, names):
-        rows = measured(candidates(name, end), questions)
-        data["choosing"] = [row for row in data["choosing"] if row["sampler"] not in ("threshold", name)]
-        data["choosing"] = [rows[0], *data["choosing"], *rows[1:]]
-        write_result(FILE, data | {"fewer": FEWER})
-    least = data["choosing"][0]["right"] - FEWER
-    one = [row for row in data["choosing"] if row["sampler"] == BASELINE and "steps" not in row["changes"]]
+    choosing = measured([each for name in SCHEDULES for each in candidates(name, end)], questions)
+    least = choosing[0]["right"] - FEWER
+    one = [row for row in choosing if row["sampler"] == BASELINE and "steps" not in row["changes"]]
     taken = [best(one, least)]
-    for name in dict.fromkeys(row["sampler"] for row in data["choosing"][1:]):
-        own = [row for row in data["choosing"] if row["sampler"] == name]
+    for name in SCHEDULES:
+        own = [row for row in choosing[1:] if row["sampler"] == name]
         if any(row["right"] >= least for row in own):
             taken.append(best(own, least))
     wanted = [Configuration(row["sampler"], row["changes"]) for row in taken if "blocks" not in row["changes"]]
@@ -104,10 +92,10 @@ def main() -> None:
         if "blocks" in row["changes"]
     ]
     wanted.append(Configuration(BASELINE, {"block_length": 32}))  # what it takes to fill whole blocks
-    data["baseline"] = taken[0]["changes"]
-    data["reporting"] = measured(wanted, other_questions())
-    write_result(FILE, data | {"fewer": FEWER})
-    for row_ in data["reporting"]:
+    reporting = measured(wanted, other_questions())
+    result = {"baseline": taken[0]["changes"], "fewer": FEWER, "choosing": choosing, "reporting": reporting}
+    write_result(RESULTS / "headline.json", result)
+    for row_ in reporting:
         print(row_["sampler"], row_["changes"], row_["right"], round(row_["forwards"], 2), round(row_["tokens"], 2))
 
 

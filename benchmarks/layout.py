@@ -46,9 +46,9 @@ def main() -> None:
                     },
                     repeats,
                 )
-            found[str(positions)] = summary(times["columns"], times["rows"])
+            found[str(positions)] = summary(times["columns"], times["rows"])["times_base"]
         rows.append({"in": width, "out": out, "positions": found})
-        print(width, out, " ".join(f"{m}: {each['times_base']:.2f}" for m, each in found.items()), flush=True)
+        print(width, out, " ".join(f"{m}: {each:.2f}" for m, each in found.items()), flush=True)
     device = f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()}), 1 thread"
     write_result(RESULT, {"device": device, "torch": torch.__version__, "repeats": repeats, "rows": rows})
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from provenance import write_result
+from tables import many_table, occupancy_table
 
 import paradec
 from paradec.batching.batch import Batch
@@ -202,11 +203,10 @@ def main() -> None:
     result["beside"] = {}
     for name in given.cases:
         result["beside"][name] = beside(model, given.prompts, given.batch, given.longest, **CASES[name])
-        print(name, result["beside"][name], flush=True)
     result["flat"] = flat(model, given.flat, given.batch, min(given.longest, 16))
-    print(result["flat"], flush=True)
     result["occupancy"] = occupancy(model, given.longest, given.sizes)
     write_result(given.out, result)
+    print(many_table(result), occupancy_table(result), sep="\n\n")
 
 
 if __name__ == "__main__":

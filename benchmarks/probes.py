@@ -35,7 +35,7 @@ from typing import Any
 import diffusers
 import torch
 from digit_quality import load_classifier
-from provenance import write_result
+from provenance import RESULTS, write_result
 from taylorseer import build as smaller
 from taylorseer import denoise, inputs
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache
 from paradec.samplers.forecast.step_masks import step_mask
 
-RESULTS = Path(__file__).resolve().parent / "results" / "probes.json"
 MODELS = ("digits", "FLUX", "Wan", "SD3", "PixArt")
 BUDGETS = (8, 11)
 LEVELS, HALVINGS = (0.02, 2.0), 5
@@ -190,17 +189,16 @@ def away(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> floa
     return float((latent - plain[seed]).norm() / (plain[seed] - given(name, seed)["hidden_states"]).norm())
 
 
-def interval(values: list[float]) -> dict[str, float]:
+def interval(values: list[float]) -> list[float]:
     """Mean and half the width of its 95 % interval."""
     half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": statistics.fmean(values), "half": half}
+    return [statistics.fmean(values), half]
 
 
-def ratio(errors: list[float], beside: list[float]) -> dict[str, float]:
+def ratio(errors: list[float], beside: list[float]) -> list[float]:
     """Geometric mean of the ratios, and its 95 % interval."""
-    found = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, beside, strict=True)])
-    mean, half = found["mean"], found["half"]
-    return {"mean": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+    mean, half = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, beside, strict=True)])
+    return [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
 
 
 def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[int], plain: dict[int, Tensor]) -> Any:
@@ -231,7 +229,7 @@ def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[in
     return chosen
 
 
-def rank(name: str, steps: int, seeds: int) -> dict[str, Any]:
+def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
     """Every way at every budget, chosen on even seeds, and what was published: what each gives on odd seeds."""
     module = build(name)
     choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
@@ -251,11 +249,13 @@ def rank(name: str, steps: int, seeds: int) -> dict[str, Any]:
         for key in contestants
     }
     classifier = load_classifier() if name == "digits" else None
-    found: dict[str, Any] = {"mag_ratios": list(means.values), "ways": {}, "published": {}}
-    for (way, budget), settings in contestants.items():
+    found = []
+    for way, budget in contestants:
         mine = runs[way, budget]
         row = {
-            "settings": {key: value for key, value in TaylorSeer(**settings).to_dict().items() if key in settings},
+            "model": name,
+            "budget": budget,
+            "way": way,
             "error": interval(errors[way, budget]),
             "evaluated": statistics.fmean(one["evaluated"] for one in mine),
             "blocks": statistics.fmean(one["blocks"] for one in mine),
@@ -264,22 +264,10 @@ def rank(name: str, steps: int, seeds: int) -> dict[str, Any]:
         if budget is not None:
             row["over_even"] = ratio(errors[way, budget], errors[EVEN, budget])
         if classifier is not None:
-            row["right"] = sum(
-                right(classifier, one["latent"], seed) for one, seed in zip(mine, reporting, strict=True)
-            )
-            row["pictures"] = sum(len(one["latent"]) for one in mine)
-        if isinstance(row["settings"].get("refresh"), dict):
-            row["settings"]["refresh"].pop("mag_ratios", None)  # are given above
-        if budget is None:
-            found["published"][way] = row
-        else:
-            found["ways"].setdefault(way, {})[str(budget)] = row
-        print(
-            f"{name:<7} {budget or '':>2} {way:<44} {row['error']['mean']:.4f} +- {row['error']['half']:.4f}; "
-            f"{row['evaluated']:.1f}, {row['blocks']:.0%} of blocks, {row['cpu']:.0%} of CPU"
-            f"{row.get('over_even', {}).get('mean', math.nan):8.2f} {row.get('right', '')}",
-            flush=True,
-        )
+            judged = [right(classifier, one["latent"], seed) for one, seed in zip(mine, reporting, strict=True)]
+            row |= {"right": sum(judged), "pictures": sum(len(one["latent"]) for one in mine)}
+        found.append(row)
+        print(row, flush=True)
     return found
 
 
@@ -294,7 +282,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--seeds", type=int, default=16, help="half to choose, half to report; default: %(default)s")
     parser.add_argument("--steps", type=int, default=28, help="default: %(default)s, for which the masks are made")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULTS / "probes.json", help="default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     facts = {
@@ -305,10 +293,14 @@ def main() -> None:
         "diffusers": diffusers.__version__,
         "machine": platform.machine(),
     }
-    results: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     for name in args.models:
-        results[name] = rank(name, args.steps, args.seeds)
-        write_result(args.out, {"facts": facts, "results": results})
+        rows += rank(name, args.steps, args.seeds)
+        parts = {
+            "ways": [row for row in rows if row["budget"]],
+            "published": [row for row in rows if not row["budget"]],
+        }
+        write_result(args.out, {"facts": facts} | parts)
 
 
 if __name__ == "__main__":

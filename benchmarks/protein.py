@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import write_result
+from provenance import RESULTS, write_result
 from torch import Tensor
 
 import paradec
@@ -183,7 +183,7 @@ def line(configuration: Configuration, designs: list[Design], base: list[Design]
         "said": float(np.mean([each.said for each in designs])),
         "forwards": forwards / len(designs),
         "residues_per_forward": sum(each.residues for each in designs) / forwards,
-        "chains": [[each.recovery, each.score, each.said, each.forwards] for each in designs],
+        "chains": len(designs),
     }
 
 
@@ -192,9 +192,9 @@ def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for sampler in dict.fromkeys(each["sampler"] for each in lines):
         own = [each for each in lines if each["sampler"] == sampler]
-        most = max(len(each["chains"]) for each in own)
-        kept = [each for each in own if len(each["chains"]) == most and each["versus_baseline"] >= -LOSS]
-        if most == len(lines[0]["chains"]) and kept:
+        most = max(each["chains"] for each in own)
+        kept = [each for each in own if each["chains"] == most and each["versus_baseline"] >= -LOSS]
+        if most == lines[0]["chains"] and kept:
             found.append(max(kept, key=lambda each: each["residues_per_forward"]))
     return found
 
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="by default protein.json or protein_few.json in benchmarks/results")
     arguments = parser.parse_args()
     name = "protein_few.json" if arguments.few else "protein.json"
-    out = arguments.out or ROOT / "benchmarks" / "results" / name
+    out = arguments.out or RESULTS / name
     torch.set_num_threads(1)
     begin, half = time.monotonic(), 30 * arguments.minutes
     structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}

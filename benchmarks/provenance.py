@@ -1,4 +1,4 @@
-"""Results are written with the commit of the code that they were measured on."""
+"""Results: JSON with the commit of the code that was measured, a row of a table on a line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def commit() -> str:
@@ -30,6 +32,33 @@ COMMIT = commit()
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON, the commit first."""
+    """Write a result as JSON, the commit first; `read_result` reads it.
+
+    A list of numbers or words stands on one line. A list of dicts is a table: {"columns": names, "rows": lists}, with a
+    row on a line; null where a dict has no such name.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"commit": COMMIT} | result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(_to_text({"commit": COMMIT} | result, "") + "\n", encoding="utf-8")
+
+
+def read_result(path: Path) -> Any:
+    """What `write_result` has written, tables as lists of dicts."""
+
+    def to_rows(value: dict[str, Any]) -> Any:
+        if value.keys() != {"columns", "rows"}:
+            return value
+        return [dict(zip(value["columns"], row, strict=True)) for row in value["rows"]]
+
+    return json.loads(path.read_text(encoding="utf-8"), object_hook=to_rows)
+
+
+def _to_text(value: Any, indent: str) -> str:
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        lines = [f"{json.dumps(name)}: {_to_text(each, inner)}" for name, each in value.items()]
+        return "{\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}}}"
+    if isinstance(value, list | tuple) and value and all(isinstance(row, dict) for row in value):
+        names = list(dict.fromkeys(name for row in value for name in row))
+        rows = ",\n".join(f"{inner} {json.dumps([row.get(name) for name in names])}" for row in value)
+        return f'{{\n{inner}"columns": {json.dumps(names)},\n{inner}"rows": [\n{rows}\n{inner}]\n{indent}}}'
+    return json.dumps(value)

@@ -1,6 +1,6 @@
 """Rules, suffix windows, caches, open blocks and branches in one ranking: chosen on half the prompts, reported on half.
 
-    python benchmarks/ranking.py text [--places packaged-64 packaged-256 antibody]
+    python benchmarks/ranking.py [--places packaged-64 packaged-256 antibody]
 
 Three places: the packaged model with answers of 64 and of 256 slots, and AntiBERTy, which fills antibodies of which
 90 % is masked (benchmarks/antibody.py's masks under seed 0). Candidates are of three kinds: `today`, a rule alone in
@@ -18,22 +18,21 @@ A candidate is *above* a set of others at a cost if each of them is clearly wors
 one. Intervals are bootstraps over prompts (over antibodies), of positions over batches, which are counted together.
 They are not widened for how many were looked at. While candidates are chosen for AntiBERTy, canvases that were
 evaluated before are looked up; CPU seconds of that stage leave them out, those that are reported do not. Writes
-benchmarks/results/ranking_text.json; places that are not asked for stay.
+benchmarks/results/ranking_*.json, one for each place.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import COMMIT, write_result
+from provenance import RESULTS, write_result
+from tables import ranking_table
 
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks
@@ -45,7 +44,6 @@ from paradec.tools.tuning.prompts import Asked, halves, prompts_of
 from paradec.tools.tuning.result import grouped_bootstrap
 from paradec.tools.tuning.scoring import Scorer
 
-FILE = Path(__file__).resolve().parent / "results" / "ranking_text.json"
 COSTS = ("forwards", "positions", "cpu")
 LOSS = 0.05
 """Of the baseline's score; what loses more on the half that chooses is not measured again."""
@@ -319,32 +317,23 @@ class Ranking:
         return all(self.worse(row, ours) or self.cheaper(ours, row, cost) for row in rivals)
 
     def to_data(self) -> list[dict[str, Any]]:
+        """A row for each candidate; `above` has of new ones, by older rivals and cost at which they are above them, the
+        nearest rival and how much of its cost they take."""
         found, base = [], self.rows[0]
         for row in self.rows:
-            against: dict[str, dict[str, Any]] = {}
+            above: dict[str, dict[str, Any]] = {}
             for label, kinds in (("today", ("today",)), ("older", ("today", "knobs"))):
-                against[label] = {}
-                for cost in COSTS:
-                    nearest = self.nearest(row, kinds, cost)
-                    against[label][cost] = {
-                        "above": row.entry.kind == "new" and self.above(row, kinds, cost),
-                        "nearest": None if nearest is None else nearest.entry.name,
-                        "ratio": None if nearest is None else row.mean(cost) / nearest.mean(cost),
-                    }
+                for cost in COSTS if row.entry.kind == "new" else ():
+                    if self.above(row, kinds, cost):
+                        nearest = self.nearest(row, kinds, cost)
+                        other = None if nearest is None else [nearest.entry.name, row.mean(cost) / nearest.mean(cost)]
+                        above.setdefault(label, {})[cost] = other
             ratios = [a / b for a, b in zip(row.turns, base.turns, strict=True)]
-            found.append(
-                {
-                    "name": row.entry.name,
-                    "kind": row.entry.kind,
-                    "score": row.measured.mean("score"),
-                    "interval": list(grouped_bootstrap(row.measured.score, self.groups)),
-                    "versus_baseline": list(self.difference(row, base, "score")),
-                    **{cost: row.mean(cost) for cost in COSTS},
-                    "cpu_of_baseline": [statistics.median(ratios), min(ratios), max(ratios)],
-                    "cpu_turns": row.turns,
-                    "against": against,
-                }
-            )
+            entry = {"name": row.entry.name, "kind": row.entry.kind, "score": row.measured.mean("score")}
+            entry |= {"versus_baseline": list(self.difference(row, base, "score"))}
+            entry |= {cost: row.mean(cost) for cost in COSTS}
+            entry |= {"cpu_of_baseline": [statistics.median(ratios), min(ratios), max(ratios)], "above": above}
+            found.append(entry)
         return found
 
 
@@ -354,7 +343,6 @@ def measure(place: Place) -> dict[str, Any]:
         Half(name, place.model, half, None, None) for name, half in zip(("choosing", "reported"), place.halves)
     )
     rows: list[dict[str, Any]] = []
-    refused: dict[str, str] = {}
     entries: dict[str, Entry] = {}
     baseline = place.entries[0].name
     for entry in place.entries:
@@ -362,7 +350,6 @@ def measure(place: Place) -> dict[str, Any]:
             decode(place, first, entry, min(2, place.choosing))  # warm
             found, cpu = decode(place, first, entry, place.choosing)
         except (Failed, ValueError) as error:
-            refused[entry.name] = str(error)
             print(f"{place.name}: {entry.name} is left out: {error}", flush=True)
             continue
         entries[entry.name] = entry
@@ -379,23 +366,19 @@ def measure(place: Place) -> dict[str, Any]:
     asked = place.halves[1]
     ranking = Ranking(reported, [a.group for a in asked], [str(k // place.batch) for k in range(len(asked))])
     sizes = {"choosing": place.choosing, "reported": len(asked), "timed": place.timed, "batch": place.batch}
-    found_rows = ranking.to_data()
-    for row in found_rows:
-        print(json.dumps(row), flush=True)
-    return {"commit": COMMIT, "prompts": sizes, "choosing": rows, "reported": found_rows, "refused": refused}
+    return {"prompts": sizes, "choosing": rows, "reported": ranking.to_data()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("text",))
     parser.add_argument("--places", nargs="+", choices=tuple(PLACES), default=list(PLACES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.places:
         found = measure(PLACES[name]())
-        places = json.loads(FILE.read_text(encoding="utf-8"))["places"] if FILE.exists() else {}
-        kept = {place: {**places, name: found}[place] for place in PLACES if place in {**places, name: found}}
-        write_result(FILE, {"device": "cpu, 1 thread", "torch": torch.__version__, "turns": TURNS, "places": kept})
+        about = {"device": "cpu, 1 thread", "torch": torch.__version__, "turns": TURNS}
+        write_result(RESULTS / f"ranking_{name}.json", about | found)
+        print(ranking_table(found))
 
 
 if __name__ == "__main__":

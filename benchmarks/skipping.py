@@ -21,13 +21,12 @@ from typing import Any
 import diffusers
 import torch
 from probes import build, given, interval, ratio
-from provenance import write_result
+from provenance import RESULTS, write_result
 from torch import Tensor
 
 import paradec
 from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer
 
-RESULTS = Path(__file__).resolve().parent / "results" / "skipping.json"
 STEPS = 20
 HALVINGS = 8
 EVEN = "even, output, taylor 1"
@@ -92,12 +91,12 @@ def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: di
     return {"errors": errors, "evaluated": statistics.fmean(evaluated)}
 
 
-def rank(name: str, budgets: list[int], seeds: int, runs: int) -> dict[str, Any]:
+def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str, Any]]:
     """Every way at every budget."""
     pipe, run = pipeline(name)
     choosing, reporting = list(range(seeds)), list(range(seeds, 2 * seeds))
     full = {seed: run(seed)[1] for seed in choosing + reporting}
-    found: dict[str, Any] = {}
+    found = []
     for budget in budgets:
         ways: dict[str, TaylorSeer] = {}
         for target in ("output", "stack", "module"):
@@ -116,16 +115,11 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> dict[str, Any]
             if best is not None:
                 ways[way] = best
         measured = {way: measure(pipe, run, sampler, reporting, full) for way, sampler in ways.items()}
-        for way, row in measured.items():
-            row |= {"error": interval(row["errors"]), "over_even": ratio(row["errors"], measured[EVEN]["errors"])}
-            row["settings"] = ways[way].to_dict()
-            over = row["over_even"]
-            print(
-                f"{name:<7} {budget} {way:<52} {row['error']['mean']:.4f} +- {row['error']['half']:.4f}  "
-                f"{row['evaluated']:4.1f} evaluated  {over['mean']:.2f} ({over['low']:.2f}-{over['high']:.2f})",
-                flush=True,
-            )
-        found[str(budget)] = measured
+        for way, one in measured.items():
+            error, over = interval(one["errors"]), ratio(one["errors"], measured[EVEN]["errors"])
+            row = {"model": name, "budget": budget, "way": way, "error": error, "over_even": over}
+            found.append(row | {"evaluated": one["evaluated"]})
+            print(found[-1], flush=True)
     return found
 
 
@@ -137,14 +131,14 @@ def main() -> None:
         "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="that choose; as many report"
     )
     parser.add_argument("--runs", type=int, default=60, help="sets that a search looks at; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULTS / "skipping.json", help="default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     facts = {"steps": STEPS, "seeds": args.seeds, "runs": args.runs, "diffusers": diffusers.__version__}
-    results = {}
+    rows: list[dict[str, Any]] = []
     for name in args.models:
-        results[name] = rank(name, args.budgets, args.seeds, args.runs)
-        write_result(args.out, {"facts": facts, "results": results})
+        rows += rank(name, args.budgets, args.seeds, args.runs)
+        write_result(args.out, {"facts": facts, "ways": rows})
 
 
 if __name__ == "__main__":

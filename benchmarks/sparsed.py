@@ -6,8 +6,8 @@ One thread, one run, float32, 4 heads of 64 over 4 key/value heads, an answer of
 and keys are random, so lists are random too: what counts is how many blocks they hold. Each path runs `--repeats` times
 in turns with the others, and the fastest counts, in CPU seconds of the thread, which others disturb less than wall
 time. "speed-up" is dense attention's time over that of the lists, "ideal" the same in multiplications; "estimation" is
-the time to find the lists (once per request and layer) in dense attentions; "steps to gain" is how many sparse steps
-that takes to pay back. Prints a table and writes benchmarks/results/sparsed.json.
+the time to find the lists (once per request and layer) in dense attentions. Prints a table and writes
+benchmarks/results/sparsed.json.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from provenance import write_result
+from provenance import RESULTS, write_result
+from tables import sparsed_table
 
 from paradec.kernels.block_sparse import block_means, generation_block, select_blocks, sparse_attention
 
-RESULTS = Path(__file__).resolve().parent / "results" / "sparsed.json"
 HEADS, WIDTH, NEW, SIZE = 4, 64, 512, 128
 SHARES = (0.1, 0.3, 0.5)
 
@@ -64,18 +63,14 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
     found = []
     for share, index in lists.items():
         density = float(index.count.double().mean()) / (-(-length // SIZE))
-        saved = seconds["dense"] - seconds[share]
         found.append(
             {
                 "length": length,
                 "select": share,
                 "density": density,
-                "dense_seconds": seconds["dense"],
-                "sparse_seconds": seconds[share],
                 "speed_up": seconds["dense"] / seconds[share],
                 "ideal": 1 / density,
                 "estimation": seconds["estimation"] / seconds["dense"],
-                "steps_to_gain": seconds["estimation"] / saved if saved > 0 else None,
             }
         )
     return found
@@ -91,15 +86,8 @@ def main() -> None:
         rows = [row for length in options.lengths for row in measure(length, options.repeats)]
     device = f"cpu ({platform.machine()}), 1 thread"
     shape = {"heads": HEADS, "head_dim": WIDTH, "new": NEW, "block_size": SIZE, "dtype": "float32"}
-    write_result(RESULTS, {"device": device, "torch": torch.__version__, **shape, "rows": rows})
-    print("| positions | select | blocks read | speed-up | ideal | estimation, dense attentions | steps to gain |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        gain = "never" if row["steps_to_gain"] is None else f"{row['steps_to_gain']:.1f}"
-        print(
-            f"| {row['length']} | {row['select']} | {row['density']:.0%} | {row['speed_up']:.2f} | {row['ideal']:.2f} "
-            f"| {row['estimation']:.2f} | {gain} |"
-        )
+    write_result(RESULTS / "sparsed.json", {"device": device, "torch": torch.__version__, **shape, "rows": rows})
+    print(sparsed_table({"rows": rows}))
 
 
 if __name__ == "__main__":

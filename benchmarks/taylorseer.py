@@ -14,22 +14,18 @@ method strays from the model that it replaces.
 
 Ours are measured on three schedules: the public code's, diffusers', and one spread evenly. They have equally many full
 steps with 24 steps; with other `--steps` the public code's may have one less.
-cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json,
-with a summary for every model: whether ours equals diffusers' hook bit for bit at its settings, the best error of each
-library at no more module calls than that hook (with all branches) and cache-dit take, and memory of `output` over
-`module`.
+cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json and
+prints the tables of docs/diffusion_data.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import platform
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -43,7 +39,7 @@ from diffusers import (
 )
 from diffusers.hooks import HookRegistry, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
-from provenance import write_result
+from provenance import RESULTS, write_result
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,7 +51,6 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import RunProgress, StepRule
 from paradec.samplers.forecast.step_schedule import StepSchedule
 
-RESULTS = Path(__file__).resolve().parent / "results" / "taylorseer.json"
 BRANCHES = {
     "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
     # no module is a single block's sum: its matrix of both is forecast, and what feeds it still computed
@@ -231,11 +226,7 @@ def ours(settings: dict[str, Any]) -> Callable[[nn.Module, str], Any]:
         with paradec.accelerate(module, TaylorSeer(**settings)) as session:
             attached.start = session.reset
 
-            def facts() -> dict[str, Any]:
-                report = session.report()
-                return {"memory": report.bytes, "full_steps": len(report.full_steps)}
-
-            yield facts
+            yield lambda: {"memory": session.report().bytes}
 
     attached.start = lambda: None
     return attached
@@ -264,8 +255,8 @@ def counted(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) 
 
 def measure(
     name: str, method: Callable[[nn.Module, str], Any], steps: int, width: int, plain: list[Tensor], flops: int
-) -> tuple[dict[str, Any], list[Tensor]]:
-    """Mean error, calls, FLOPs, what the method says about itself; and its latents.
+) -> dict[str, Any]:
+    """Mean error, calls, FLOPs and memory.
 
     plain: latents of the runs that evaluate all steps, one per seed; flops: of such a run. What is counted does not
     depend on the noise, so one run is counted.
@@ -283,26 +274,7 @@ def measure(
             float((latent - aim).norm() / (aim - inputs(name, seed)["hidden_states"]).norm())
             for seed, (latent, aim) in enumerate(zip(latents, plain, strict=True))
         ]
-        return {"error": sum(errors) / len(errors), "calls": calls, "flops": spent / flops} | say(), latents
-
-
-def summary(rows: dict[str, dict[str, Any]], latents: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """What the rows of one model come to."""
-    hook, same = "diffusers, all branches", "paradec, module, taylor 1, diffusers' schedule"
-    budget = max(rows.get(label, {}).get("calls", 0) for label in (hook, CACHE_DIT))
-    allowed = {label: row for label, row in rows.items() if row.get("calls", budget + 1) <= budget}
-
-    def best(library: str) -> list[Any]:
-        found = [(row["error"], label) for label, row in allowed.items() if label.startswith(library)]
-        return list(min(found)) if found else []
-
-    memory = {row: rows[f"paradec, {row}, taylor 1, the paper's schedule"]["memory"] for row in ("output", "module")}
-    return {
-        "equals_diffusers_hook": all(map(torch.equal, latents[hook], latents[same])),
-        "calls_allowed": budget,
-        "best": {library: best(library) for library in ("diffusers", "cache-dit", "paradec")},
-        "memory_of_output_over_module": memory["output"] / memory["module"],
-    }
+        return {"error": sum(errors) / len(errors), "calls": calls, "flops": spent / flops} | say()
 
 
 def steps_of(rule: StepRule, total: int) -> list[int]:
@@ -381,28 +353,20 @@ def main() -> None:
     }
     results: dict[str, Any] = {}
     for name in args.models:
-        results[name], latents = {}, {}
         module = build(name, args.width)
         latent, flops, calls = counted(name, module, inputs(name, 0), args.steps)
         plain = [latent, *(denoise(name, module, inputs(name, seed), args.steps) for seed in range(1, args.seeds))]
-        results[name]["all steps"] = {"error": 0.0, "calls": calls, "flops": 1.0, "memory": 0}
-        print(f"{name:<52} {'error':>8} {'calls':>6} {'FLOPs':>7} {'memory, kB':>11}")
+        results[name] = {"all steps": {"error": 0.0, "calls": calls, "flops": 1.0, "memory": 0}}
         for label, method in methods.items():
             try:
-                row, latents[label] = measure(name, method, args.steps, args.width, plain, flops)
+                results[name][label] = measure(name, method, args.steps, args.width, plain, flops)
             except Exception as error:  # theirs: what does not work is a result too
                 if label.startswith("paradec"):
                     raise
-                row = {"failed": f"{type(error).__name__}: {error}"[:200]}
-            results[name][label] = row
-            if "failed" in row:
-                print(f"{label:<52} {row['failed'][:70]}")
-            else:
-                memory = f"{row['memory'] / 1e3:>11.1f}" if "memory" in row else f"{'-':>11}"
-                print(f"{label:<52} {row['error']:>8.4f} {row['calls']:>6} {row['flops']:>7.1%} {memory}", flush=True)
-        results[name]["summary"] = summary(results[name], latents)
-        print(json.dumps(results[name]["summary"], indent=1))
-    write_result(RESULTS, {"facts": facts, "results": results})
+                results[name][label] = {"failed": f"{type(error).__name__}: {error}"[:200]}
+            print(name, label, results[name][label], flush=True)
+    rows = [{"model": name, "method": label} | row for name, found in results.items() for label, row in found.items()]
+    write_result(RESULTS / "taylorseer.json", {"facts": facts, "rows": rows})
     print(tables(results))
 
 

@@ -1,14 +1,11 @@
 """What `paradec tune` finds, beside the settings that were made by hand, on prompts that chose nothing.
 
     python benchmarks/tune.py packaged [--limit 24] [--trials N] [--minutes M] [--study FILE]
-    python benchmarks/tune.py fresh [--limit 24] ...
-    python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--samplers A,B] [--canvases FILE] ...
+    python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--samplers A,B] ...
     python benchmarks/tune.py own --checkpoint FOLDER --prompts FILE.jsonl [--trials N]
 
-`packaged`: the small text model, prompts of all tasks. `fresh`: the same with prompts that are drawn anew, from a seed
-that nothing else uses. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of the residues masked once
-(benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half. What a canvas gives is kept
-in the file of `--canvases`, where there is one, for runs to come.
+`packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
+the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
 
 Then every setting made by hand that docs/comparison_data.md lists - defaults and `sweep` of the samplers whose defaults
 take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named, by one rule, the fewest
@@ -17,18 +14,16 @@ it would take on the reported half itself, which nobody can know beforehand (`or
 by paired bootstraps over prompts, of antibodies over antibodies.
 
 `own`: minutes from a clone to a preset. Clones this checkout, and runs `paradec tune` from the clone as a command, with
-this environment's packages (installing them is not counted), on a folder and a file that are given; then
-`paradec generate --preset` reads what it wrote where the model has a tokenizer, and Python's `generate(preset=)` where
-it has none. Writes benchmarks/results/tune_*.json.
+this environment's packages (installing them is not counted), on a folder and a file that are given.
+
+Writes a row for each of these settings, as measured on the reported half, into benchmarks/results/tune_*.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -38,12 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import write_result
+from provenance import RESULTS, write_result
 
 import paradec
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Configuration, configurations
-from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import Asked, Tuning
 from paradec.tools.tuning.measuring import Half
 from paradec.tools.tuning.prompts import halves, prompts_of
@@ -51,11 +45,8 @@ from paradec.tools.tuning.result import grouped_bootstrap
 from paradec.tools.tuning.scoring import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-SLOW = {"packaged": 0.1, "fresh": 0.1, "antibody": 0.3}
+SLOW = {"packaged": 0.1, "antibody": 0.3}
 """Forwards per undecided position; samplers whose defaults take more have no rows made by hand here, for time."""
-FRESH = 20261123
-"""The seed of prompts that are drawn anew."""
 TOLERANCE = 0.01
 
 
@@ -110,69 +101,48 @@ def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
 
 
-def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], **more: Any) -> dict[str, Any]:
-    """What was found, beside what is made by hand on both halves."""
+def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], **more: Any) -> list[dict[str, Any]]:
+    """What was found, and what is made by hand: the reported half, with the differences of the preset's score."""
     choosing, reported = (by_hand(model, half, **more) for half in (first, second))
     fair = taken(choosing)["name"]
-    chosen = found.to_dict()["points"][found.chosen or 0]
-    prompts = chosen["reported"]["prompts"]
-    named = {
-        "chosen": {"name": chosen["name"], "score": chosen["reported"]["score"]}
-        | {"forwards": chosen["reported"]["forwards"]}
-        | {"scores": prompts["truth"], "forwards_each": prompts["forwards"]},
+    by_hand_rows = {
         "fair": next(entry for entry in reported if entry["name"] == fair),
         "oracle": taken(reported),
+        "best score": max(reported, key=lambda entry: entry["score"]),
     }
-    versus = {name: versus_row(named["chosen"], named[name], found.groups) for name in ("fair", "oracle")}
-    for name, entry in named.items():
-        print(f"{name}: {entry['name']}: {entry['score']:.3f} in {entry['forwards']:.2f}", versus.get(name, ""))
-    data = {"tuning": found.to_dict(), "by_hand": {"choosing": choosing, "reported": reported}}
-    return data | named | {"versus": versus}
+    chosen = found.points[found.chosen or 0].reported
+    rows = summary(found)
+    for label, entry in by_hand_rows.items():
+        values = [a - b for a, b in zip(found.score(chosen), entry["scores"], strict=True)]
+        difference = [sum(values) / len(values), *grouped_bootstrap(values, found.groups)]
+        rows.append(
+            {key: entry[key] for key in ("name", "score", "forwards")} | {"row": label, "tuned_minus": difference}
+        )
+    return rows
 
 
-def versus_row(ours: dict[str, Any], other: dict[str, Any], groups: Sequence[str]) -> dict[str, list[float]]:
-    """Mean difference to a row on the same prompts, and its 95 % interval: of the score, and of the forwards."""
-    found = {}
-    for what, key in (("score", "scores"), ("forwards", "forwards_each")):
-        values = [a - b for a, b in zip(ours[key], other[key], strict=True)]
-        found[what] = [sum(values) / len(values), *grouped_bootstrap(values, groups)]
-    return found
+def summary(found: Tuning) -> list[dict[str, Any]]:
+    """The reported half of the reference, the baseline and the preset; how far the preset's score is above each."""
+    data, chosen = found.to_dict(), found.points[found.chosen or 0]
+    point = data["points"][found.chosen or 0]
+    rows = []
+    for row, name, own in (
+        ("one token per step", "", data["reference"]),
+        ("baseline", data["default"]["name"], data["default"]["reported"]),
+        ("tuned", point["name"], point["reported"]),
+    ):
+        rows.append({"row": row, "name": name} | {key: own[key] for key in ("score", "interval", "forwards")})
+    rows[0]["tuned_minus"] = list(found.difference(chosen.reported, found.reference))
+    return rows
 
 
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
-    if options.part == "fresh":
-        questions = fresh(options.limit)
     found = tuned(model, questions, options, samplers=options.names)
-    if options.alone:
-        return {"tuning": found.to_dict()}
     first, second = halves(prompts_of(questions), 0)
-    return beside(
-        found,
-        model,
-        first,
-        second,
-        positions=model.default_max_new_tokens,
-        blocks=2,
-        slowest=SLOW["packaged"],
-        names=options.names,
-    )
-
-
-def fresh(limit: int) -> list[Question]:
-    """So many prompts of every task that are neither the package's nor what its model was trained on."""
-    draw, found = random.Random(FRESH), []
-    known = {question.prompt for question in evaluation.packaged_questions()}
-    for name in evaluation.TASKS:
-        task, left = evaluation.get_task(name), limit
-        while left:
-            example = task.make(draw, held_out=True)
-            if example.prompt not in known:
-                known.add(example.prompt)
-                left -= 1
-                right = functools.partial(task.check, example)
-                found.append(Question(name, example.prompt, right, task.many_answers, f"{name}: {example.prompt}"))
-    return found
+    sizes = {"positions": model.default_max_new_tokens, "blocks": 2, "slowest": SLOW["packaged"]}
+    rows = beside(found, model, first, second, **sizes, names=options.names)
+    return {"trials": found.trials, "rows": rows}
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
@@ -180,16 +150,15 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
     from antibody_model import load_antiberty
 
     real = load_antiberty()
-    model = Remembering(real, options.canvases)
+    model = Remembering(real)
     asked, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
     names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
     found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
-    if options.alone:
-        return {"tuning": found.to_dict()}
     first, second = halves(asked, 0)
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
     more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
-    return beside(found, model, first, second, **more, suppress_tokens=special)
+    rows = beside(found, model, first, second, **more, suppress_tokens=special)
+    return {"trials": found.trials, "rows": rows}
 
 
 def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
@@ -206,7 +175,6 @@ def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) ->
     )
     print(found)
     print(f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of the CPU")
-    found.failures = [reason.partition(": ")[0] for reason in found.failures]  # the rest has paths of this machine
     return found
 
 
@@ -225,49 +193,43 @@ def own(options: argparse.Namespace) -> dict[str, Any]:
             raise SystemExit(done.stderr)
         print(done.stdout)
         marks["preset"] = time.monotonic() - begin
-        code = "import paradec, sys, json; m = paradec.load(sys.argv[1]); p = json.loads(open(sys.argv[2]).readline())"
-        code += "; print(paradec.generate(m, p.get('input_ids') or p['prompt'], preset=sys.argv[3]).nfe)"
-        arguments = [sys.executable, "-c", code, options.checkpoint, options.prompts, str(preset)]
-        read = subprocess.run(arguments, env=environment, text=True, capture_output=True, check=True)
-        marks["decoded with it"] = time.monotonic() - begin
-        data = json.loads(report.read_text())
+        data, rows = json.loads(report.read_text()), []
+        point = next(point for point in data["points"] if point["chosen"])
+        for row, entry in (("baseline", data["default"]), ("tuned", point)):
+            shown = {key: entry["reported"][key] for key in ("score", "interval", "forwards")}
+            rows.append({"row": row, "name": entry["name"]} | shown)
         return {
             "checkpoint": Path(options.checkpoint).name,
             "seconds": marks,
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],
             "preset": json.loads(preset.read_text()),
-            "forwards_of_the_first_prompt": int(read.stdout),
-            "tuning": data,
+            "trials": data["trials"],
+            "rows": rows,
         }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("packaged", "fresh", "antibody", "own"))
+    parser.add_argument("part", choices=("packaged", "antibody", "own"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
     parser.add_argument("--chains", type=int, default=64)
     parser.add_argument("--skip", type=int, default=0, help="chains of the file that are left out at its beginning")
     parser.add_argument("--trials", type=int, default=40, help="settings to propose, beyond those made by hand")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--study")
-    parser.add_argument("--canvases", help="a file where what AntiBERTy gives is kept")
     parser.add_argument("--checkpoint", help="a folder")
     parser.add_argument("--prompts", help="a file of JSON lines")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--samplers", help="names, separated by commas; by default all")
-    parser.add_argument("--alone", action="store_true", help="without the settings made by hand, for time")
     options = parser.parse_args()
     options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)
-    parts = {"packaged": packaged, "fresh": packaged, "antibody": antibody, "own": own}
+    parts = {"packaged": packaged, "antibody": antibody, "own": own}
     result = parts[options.part](options)
     others = f"_from_{options.skip}" if options.skip else ""
-    write_result(RESULTS / f"tune_{options.part}{others}.json", {"machine": machine()} | result)
-
-
-def machine() -> dict[str, Any]:
-    return {"threads": 1, "torch": torch.__version__, "device": "cpu"}
+    machine = {"threads": 1, "torch": torch.__version__, "device": "cpu"}
+    write_result(RESULTS / f"tune_{options.part}{others}.json", {"machine": machine} | result)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/versions.py --base COMMIT [--processes 5] [--pairs 5] [--out FILE]
 
-The cases are masked models with two rules, two lengths of block and two batch sizes, and a causal model. A pair is one decode by a process of each
-version, the first in turn. Two processes of one and the same version differ by up to 6 % for as long as they live (how
-their memory lies), so each version has several processes, one after the other, with so many pairs each. Exit status 1
-if the interval of a ratio (95 %, by bootstrap over the processes' medians) is wholly above 1.03.
+The cases are masked models with two rules, two lengths of block and two batch sizes, and a causal model. A pair is one
+decode by a process of each version, the first in turn. Two processes of one and the same version differ by up to 6 %
+for as long as they live (how their memory lies), so each version has several processes, one after the other, with so
+many pairs each. Exit status 1 if the interval of a ratio (95 %, by bootstrap over the processes' medians) is wholly
+above 1.03.
 """
 
 from __future__ import annotations

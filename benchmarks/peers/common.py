@@ -210,8 +210,8 @@ def beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[floa
 
 def report(
     contestants: Sequence[Contestant], baselines: Sequence[str], aims: dict[str, str], shared: str = ""
-) -> dict[str, Any]:
-    """What goes into the result, by contestant.
+) -> list[dict[str, Any]]:
+    """What goes into the result, a row for each contestant.
 
     Args:
         baselines: names of those that times are divided by.
@@ -219,9 +219,9 @@ def report(
         shared: the contestant that does nothing but what all others do, too.
     """
     known = {contestant.name: contestant for contestant in contestants}
-    found: dict[str, Any] = {}
+    found = []
     for contestant in contestants:
-        entry: dict[str, Any] = {"version": contestant.version} | contestant.facts
+        entry: dict[str, Any] = {"name": contestant.name, "version": contestant.version} | contestant.facts
         entry["peak_mib"] = round(contestant.peak / 2**20, 1)
         for clock in ("cpu", "wall"):
             times = getattr(contestant.times, clock)
@@ -235,21 +235,21 @@ def report(
         if aims.get(contestant.name) in known:
             aim = aims[contestant.name]
             entry["compared_with"] = {"name": aim} | difference(contestant.result, known[aim].result)
-        found[contestant.name] = entry
+        found.append(entry)
     return found
 
 
-def show(title: str, found: dict[str, Any], baselines: Sequence[str]) -> str:
+def show(title: str, found: list[dict[str, Any]], baselines: Sequence[str]) -> str:
     """The same as lines to print."""
     lines = [f"{title:<28} {'CPU, s':>9} " + " ".join(f"{'/ ' + base + ' [quartiles]':>32}" for base in baselines)]
-    for name, entry in found.items():
+    for entry in found:
         cells = []
         for base in baselines:
             low, middle, high = entry.get(f"cpu_over_{base}", [float("nan")] * 3)
             cells.append(f"{middle:>14.3f} [{low:.3f}, {high:.3f}]".rjust(32))
         same = entry.get("compared_with", {})
         note = f"  {'equals' if same['equal'] else 'differs from'} {same['name']}" if same else ""
-        lines.append(f"{name:<28} {entry['cpu_seconds'][1]:>9.3f} " + " ".join(cells) + note)
+        lines.append(f"{entry['name']:<28} {entry['cpu_seconds'][1]:>9.3f} " + " ".join(cells) + note)
         lines[-1] += f"  {entry['peak_mib']:.0f} MiB"
     return "\n".join(lines)
 

@@ -63,7 +63,7 @@ def main() -> None:
     common.alternate(racing, args.turns)
     found = common.report(racing, ["transformers"], {"paradec": "transformers"})
     print(common.show("DiffusionGemma, small", found, ["transformers"]))
-    print(found["paradec"]["compared_with"])
+    print(found[-1]["compared_with"])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def main() -> None:
     peers = diffusers_hook.peers() | cachedit.peers()
     found = race(peers, args.models, args.sizes, args.turns, args.before)
     facts = common.machine() | {"turns": args.turns, "steps": STEPS, "full_steps": list(FULL_STEPS)}
-    write_result(args.out, {"facts": facts, "results": found})
+    write_result(args.out, {"facts": facts, "cases": found})
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main() -> None:
                 contestant.result = contestant.result[:, :-1]
             found = common.report(contestants, ("sjd",), {"paradec": "sjd"} if top_k == 1 else {})
             name = f"top_k={top_k}"
-            result["cases"][name] = found
+            result["cases"][name] = {"contestants": found}
             print(common.show(name, found, ("sjd",)), [each.facts["forwards"] for each in contestants], flush=True)
     write_result(given.out, result)
 
