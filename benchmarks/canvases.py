@@ -1,15 +1,12 @@
 """Canvases of noise row by row, beside transformers' `generate`, which has all rows of a batch go in lock step.
 
-    python benchmarks/canvases.py [--part schedule|cost|memory|all] [--turns 5]
+    python benchmarks/canvases.py [--part schedule|memory|all] [--turns 5]
 
 schedule: eight unequal prompts, four canvases each, four seeds, on a small random DiffusionGemma. How many rows the
 decoder evaluates, how often decoder and encoder are called, for several `encode_wait`; wall and processor time of both
 in alternating turns. Three entropy bounds, which make canvases settle early, at half of their steps, or hardly ever;
 with and without end tokens. Calls and rows are counted by hooks on the module's encoder and decoder, for both alike.
 "same paths" is what lock step would take on the very canvases that ours took: there the random numbers do not differ.
-
-cost: a step without the model, at a vocabulary of 262,144 and a canvas of 256 (`propose` and `commit` beside the rest
-of transformers' `_denoising_step`), and what each part of it takes, one thread.
 
 memory: the peak of a request above the loaded model, for one row and for two, each in a process of its own.
 
@@ -30,15 +27,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from canvas_model import ENDS, FIRST_TOKEN, PAD, small_module
 from provenance import COMMIT, RESULTS, read_result, write_result
-from tables import canvases_cost_table, canvases_memory_table, canvases_table, canvases_wait_table
-from torch import Tensor
+from tables import canvases_memory_table, canvases_table, canvases_wait_table
 
 import paradec
 from paradec.models.cache_argument import cache_keyword
@@ -51,8 +46,6 @@ WAITS = (0, 1, 2, 3, 5)
 SETTLING = {"early": (3.0, 0.2), "half": (1.0, 0.1), "late": (0.1, 0.005)}
 """Entropy bound and confidence threshold; the last are the checkpoint's own."""
 VOCABULARY, CANVAS = 262_144, 256
-WIDTH = 2304
-"""Of the published model's embeddings."""
 
 
 # ---- schedule -------------------------------------------------------------------------------------------------------
@@ -243,140 +236,6 @@ def _compared(total: np.ndarray, locked: np.ndarray, same: np.ndarray) -> dict[s
     }
 
 
-# ---- cost -----------------------------------------------------------------------------------------------------------
-
-
-def logits_of(vocab: int, canvas: int, sure: float) -> Tensor:
-    """[1, C, V] float32 logits: a share of the positions has one token with all probability, the others are open."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(1, canvas, vocab, generator=generator)
-    count = round(sure * canvas)
-    logits[:, :count, 7] += 60
-    return logits
-
-
-class OurStep:
-    """`propose` and `commit` of one row, and the parts of them."""
-
-    def __init__(self, model: Any, logits: Tensor):
-        self.model, self.logits = model, logits
-        self.sampler = paradec.samplers.create("diffusion_gemma", max_denoising_steps=10_000, early_stop=False)
-        new = logits.shape[1]
-        self.state = self.sampler.start(model, [[9, 10, 11]], max_new_tokens=new, seed=0)
-
-    def take(self) -> None:
-        queries = self.sampler.query(self.state)
-        queries[-1].soften = self.model.soften
-        empty = self.logits[:, :0]
-        outputs = [*(empty for _ in queries[1:]), self.logits]
-        self.sampler.commit(self.state, self.sampler.propose(self.state, outputs, queries))
-
-    def parts(self) -> dict[str, Callable[[], Any]]:
-        from paradec.kernels.token_stats import draw
-        from paradec.samplers.statistics import token_statistics
-
-        logits = self.logits / 0.6
-        entropy = -token_statistics(logits, ("minus_entropy",))[1]["minus_entropy"][0]
-        kept = logits[0, entropy < 1e-6]
-        uniform = torch.rand(len(kept), dtype=torch.float64)
-        return {
-            "divide by the temperature (twice a step)": lambda: self.logits / 0.6,
-            "best token, probability, entropy": lambda: token_statistics(logits, ("minus_entropy", "confidence")),
-            "draw where tokens are kept": lambda: draw(kept, uniform),
-            "soft embeddings": lambda: self.model.soften(logits),
-        }
-
-
-class TheirStep:
-    """transformers' `_denoising_step` of one row around an answer of the model, and the parts of it."""
-
-    def __init__(self, module: Any, logits: Tensor):
-        from transformers import LogitsProcessorList
-        from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
-
-        self.module, self.logits = module, logits
-        canvas, vocab = logits.shape[1:]
-        temperature = generation.LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, 48)
-        self.processors = LogitsProcessorList([temperature])
-        bound = generation.EntropyBoundSamplerConfig(entropy_bound=0.1)
-        self.sampler = generation.EntropyBoundSampler(bound, canvas, vocab, 48)
-        self.stopping = generation.StableAndConfidentStoppingCriteria(1, 1e-9)
-        self.canvas = self.sampler.initialize_canvas(1, logits.device)
-
-    def take(self) -> None:
-        self.module._denoising_step(
-            decoder_forward=lambda **_: SimpleNamespace(logits=self.logits),
-            current_canvas=self.canvas,
-            argmax_canvas=self.canvas,
-            input_ids=self.canvas,
-            decoder_position_ids=None,
-            self_conditioning_logits=None,
-            mask_mapping={},
-            **cache_keyword(self.module, None),
-            finished_denoising=torch.zeros(1, dtype=torch.bool),
-            cur_step=24,
-            sampler=self.sampler,
-            logits_processor=self.processors,
-            diffusion_stopping_criteria=self.stopping,
-        )
-
-    def parts(self) -> dict[str, Callable[[], Any]]:
-        logits = self.logits / 0.6
-        p, best = logits.softmax(-1), logits.argmax(-1)
-        return {
-            "divide by the temperature": lambda: self.processors(None, self.logits, cur_step=torch.tensor(24)),
-            "softmax": lambda: logits.softmax(-1),
-            "draw for every position": lambda: torch.multinomial(p[0], 1),
-            "best token": lambda: logits.argmax(-1),
-            "accept (entropies)": lambda: self.sampler.accept_canvas(self.canvas, best, logits, 24),
-            "renew by noise": lambda: self.sampler.renoise_canvas(self.canvas, 24),
-            "stop or go on (entropies)": lambda: self.stopping(best, logits),
-        }
-
-
-def cost(turns: int, vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64) -> dict[str, Any]:
-    """Milliseconds per position of a step outside the model, in alternating turns, and of its parts."""
-    module = small_module(vocab, canvas, hidden)
-    model = paradec.wrap(module)
-    found: dict[str, Any] = {"vocabulary": vocab, "canvas": canvas, "hidden": hidden, "turns": turns, "steps": []}
-    with torch.inference_mode():
-        for sure in (0.25, 1.0):
-            logits = logits_of(vocab, canvas, sure)
-            mine, other = OurStep(model, logits), TheirStep(module, logits)
-            mine.take(), other.take()
-            pairs = []
-            for turn in range(turns):
-                order = (mine, other) if turn % 2 else (other, mine)
-                times = {id(step): 1e3 * timed(step.take)[1] / canvas for step in order}
-                pairs.append((times[id(mine)], times[id(other)]))
-            soft = 1e3 * statistics.median(timed(partial(model.soften, logits))[1] for _ in range(turns)) / canvas
-            entry = {
-                "kept": sure,
-                "ours_ms": statistics.median(a for a, _ in pairs),
-                # what follows does the same, in transformers within the next call of the module
-                "transformers_with_soft_ms": statistics.median(b for _, b in pairs) + soft,
-                "ratio": spread([(b + soft) / a for a, b in pairs]),
-            }
-            for who, step in (("ours", mine), ("transformers", other)):
-                entry[f"{who}_parts_ms"] = {
-                    name: 1e3 * statistics.median(timed(part)[1] for _ in range(max(1, turns // 2))) / canvas
-                    for name, part in step.parts().items()
-                }
-            found["steps"].append(entry)
-            print(entry, flush=True)
-    model.unwrap()
-    found["product_ms"] = product(vocab, WIDTH)
-    return found
-
-
-def product(vocab: int, width: int, positions: int = 16) -> float:
-    """Milliseconds per position of the product of probabilities with embeddings [V, D], float32."""
-    weights = torch.full((positions, vocab), 1 / vocab)
-    embeddings = torch.full((vocab, width), 0.5)
-    torch.mm(weights, embeddings)
-    return 1e3 * statistics.median(timed(lambda: torch.mm(weights, embeddings))[1] for _ in range(3)) / positions
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -468,7 +327,7 @@ def memory(vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, rows
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("schedule", "cost", "memory", "all"), default="all")
+    parser.add_argument("--part", choices=("schedule", "memory", "all"), default="all")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--peak", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -487,7 +346,6 @@ def main() -> None:
     }
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "schedule": lambda: schedules(arguments.turns),
-        "cost": lambda: cost(arguments.turns),
         "memory": memory,
     }
     for name, measure in parts.items():
@@ -495,7 +353,7 @@ def main() -> None:
             report[name] = {"commit": COMMIT, **measure()}
             report.pop("commit", None)  # parts may be of several
             write_result(RESULT, report)
-    for to_table in (canvases_table, canvases_wait_table, canvases_cost_table, canvases_memory_table):
+    for to_table in (canvases_table, canvases_wait_table, canvases_memory_table):
         print(to_table(report), end="\n\n")
 
 

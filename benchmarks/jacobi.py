@@ -1,12 +1,11 @@
-"""What verifying a window of drafts costs beside the model's forward, and beside a loop over its slots.
+"""What verifying a window of drafts costs beside the model's forward.
 
     python benchmarks/jacobi.py [--out benchmarks/results/jacobi.json]
 
 One thread, window 16, a vocabulary of 16384 (LlamaGen's), one row. The model is a random Llama of LlamaGen-B's shape
 (110M parameters) in float32; its distribution is nearly flat and moves little with what comes before. That is the hard
 case for noise that is drawn once per position: coupled drafts are accepted, and half of a window is new at every step.
-Overhead is everything of a step but the model's call; the loop does for one slot after the other what verification does
-for all: the draws of the refreshed window, the acceptance with its wait for the device, the resampling.
+Overhead is everything of a step but the model's call.
 
 Times are the process's own (`time.process_time`), which other work on the machine touches little; `wall_ratio` is by
 the clock on the wall. Everything is measured in turns, one step or call of each, and ratios are medians of ratios
@@ -24,13 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 from provenance import write_result
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
-from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, verify
 
 WINDOW, VOCAB = 16, 16384
 MOST_TOKENS = 400
@@ -120,80 +115,14 @@ def overhead(model: Any, steps: int) -> dict[str, dict[str, float]]:
     return {name: run.found(warm_up) for name, run in runs.items()}
 
 
-def distributions(rows: int, seed: int) -> tuple[Tensor, DraftDistributions, Tensor]:
-    """p, the drafts with dense q near it, and which slots hold one."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(rows, WINDOW, VOCAB, generator=generator)
-    p, q = logits.softmax(-1), (logits + 0.5 * torch.randn(rows, WINDOW, VOCAB, generator=generator)).softmax(-1)
-    tokens = draw(q, torch.rand(rows, WINDOW, generator=generator, dtype=torch.float64))
-    source = torch.arange(WINDOW).expand(rows, -1)
-    drafted = (torch.arange(WINDOW) < WINDOW - 1).expand(rows, -1)
-    return p, DraftDistributions(tokens, q, source, torch.full((VOCAB,), 1 / VOCAB)), drafted
-
-
-def vectorised(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[int]:
-    """Verification of all slots and rows; how many tokens each row commits."""
-    noise = torch.rand(len(p), WINDOW, 3, dtype=torch.float64)
-    fresh = draw(p, noise[..., 0])
-    window = DraftWindow(p, drafts, fresh)
-    return (verify(window, drafted, SJD().accept(window), noise[..., 1:]).accepted + 1).flatten().tolist()
-
-
-def looped(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[int]:
-    """The same, slot by slot and row by row."""
-    counts = []
-    for row in range(len(p)):
-        tokens, rejected = [], False
-        for slot in range(WINDOW):
-            target, token = p[row, slot], drafts.tokens[row, slot]
-            if rejected or slot == WINDOW - 1:
-                tokens.append(torch.multinomial(target, 1))
-                continue
-            q = drafts.dense[row, slot]
-            if torch.rand(()) < (target[token] / q[token]).clamp(max=1):
-                tokens.append(token)
-            else:
-                tokens.append(torch.multinomial((target - q).clamp(min=0), 1))
-                rejected = True
-                counts.append(slot + 1)
-        if not rejected:
-            counts.append(WINDOW)
-    return counts
-
-
-def verification(rows: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of both, and their ratio. Each goes first in turn, and finds the distributions in the caches: in a
-    step the softmax has just written them."""
-    functions = {"vectorised": vectorised, "looped": looped}
-    times: dict[str, list[np.ndarray]] = {"vectorised": [], "looped": []}
-    counts: dict[str, list[int]] = {"vectorised": [], "looped": []}
-    for seed in range(repeats + 1):
-        given = distributions(rows, seed)
-        for name in sorted(functions, reverse=bool(seed % 2)):
-            given[0].sum()
-            watch = Stopwatch()
-            counts[name] += functions[name](*given)
-            if seed:
-                times[name].append(watch.look())
-    fast, slow = (np.array(times[name]) for name in ("vectorised", "looped"))
-    ratio, wall_ratio = np.median(slow / fast, 0)
-    found = {f"{name}_ms": round(1e3 * float(np.median(each, 0)[0]), 3) for name, each in times.items()}
-    found |= {"ratio": round(float(ratio), 2), "wall_ratio": round(float(wall_ratio), 2)}
-    return found | {f"mean_committed_{name}": sum(each) / len(each) for name, each in counts.items()}
-
-
 def main() -> None:
     """Measure and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "jacobi.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"verification": {}, "overhead": {}}
-    for rows in (1, 4, 16):
-        found["verification"][f"rows {rows}"] = verification(rows, options.repeats)
-        print(f"verification, {rows} rows: {found['verification'][f'rows {rows}']}", flush=True)
+    found: dict[str, Any] = {}
     module = llama()
     model = paradec.wrap(module, topology="causal", prediction="shifted")
     model.codebook = lambda: module.get_input_embeddings().weight[:, :8]  # LlamaGen's codes have 8 numbers

@@ -389,13 +389,6 @@ def jacobi_table(data: Row) -> str:
     return table(named(data["overhead"]), head, cells)
 
 
-def verification_table(data: Row) -> str:
-    """Verification beside a loop, of benchmarks/jacobi.py."""
-    rows = {name.removeprefix("rows "): row for name, row in data["verification"].items()}
-    cells = "{name} | {vectorised_ms:.1f} | {looped_ms:.1f} | {ratio:.1f}"
-    return table(named(rows), "rows | all at once, ms | loop, ms | ratio", cells)
-
-
 def caches_table(data: Row) -> str:
     """Speed-ups of caches over none, of `benchmarks/caches.py speed`: one row a cache, one column a request."""
     cells: Cells = defaultdict(dict)
@@ -479,19 +472,6 @@ def canvases_wait_table(data: Row) -> str:
     return crossed("decoder + encoder calls", cells, missing="")
 
 
-def canvases_cost_table(data: Row) -> str:
-    """Milliseconds per position of a step outside the model, of `benchmarks/canvases.py --part cost`."""
-    rows = []
-    for row in data["cost"]["steps"]:
-        parts = (row[f"{who}_parts_ms"].items() for who in ("ours", "transformers"))
-        rows.append(
-            row | {"parts": [", ".join(f"{name} {ms:.1f}" for name, ms in each if ms >= 0.05) for each in parts]}
-        )
-    cells = "{kept:.0p} % | {ours_ms:.1f} | {transformers_with_soft_ms:.1f} | "
-    cells += "{ratio[median]:.1f}x ({ratio[low]:.1f} to {ratio[high]:.1f}) | {parts[0]} | {parts[1]}"
-    return table(rows, "kept | ours, ms | transformers, ms | ratio | of ours | of transformers", cells)
-
-
 def canvases_memory_table(data: Row) -> str:
     """Peaks above the loaded model, of `benchmarks/canvases.py --part memory`."""
     unit, rows = data["memory"]["logits_of_a_row"], []
@@ -534,27 +514,6 @@ def loading_table(data: Row) -> str:
     turns = f"{data['turns']} turns on {data['machine']}, load average {low:.0f} to {high:.0f}"
     found = table(named(data["rows"]), head + " | own + file's MiB after", " | ".join(["{name}", *cells]))
     return "\n".join([found, "", f"({turns}; medians and quartiles of processor time.)"])
-
-
-def drafters_table(parts: dict[str, list[Row]]) -> str:
-    """Ways to draft without a trained drafter: parts by what they are of."""
-    rows = [row | {"what": what, "setting": row["setting"] or "-"} for what, part in parts.items() for row in part]
-    head = "| drafts | setting | forwards | calls | positions | CPU time"
-    cells = "{what} | {way} | {setting} | {forwards:.1f} | {draft_calls:.1f} | {positions:.1f}"
-    return table(rows, head, cells + " | {cpu_over_token_by_token:q}")
-
-
-def pipelined_table(data: Row) -> str:
-    """Right answers, forwards, rows and positions with several open blocks and with branches."""
-    rows = []
-    for row in data["results"]:
-        kind, changes = row["blocks"].rstrip(")").split("(")
-        left_out = ("align=", "full=", "forced='first'")
-        shown = ", ".join(part for part in changes.split(", ") if not part.startswith(left_out))
-        rows.append(row | {"blocks": f"{kind}({shown})"})
-    head = f"sampler | blocks | cache | right, of {data['prompts']} | forwards | rows | positions"
-    cells = "{sampler} | `{blocks}` | `{cache}` | {right} | {forwards:.2f} | {rows:.2f} | {positions:.0f}"
-    return table(rows, head, cells)
 
 
 COSTS = {"forwards": "forwards", "positions": "positions", "cpu": "CPU seconds"}
@@ -687,7 +646,6 @@ def rendered() -> dict[str, str]:
         "docs/canvases.md": {
             "canvases": canvases_table(canvases),
             "canvases_wait": canvases_wait_table(canvases),
-            "canvases_cost": canvases_cost_table(canvases),
             "canvases_memory": canvases_memory_table(canvases),
         },
         "docs/comparison.md": {
@@ -724,7 +682,6 @@ def rendered() -> dict[str, str]:
         "docs/images.md": {
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),
-            "jacobi_verification": verification_table(jacobi),
         },
         "docs/text.md": {
             "many": many_table(_result("many")),
@@ -738,7 +695,6 @@ def rendered() -> dict[str, str]:
         "docs/samplers.md": {"headline_rows": schedules_table(_headline_rows(headline))},
         "docs/samplers_data.md": {
             "settings": settings_table(),
-            "pipelined": pipelined_table(_result("pipelined")),
             "digits": digits_table(digits, short=True),
         },
         "docs/performance_data.md": {
@@ -752,8 +708,6 @@ def rendered() -> dict[str, str]:
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),
-            "drafters_text": drafters_table(_result("drafters_text")["parts"]),
-            "drafters_digits": drafters_table(_result("drafters_digits")["parts"]),
             "peers_pictures": peers_pictures_table(
                 *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))
             ),

@@ -2,7 +2,6 @@
 
     python benchmarks/tune.py packaged [--limit 24] [--trials N] [--minutes M] [--study FILE]
     python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--samplers A,B] ...
-    python benchmarks/tune.py own --checkpoint FOLDER --prompts FILE.jsonl [--trials N]
 
 `packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
 the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
@@ -13,23 +12,15 @@ forwards at most a point below the best score: the one that it takes on the half
 it would take on the reported half itself, which nobody can know beforehand (`oracle`). The preset is compared with both
 by paired bootstraps over prompts, of antibodies over antibodies.
 
-`own`: minutes from a clone to a preset. Clones this checkout, and runs `paradec tune` from the clone as a command, with
-this environment's packages (installing them is not counted), on a folder and a file that are given.
-
 Writes a row for each of these settings, as measured on the reported half, into benchmarks/results/tune_*.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +35,6 @@ from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.result import grouped_bootstrap
 from paradec.tools.tuning.scoring import Scorer
 
-ROOT = Path(__file__).resolve().parent.parent
 SLOW = {"packaged": 0.1, "antibody": 0.3}
 """Forwards per undecided position; samplers whose defaults take more have no rows made by hand here, for time."""
 TOLERANCE = 0.01
@@ -178,55 +168,20 @@ def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) ->
     return found
 
 
-def own(options: argparse.Namespace) -> dict[str, Any]:
-    marks, begin = {}, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        clone, preset, report = (Path(folder) / name for name in ("clone", "preset.json", "report.json"))
-        subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-        marks["cloned"] = time.monotonic() - begin
-        environment = {**os.environ, "PYTHONPATH": str(clone)}
-        command = [sys.executable, "-m", "paradec", "tune", "--model", options.checkpoint]
-        command += ["--prompts", options.prompts, "--max-new-tokens", str(options.new)]
-        command += ["--trials", str(options.trials), "--out", str(preset), "--report", str(report)]
-        done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        print(done.stdout)
-        marks["preset"] = time.monotonic() - begin
-        data, rows = json.loads(report.read_text()), []
-        point = next(point for point in data["points"] if point["chosen"])
-        for row, entry in (("baseline", data["default"]), ("tuned", point)):
-            shown = {key: entry["reported"][key] for key in ("score", "interval", "forwards")}
-            rows.append({"row": row, "name": entry["name"]} | shown)
-        return {
-            "checkpoint": Path(options.checkpoint).name,
-            "seconds": marks,
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "preset": json.loads(preset.read_text()),
-            "trials": data["trials"],
-            "rows": rows,
-        }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("packaged", "antibody", "own"))
+    parser.add_argument("part", choices=("packaged", "antibody"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
     parser.add_argument("--chains", type=int, default=64)
     parser.add_argument("--skip", type=int, default=0, help="chains of the file that are left out at its beginning")
     parser.add_argument("--trials", type=int, default=40, help="settings to propose, beyond those made by hand")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--study")
-    parser.add_argument("--checkpoint", help="a folder")
-    parser.add_argument("--prompts", help="a file of JSON lines")
-    parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--samplers", help="names, separated by commas; by default all")
     options = parser.parse_args()
     options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)
-    parts = {"packaged": packaged, "antibody": antibody, "own": own}
-    result = parts[options.part](options)
+    result = {"packaged": packaged, "antibody": antibody}[options.part](options)
     others = f"_from_{options.skip}" if options.skip else ""
     machine = {"threads": 1, "torch": torch.__version__, "device": "cpu"}
     write_result(RESULTS / f"tune_{options.part}{others}.json", {"machine": machine} | result)

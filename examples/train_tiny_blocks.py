@@ -9,7 +9,6 @@ own block and those before it. A row is read twice in one call, as it is and wit
 2503.09573): a block with masks sees itself and the blocks before it as they are. In turns, the blocks are what decoding
 reads: 8 positions counted from position 0, as SDAR and LLaDA2 have them; 1, which token by token decoding and the
 verification of drafts read; and masks of up to 8 positions after tokens in blocks of 1, which are drafts.
-`benchmarks/self_verified.py` compares samplers on the model.
 """
 
 from __future__ import annotations
