@@ -222,13 +222,13 @@ def peers_pictures_table(*results: Row) -> str:
     for case, found in [case for data in results for case in data["cases"].items()]:
         for row in found["contestants"]:
             ratios = {}
-            for base in ("diffusers", "cache-dit", "paradec, before"):
+            for base in ("diffusers", "cache-dit"):
                 over = row.get(f"cpu_over_{base}")
                 ratios[base] = (
                     "1" if base == row["name"] else f"{over[1]:.2f} ({over[0]:.2f}-{over[2]:.2f})" if over else "-"
                 )
             rows.append({"cells": " | ".join([case, row["name"], *ratios.values()])})
-    return table(rows, "| | over diffusers' hook | over cache-dit | over paradec before", "{cells}")
+    return table(rows, "| | over diffusers' hook | over cache-dit", "{cells}")
 
 
 def settings_table() -> str:
@@ -503,19 +503,6 @@ def layout_table(data: Row) -> str:
     return crossed("in x out, positions", cells, missing="")
 
 
-def loading_table(data: Row) -> str:
-    """What load and save take and leave in memory, with quartiles."""
-    seconds = "{{{0}_seconds[1]:.3f}} ({{{0}_seconds[0]:.3f}}-{{{0}_seconds[2]:.3f}})".format
-    memory = "{{{0}_own_mib[1]:.0f}} + {{{0}_file_mib[1]:.0f}}".format
-    head = "| load, s | own + file's MiB after load | after a forward | first forward, later ones, s | save, s"
-    forwards = f"{seconds('first_forward')}, {seconds('forward')}"
-    cells = [seconds("load"), memory("load"), memory("first_forward"), forwards, seconds("save"), memory("save")]
-    low, high = data["load_average"]
-    turns = f"{data['turns']} turns on {data['machine']}, load average {low:.0f} to {high:.0f}"
-    found = table(named(data["rows"]), head + " | own + file's MiB after", " | ".join(["{name}", *cells]))
-    return "\n".join([found, "", f"({turns}; medians and quartiles of processor time.)"])
-
-
 COSTS = {"forwards": "forwards", "positions": "positions", "cpu": "CPU seconds"}
 """Of benchmarks/ranking.py."""
 RANKED = "{forwards:.2f} | {positions:.0f} | {milliseconds:.1f}"
@@ -704,7 +691,6 @@ def rendered() -> dict[str, str]:
             "token_stats_over_softmax": processor_steps_table(steps, "over_softmax"),
             "token_stats_steps": processor_steps_table(steps, "steps"),
             "layout": layout_table(_result("layout")),
-            "loading": loading_table(_result("loading")),
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),

@@ -48,4 +48,4 @@ def peers() -> dict[str, tuple[Attach, str]]:
 
 if __name__ == "__main__":
     args = arguments(__doc__).parse_args()
-    race(peers(), args.models, args.sizes, args.turns, args.before)
+    race(peers(), args.models, args.sizes, args.turns)

@@ -6,21 +6,22 @@ import argparse
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import common
 import diffusers
 import torch
-from common import Checkout, Contestant
+from common import Contestant
 from diffusers import DiTTransformer2DModel, FluxTransformer2DModel
 from provenance import COMMIT
 from torch import Tensor, nn
 
-ROOT = common.BENCHMARKS.parent
+import paradec
+
 MODELS = ("DiT", "FLUX")
 STEPS = 24
-SCHEDULE = {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"}
+SCHEDULE = {"interval": 5, "order": 1, "first_enhance": 3}
+"""diffusers'."""
 FULL_STEPS = (0, 1, 2, 4, 9, 14, 19)
 TARGETS = ("stack", "output")
 """Of ours beside "module", which forecasts what diffusers' hook does."""
@@ -113,22 +114,14 @@ def plainly(module: nn.Module, model: str) -> Any:
     yield lambda: None
 
 
-def asked(library: Any) -> dict[str, Any]:
-    """The schedule as this version of paradec has it."""
-    if not hasattr(library, "Every"):
-        return SCHEDULE
-    when = {key: value for key, value in SCHEDULE.items() if key != "order"}
-    return {"refresh": library.Every(**when), "order": SCHEDULE["order"]}
-
-
-def paradec_from(checkout: Checkout, **settings: Any) -> Attach:
-    """paradec's session, from a checkout."""
+def ours(**settings: Any) -> Attach:
+    """paradec's session."""
 
     @contextlib.contextmanager
     def attach(module: nn.Module, model: str) -> Any:
-        with checkout:
-            library = checkout.load("paradec")
-            session = library.accelerate(module, library.TaylorSeer(**asked(library) | settings))
+        rule = paradec.Every(SCHEDULE["interval"], SCHEDULE["first_enhance"], "diffusers")
+        sampler = paradec.TaylorSeer(refresh=rule, order=SCHEDULE["order"], **settings)
+        session = paradec.accelerate(module, sampler)
         yield session.reset
         session.detach()
 
@@ -136,13 +129,7 @@ def paradec_from(checkout: Checkout, **settings: Any) -> Attach:
 
 
 def contestant(
-    stack: contextlib.ExitStack,
-    name: str,
-    attach: Attach,
-    model: str,
-    size: dict[str, int],
-    version: str = "",
-    checkout: Checkout | None = None,
+    stack: contextlib.ExitStack, name: str, attach: Attach, model: str, size: dict[str, int], version: str
 ) -> Contestant:
     """A method on a transformer of its own, attached until `stack` is closed."""
     module, given = build(model, size), inputs(model, size)
@@ -152,16 +139,11 @@ def contestant(
         start()
         return denoise(model, module, given)
 
-    # what a checkout imports late is its own
-    return Contestant(name, run, version, checkout or contextlib.nullcontext())
+    return Contestant(name, run, version)
 
 
 def race(
-    peers: dict[str, tuple[Attach, str]],
-    models: Sequence[str],
-    sizes: Sequence[str],
-    turns: int,
-    before: Path | None = None,
+    peers: dict[str, tuple[Attach, str]], models: Sequence[str], sizes: Sequence[str], turns: int
 ) -> dict[str, Any]:
     """Let the peers, the plain transformer and paradec take turns, on every model in every size.
 
@@ -170,31 +152,22 @@ def race(
     """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    ours = {"paradec": Checkout(ROOT, "paradec")}
-    if before is not None:
-        ours["paradec, before"] = Checkout(before, "paradec")
-    targets = {f"paradec, {target}": {"target": target} for target in TARGETS}
-    baselines = [*peers, *list(ours)[1:]]
+    racing_ones = {"plain": (plainly, diffusers.__version__), **peers, "paradec": (ours(), COMMIT)}
+    racing_ones |= {f"paradec, {target}": (ours(target=target), COMMIT) for target in TARGETS}
     found: dict[str, Any] = {}
     for size in sizes:
         for model in models:
             shape = SIZES[size][model]
             with contextlib.ExitStack() as stack:
-                racing = [contestant(stack, "plain", plainly, model, shape, diffusers.__version__)]
-                racing += [
-                    contestant(stack, name, attach, model, shape, version) for name, (attach, version) in peers.items()
+                racing = [
+                    contestant(stack, name, attach, model, shape, version)
+                    for name, (attach, version) in racing_ones.items()
                 ]
-                for name, checkout in ours.items():
-                    version = COMMIT if checkout.folder == ROOT else checkout.commit
-                    racing.append(contestant(stack, name, paradec_from(checkout), model, shape, version, checkout))
-                for name, settings in targets.items():
-                    attach = paradec_from(ours["paradec"], **settings)
-                    racing.append(contestant(stack, name, attach, model, shape, COMMIT, ours["paradec"]))
                 common.alternate(racing, turns)
-            aims = {"paradec": "diffusers" if model == "DiT" and "diffusers" in peers else "paradec, before"}
-            entry = common.report(racing, ["plain", *baselines], aims)
+            aims = {"paradec": "diffusers"} if model == "DiT" else {}
+            entry = common.report(racing, ["plain", *peers], aims)
             found[f"{model}, {size}"] = {"shape": shape, "contestants": entry}
-            print(common.show(f"{model}, {size}", entry, baselines), flush=True)
+            print(common.show(f"{model}, {size}", entry, [*peers]), flush=True)
     return found
 
 
@@ -204,5 +177,4 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--sizes", nargs="+", default=["tiny", "wide"], choices=list(SIZES))
     parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--before", type=Path, help="another checkout of paradec, to be compared")
     return parser

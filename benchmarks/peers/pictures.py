@@ -1,6 +1,6 @@
 """Forecasts inside a transformer: paradec beside diffusers' hook and cache-dit, in time per run.
 
-    python benchmarks/peers/pictures.py [--before CHECKOUT] [--sizes tiny wide] [--models DiT FLUX] [--turns 7]
+    python benchmarks/peers/pictures.py [--sizes tiny wide] [--models DiT FLUX] [--turns 7]
 
 DiT and FLUX transformers with random weights take 24 Euler steps from the same noise, one thread. Every method
 evaluates them at the same 7 steps, those of diffusers' schedule (interval 5, 3 first steps, order 1), and forecasts the
@@ -8,9 +8,8 @@ others. Same modules for diffusers' hook and ours: attention and feed-forward of
 block of each list at every step, and forecasts the sum of the others. "paradec, stack" and "paradec, output" are our
 other targets on the same schedule: what all blocks add, and the whole output.
 
-`--before` takes another checkout of paradec, which takes turns with this one. Results are compared: on DiT ours with
-diffusers'; on FLUX, where diffusers' hook forecasts the branches of a single block and ours their sum, with the other
-checkout's. Writes benchmarks/results/peers_pictures.json.
+On DiT our results are compared with diffusers'; on FLUX its hook forecasts the branches of a single block and ours
+their sum. Writes benchmarks/results/peers_pictures.json.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
     args = parser.parse_args()
     peers = diffusers_hook.peers() | cachedit.peers()
-    found = race(peers, args.models, args.sizes, args.turns, args.before)
+    found = race(peers, args.models, args.sizes, args.turns)
     facts = common.machine() | {"turns": args.turns, "steps": STEPS, "full_steps": list(FULL_STEPS)}
     write_result(args.out, {"facts": facts, "cases": found})
 
