@@ -27,6 +27,7 @@ import torch
 from digit_quality import load_classifier
 from digits import BATCH, judged
 from provenance import RESULTS, read_result, write_result
+from tables import evaluations_table, evenly_table
 from torch import Tensor
 
 import paradec
@@ -194,49 +195,6 @@ def errors(pictures: Tensor, references: dict[int, Tensor], aims: list[int]) -> 
     return {str(aim): float((pictures - references[aim]).abs().mean()) for aim in aims if aim in references}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    errors = any("pixel_error" in row for row in rows)
-    lines = [
-        "| setting | full evaluations | evaluations | right class, % | Frechet distance |"
-        + (" pixel error |" if errors else ""),
-        "|---|---|---|---|---|" + ("---|" if errors else ""),
-    ]
-    for row in rows:
-        percent, distance = [100 * share for share in row["accuracy"]], row["distance"]
-        lines.append(
-            f"| {row['label']} | {row['full']:.1f} | {row['evaluations'][0]:.2f} | "
-            f"{percent[0]:.1f} ({percent[1]:.1f}-{percent[2]:.1f}) | "
-            f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f}) |" + (f" {error_of(row)} |" if errors else "")
-        )
-    return "\n".join(lines)
-
-
-def forecasts_table(rows: list[dict[str, Any]]) -> str:
-    """Right class, Frechet distance and pixel error of every basis and target, a column for each budget."""
-    budgets = [(count, steps) for steps, counts in INTERVALS.items() for count in counts]
-    found = {row["label"]: row for row in rows}
-    curves = dict.fromkeys(row["curve"] for row in rows if row["curve"] not in ("ddim", "others"))
-    lines = ["| | " + " | ".join(f"{count} of {steps}" for count, steps in budgets) + " |"]
-    lines.append("|---" * (len(budgets) + 1) + "|")
-    for curve in curves:
-        cells = []
-        for count, steps in budgets:
-            row = found.get(f"{curve}, {count} of {steps}")
-            cells.append("-" if row is None else short(row))
-        lines.append(f"| {curve} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def short(row: dict[str, Any]) -> str:
-    """The three numbers of one setting."""
-    return f"{100 * row['accuracy'][0]:.1f} %, {row['distance'][0]:.1f}, {error_of(row)}"
-
-
-def error_of(row: dict[str, Any]) -> str:
-    """To the reference of 20 steps, of 50, or both."""
-    return " / ".join(f"{error:.4f}" for _, error in sorted(row["pixel_error"].items()))
-
-
 def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
     """A row for each (title, results): accuracy, distance and pixel error over evaluations, a line for each curve.
 
@@ -323,9 +281,9 @@ def main() -> None:
     result[args.part] = rows = measure(args.part, args.images, args.seed, load_classifier())
     result.pop("commit", None)
     write_result(FILE, result)
-    print(table([row for row in rows if args.part == "masked" or row["curve"] in ("ddim", "others")]))
+    print(evaluations_table(rows))
     if args.part == "dit":
-        print(forecasts_table(rows))
+        print(evenly_table(rows))
 
 
 if __name__ == "__main__":

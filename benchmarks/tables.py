@@ -563,6 +563,52 @@ def ranking_alone_table(place: Row) -> str:
     return table(rows, head, "{more} | {score:.1p} | " + RANKED)
 
 
+def taylorseer_tables(data: Row) -> tuple[str, str]:
+    """Errors of benchmarks/taylorseer.py (ours on the three schedules), and what the kinds of methods cost."""
+    errors: Cells = defaultdict(dict)
+    costs: Cells = defaultdict(dict)
+    for row in data["rows"]:
+        model, (label, _, schedule) = row["model"], row["method"].removeprefix("paradec, ").rpartition(", ")
+        cell = "-" if row["error"] is None else f"{row['error']:.3f}"
+        memory = "-" if row["memory"] is None else f"{row['memory'] / 1e3:.0f}"
+        cost = "-, -, - kB" if row["error"] is None else f"{row['calls']}, {row['flops']:.0%}, {memory} kB"
+        if not row["method"].startswith("paradec"):
+            costs[row["method"]][model] = cost
+            errors[row["method"]][model] = cell
+            continue
+        errors[label][model] = f"{errors[label][model]} / {cell}" if model in errors[label] else cell
+        if label.endswith(", taylor 1") and schedule == "the paper's schedule":
+            costs[f"paradec, {label.removesuffix(', taylor 1')}"][model] = cost
+    del errors["all steps"]
+    return crossed("", errors, missing="-"), crossed("", costs, missing="-")
+
+
+def evaluations_table(rows: list[Row]) -> str:
+    """Digits in few evaluations, of benchmarks/digits_masked.py; of the diffusion transformer those of the plain runs
+    and crowded schedules, with the pixel error."""
+    head = "setting | full evaluations | evaluations | right class, % | Frechet distance"
+    cells = "{label} | {full:.1f} | {evaluations[0]:.2f} | " + QUALITY
+    if "pixel_error" not in rows[0]:
+        return table(rows, head, cells)
+    shown = [row | {"error": _pixel_error(row)} for row in rows if row["curve"] in ("ddim", "others")]
+    return table(shown, head + " | pixel error", cells + " | {error}")
+
+
+def _pixel_error(row: Row) -> str:
+    """To the reference of 20 steps, of 50, or both."""
+    return " / ".join(f"{error:.4f}" for _, error in sorted(row["pixel_error"].items()))
+
+
+def evenly_table(rows: list[Row]) -> str:
+    """Right class, Frechet distance and pixel error of every basis and target, a column for each budget."""
+    cells: Cells = defaultdict(dict)
+    for row in rows:
+        if row["curve"] not in ("ddim", "others"):
+            numbers = f"{100 * row['accuracy'][0]:.1f} %, {row['distance'][0]:.1f}, {_pixel_error(row)}"
+            cells[row["curve"]][row["label"].rpartition(", ")[2]] = numbers
+    return crossed("", cells, missing="-")
+
+
 def probes_table(data: Row) -> str:
     """Ways to decide when to evaluate: error, with half of its 95 % interval, and cost, at each budget of steps."""
     return forecasts_table("at most", data["ways"], _strayed)
@@ -614,6 +660,7 @@ def rendered() -> dict[str, str]:
     Raises:
         SystemExit: a file has no place for one of its tables.
     """
+    taylorseer, digits_masked = taylorseer_tables(_result("taylorseer")), _result("digits_masked")
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
     canvases, probes = _result("canvases"), _result("probes")
@@ -664,11 +711,16 @@ def rendered() -> dict[str, str]:
             "probes": probes_table(probes),
             "probes_even": probes_even_table(probes),
             "probes_published": probes_published_table(probes),
+            "taylorseer": taylorseer[0],
+            "taylorseer_costs": taylorseer[1],
+            "digits_dit": evaluations_table(digits_masked["dit"]),
+            "digits_dit_even": evenly_table(digits_masked["dit"]),
             "skipping": skipping_table(_result("skipping")),
         },
         "docs/images.md": {
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),
+            "digits_masked": evaluations_table(digits_masked["masked"]),
         },
         "docs/text.md": {
             "many": many_table(_result("many")),

@@ -1,6 +1,6 @@
 """TaylorSeer beside diffusers' own hook and cache-dit: error, module calls, arithmetic and memory at equal full steps.
 
-    python benchmarks/taylorseer.py [--steps 24] [--width 48]
+    python benchmarks/taylorseer.py [--models digits DiT FLUX Wan] [--seeds 2]
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler), and small DiT, FLUX and Wan transformers with random
 weights (Euler steps) denoise the same noise; every method evaluates the transformer at as many steps (7 of 24), and the
@@ -12,8 +12,7 @@ method strays from the model that it replaces.
 - FLOPs: matrix products and attention (torch's counter), as a share of the full run's.
 - memory: bytes of what is kept between steps (cache-dit's is not counted).
 
-Ours are measured on three schedules: the public code's, diffusers', and one spread evenly. They have equally many full
-steps with 24 steps; with other `--steps` the public code's may have one less.
+Ours are measured on three schedules with equally many full steps: the public code's, diffusers', and one spread evenly.
 cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json and
 prints the tables of docs/diffusion_data.md.
 """
@@ -25,24 +24,27 @@ import contextlib
 import logging
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DiTTransformer2DModel,
-    FluxTransformer2DModel,
-    TaylorSeerCacheConfig,
-    WanTransformer3DModel,
-)
-from diffusers.hooks import HookRegistry, apply_taylorseer_cache
-from diffusers.hooks.hooks import CacheContext, _set_cache_context
-from provenance import RESULTS, write_result
+from diffusers import DDIMScheduler, WanTransformer3DModel
+from diffusers.hooks import HookRegistry
+from provenance import RESULTS, read_result, write_result
+from tables import taylorseer_tables
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+
+import cachedit  # noqa: E402
+import diffusers_hook as peer_hook  # noqa: E402
+import forecasting  # noqa: E402
+from forecasting import STEPS  # noqa: E402
 
 import paradec
 from paradec import Every, TaylorSeer
@@ -51,13 +53,6 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import RunProgress, StepRule
 from paradec.samplers.forecast.step_schedule import StepSchedule
 
-BRANCHES = {
-    "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
-    # no module is a single block's sum: its matrix of both is forecast, and what feeds it still computed
-    "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
-    "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
-}
-BRANCHES["digits"] = BRANCHES["DiT"]
 FIRST_MATRICES = {
     "DiT": r"transformer_blocks\.\d+\.(attn1\.to_q|ff\.net\.0\.proj)",
     "FLUX": r"transformer_blocks\.\d+\.(attn\.to_q|ff(_context)?\.net\.0\.proj)"
@@ -78,28 +73,20 @@ FORECASTS: dict[str, dict[str, Any]] = {
     "output, reuse": {"target": "output", "basis": "reuse"},
     "output, dmd": {"target": "output", "basis": "dmd"},
 }
-CACHE_DIT = "cache-dit, DBCache + Taylor"
 LABELS = 5
 GUIDANCE = 2.0
 
 
-def build(name: str, width: int) -> nn.Module:
+def build(name: str) -> nn.Module:
     """The packaged transformer, or one with random weights, all of them in use."""
     if name == "digits":
         return PixelDiTPipeline.digits().transformer.eval().requires_grad_(False)
     torch.manual_seed(0)
-    if name == "DiT":
-        heads = {"num_attention_heads": 4, "attention_head_dim": width // 4, "num_layers": 4}
-        module = DiTTransformer2DModel(**heads, sample_size=16, in_channels=4, out_channels=4, num_embeds_ada_norm=1000)
-    elif name == "FLUX":
-        heads = {"num_attention_heads": 2, "attention_head_dim": width // 2, "num_layers": 2, "num_single_layers": 3}
-        rope = (width // 2 - 16, 8, 8)
-        embeds = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": rope}
-        module = FluxTransformer2DModel(**heads, **embeds, patch_size=1, in_channels=16)
-    else:
-        heads = {"num_attention_heads": 2, "attention_head_dim": width // 2, "num_layers": 4, "ffn_dim": 4 * width}
-        embeds = {"text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32, "cross_attn_norm": True}
-        module = WanTransformer3DModel(**heads, **embeds, in_channels=8, out_channels=8)
+    if name != "Wan":
+        return forecasting.build(name, forecasting.SIZES["tiny"][name])
+    heads = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 4, "ffn_dim": 192}
+    embeds = {"text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32, "cross_attn_norm": True}
+    module = WanTransformer3DModel(**heads, **embeds, in_channels=8, out_channels=8)
     for parameter in module.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
@@ -153,82 +140,47 @@ def denoise_digits(module: nn.Module, given: dict[str, Tensor], steps: int) -> T
     return x
 
 
-def diffusers_hook(**settings: Any) -> Callable[[nn.Module, str], Any]:
-    """diffusers' TaylorSeer, with the context that its pipelines would set."""
+Attached = Callable[[nn.Module, str], contextlib.AbstractContextManager[tuple[Callable[[], Any], Callable[[], Any]]]]
+"""A method on a transformer until it is left: what begins a run, and what says how much memory was kept."""
+
+
+def diffusers_hook(**changes: Any) -> Attached:
+    """diffusers' TaylorSeer."""
 
     @contextlib.contextmanager
-    def attached(module: nn.Module, name: str) -> Iterator[Callable[[], dict[str, Any]]]:
-        patterns = {} if settings.get("cache_identifiers") is None else {"cache_identifiers": BRANCHES[name]}
-        config = TaylorSeerCacheConfig(**settings | patterns | {"taylor_factors_dtype": torch.float32})
-        apply_taylorseer_cache(module, config)
-        registry = HookRegistry.check_if_exists_or_initialize(module)
-        registry.invalidate_child_registries_cache()
+    def attached(module: nn.Module, name: str) -> Iterator[Any]:
         peak = 0
 
-        def look() -> None:
+        def look(*call: Any) -> None:
             nonlocal peak
+            registry = HookRegistry.check_if_exists_or_initialize(module)
             found = [child.get_hook("taylorseer_cache") for child in registry._get_child_registries()]
             states = [s for hook in found if hook for s in hook.state_manager._state_cache.values()]
             factors = [f for s in states for stream in s.taylor_factors.values() for f in stream.values()]
             peak = max(peak, sum(factor.nbytes for factor in factors))
 
-        def start() -> None:
-            registry.reset_stateful_hooks()
-            _set_cache_context(module, CacheContext("all"))
+        with peer_hook.attach(module, name, **changes) as start:
+            module.register_forward_hook(look)
+            yield start, lambda: {"memory": peak}
 
-        handle = module.register_forward_hook(lambda *call: look())
-        attached.start = start
-        try:
-            yield lambda: {"memory": peak}
-        finally:
-            handle.remove()
-            registry.remove_hook("taylorseer_cache", recurse=True)
-
-    attached.start = lambda: None
     return attached
 
 
-def cache_dit_hook(full_steps: list[int], steps: int) -> Callable[[nn.Module, str], Any]:
-    """cache-dit's DBCache with its Taylor calibrator, evaluating at the same steps; one block always runs."""
-    import cache_dit
-
-    @contextlib.contextmanager
-    def attached(module: nn.Module, name: str) -> Iterator[Callable[[], dict[str, Any]]]:
-        mask = [int(step in full_steps) for step in range(steps)]
-        config = cache_dit.DBCacheConfig(
-            Fn_compute_blocks=1,
-            Bn_compute_blocks=0,
-            max_warmup_steps=1,
-            residual_diff_threshold=1e9,
-            num_inference_steps=steps,
-            steps_computation_mask=mask,
-            steps_computation_policy="static",
-            enable_separate_cfg=False,
-        )
-        cache_dit.enable_cache(
-            module, cache_config=config, calibrator_config=cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=1)
-        )
-        attached.start = lambda: cache_dit.refresh_context(module, num_inference_steps=steps)
-        try:
-            yield lambda: {}
-        finally:
-            cache_dit.disable_cache(module)
-
-    attached.start = lambda: None
-    return attached
+@contextlib.contextmanager
+def cache_dit_hook(module: nn.Module, name: str) -> Iterator[Any]:
+    """cache-dit's DBCache with its Taylor calibrator; its memory is not counted."""
+    with cachedit.attach(module, name) as start:
+        yield start, dict
 
 
-def ours(settings: dict[str, Any]) -> Callable[[nn.Module, str], Any]:
+def ours(settings: dict[str, Any]) -> Attached:
     """paradec's session."""
 
     @contextlib.contextmanager
-    def attached(module: nn.Module, name: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    def attached(module: nn.Module, name: str) -> Iterator[Any]:
         with paradec.accelerate(module, TaylorSeer(**settings)) as session:
-            attached.start = session.reset
+            yield session.reset, lambda: {"memory": session.report().bytes}
 
-            yield lambda: {"memory": session.report().bytes}
-
-    attached.start = lambda: None
     return attached
 
 
@@ -246,29 +198,27 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> tuple[Tensor, int, int]:
+def counted(name: str, module: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, int, int]:
     """The latent, FLOPs, and module calls."""
     with FlopCounterMode(display=False) as counter, Calls(module, FIRST_MATRICES[name]) as calls:
-        latent = denoise(name, module, given, steps)
+        latent = denoise(name, module, given, STEPS)
     return latent, counter.get_total_flops(), calls.count
 
 
-def measure(
-    name: str, method: Callable[[nn.Module, str], Any], steps: int, width: int, plain: list[Tensor], flops: int
-) -> dict[str, Any]:
+def measure(name: str, method: Attached, plain: list[Tensor], flops: int) -> dict[str, Any]:
     """Mean error, calls, FLOPs and memory.
 
     plain: latents of the runs that evaluate all steps, one per seed; flops: of such a run. What is counted does not
     depend on the noise, so one run is counted.
     """
-    module, latents = build(name, width), []
-    with method(module, name) as say:
+    module, latents = build(name), []
+    with method(module, name) as (start, say):
         for seed in range(len(plain)):
-            method.start()
+            start()
             if seed == 0:
-                latent, spent, calls = counted(name, module, inputs(name, seed), steps)
+                latent, spent, calls = counted(name, module, inputs(name, seed))
             else:
-                latent = denoise(name, module, inputs(name, seed), steps)
+                latent = denoise(name, module, inputs(name, seed), STEPS)
             latents.append(latent)
         errors = [
             float((latent - aim).norm() / (aim - inputs(name, seed)["hidden_states"]).norm())
@@ -282,92 +232,55 @@ def steps_of(rule: StepRule, total: int) -> list[int]:
     return [step for step in range(total) if rule.is_full(RunProgress(total, step))]
 
 
-def tables(results: dict[str, dict[str, Any]]) -> str:
-    """For the documentation: errors (ours on the three schedules), then what the kinds of methods cost."""
-    head = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
-    theirs = [label for label in next(iter(results.values())) if label.startswith(("diffusers,", "cache-dit"))]
-
-    def cell(rows: dict[str, Any], label: str, key: str = "error", scale: float = 1, form: str = ".3f") -> str:
-        return format(rows[label][key] * scale, form) if key in rows.get(label, {}) else "-"
-
-    lines = [*head]
-    for label in theirs:
-        lines.append(f"| {label} | " + " | ".join(cell(rows, label) for rows in results.values()) + " |")
-    for forecast in FORECASTS:
-        labels = [f"paradec, {forecast}, {schedule} schedule" for schedule in SCHEDULES]
-        cells = [" / ".join(cell(rows, label) for label in labels) for rows in results.values()]
-        lines.append(f"| {forecast} | " + " | ".join(cells) + " |")
-    lines += ["", *head]
-    ours = [f"paradec, {target}, taylor 1, the paper's schedule" for target in ("module", "block", "output")]
-    for label in ["all steps", *theirs, *ours]:
-        cells = [
-            f"{cell(rows, label, 'calls', 1, 'd')}, {cell(rows, label, 'flops', form='.0%')}, "
-            f"{cell(rows, label, 'memory', 1e-3, '.0f')} kB"
-            for rows in results.values()
-        ]
-        name = label.removesuffix(", taylor 1, the paper's schedule")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--seeds", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "taylorseer.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     diffusers.utils.logging.disable_progress_bar()
 
     schedules: list[StepRule] = [Every(5, 3), Every(5, 3, "diffusers")]
-    full_steps = steps_of(schedules[1], args.steps)
-    theirs = {"cache_interval": 5, "disable_cache_before_step": 3, "max_order": 1}
-    methods: dict[str, Callable[[nn.Module, str], Any]] = {
-        "diffusers, its default": diffusers_hook(**theirs),
-        "diffusers, all branches": diffusers_hook(**theirs, cache_identifiers=[]),
-        "diffusers, lite": diffusers_hook(**theirs, use_lite_mode=True),
-    }
-    try:
-        methods[CACHE_DIT] = cache_dit_hook(full_steps, args.steps)
-    except ImportError:
-        print("cache-dit is not installed; it is left out")
-    even = [round(i * args.steps / len(full_steps)) for i in range(len(full_steps))]
+    even = [round(i * STEPS / len(forecasting.FULL_STEPS)) for i in range(len(forecasting.FULL_STEPS))]
     schedules.append(StepSchedule(tuple(even)))
+    methods: dict[str, Attached] = {
+        "diffusers, its default": diffusers_hook(cache_identifiers=None),
+        "diffusers, all branches": diffusers_hook(),
+        "diffusers, lite": diffusers_hook(cache_identifiers=None, use_lite_mode=True),
+        "cache-dit, DBCache + Taylor": cache_dit_hook,
+    }
     methods |= {
         f"paradec, {label}, {name} schedule": ours({"refresh": rule, **settings})
         for label, settings in FORECASTS.items()
         for name, rule in zip(SCHEDULES, schedules, strict=True)
     }
-
     facts = {
-        "steps": args.steps,
-        "full_steps": len(full_steps),
-        "schedules": {name: steps_of(rule, args.steps) for name, rule in zip(SCHEDULES, schedules, strict=True)},
-        "width": args.width,
+        "steps": STEPS,
+        "full_steps": len(forecasting.FULL_STEPS),
+        "schedules": {name: steps_of(rule, STEPS) for name, rule in zip(SCHEDULES, schedules, strict=True)},
         "seeds": args.seeds,
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
         "machine": platform.machine(),
     }
-    results: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     for name in args.models:
-        module = build(name, args.width)
-        latent, flops, calls = counted(name, module, inputs(name, 0), args.steps)
-        plain = [latent, *(denoise(name, module, inputs(name, seed), args.steps) for seed in range(1, args.seeds))]
-        results[name] = {"all steps": {"error": 0.0, "calls": calls, "flops": 1.0, "memory": 0}}
+        latent, flops, calls = counted(name, build(name), inputs(name, 0))
+        plain = [latent, *(denoise(name, build(name), inputs(name, seed), STEPS) for seed in range(1, args.seeds))]
+        rows.append({"model": name, "method": "all steps", "error": 0.0, "calls": calls, "flops": 1.0, "memory": 0})
         for label, method in methods.items():
             try:
-                results[name][label] = measure(name, method, args.steps, args.width, plain, flops)
+                row = measure(name, method, plain, flops)
             except Exception as error:  # theirs: what does not work is a result too
                 if label.startswith("paradec"):
                     raise
-                results[name][label] = {"failed": f"{type(error).__name__}: {error}"[:200]}
-            print(name, label, results[name][label], flush=True)
-    rows = [{"model": name, "method": label} | row for name, found in results.items() for label, row in found.items()]
-    write_result(RESULTS / "taylorseer.json", {"facts": facts, "rows": rows})
-    print(tables(results))
+                row = {"failed": f"{type(error).__name__}: {error}"[:200]}
+            rows.append({"model": name, "method": label} | row)
+            print(rows[-1], flush=True)
+    write_result(args.out, {"facts": facts, "rows": rows})
+    print(*taylorseer_tables(read_result(args.out)), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -22,19 +22,22 @@ BRANCHES = {
     "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
     # no module is a single block's sum: its matrix of both is forecast, and what feeds it still computed
     "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
+    "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
 }
+BRANCHES["digits"] = BRANCHES["DiT"]
 
 
 @contextlib.contextmanager
-def attach(module: nn.Module, model: str) -> Any:
-    """With the context that its pipelines would set."""
-    config = TaylorSeerCacheConfig(
-        cache_interval=SCHEDULE["interval"],
-        disable_cache_before_step=SCHEDULE["first_enhance"],
-        max_order=SCHEDULE["order"],
-        taylor_factors_dtype=torch.float32,
-        cache_identifiers=BRANCHES[model],
-    )
+def attach(module: nn.Module, model: str, **changes: Any) -> Any:
+    """With the context that its pipelines would set; `changes` of the settings."""
+    settings = {
+        "cache_interval": SCHEDULE["interval"],
+        "disable_cache_before_step": SCHEDULE["first_enhance"],
+        "max_order": SCHEDULE["order"],
+        "taylor_factors_dtype": torch.float32,
+        "cache_identifiers": BRANCHES[model],
+    }
+    config = TaylorSeerCacheConfig(**settings | changes)
     apply_taylorseer_cache(module, config)
     registry = HookRegistry.check_if_exists_or_initialize(module)
     registry.invalidate_child_registries_cache()
