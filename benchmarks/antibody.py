@@ -332,7 +332,7 @@ def main() -> None:
     benchmark = Benchmark(masked, [Record(configuration) for configuration in wanted])
     todo = benchmark.records
     for seed, group in work:
-        if seed == 1:
+        if seed == 1 and todo is benchmark.records:
             todo = [record for record in benchmark.records if not benchmark.slow(record)]
         remembering = Remembering(model)
         for record in todo:

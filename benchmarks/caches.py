@@ -53,31 +53,20 @@ VARIANTS = (
     ("dkv_greedy", {"window": 6}),
 )
 """Measured for accuracy beside the defaults."""
-VOCAB, MASK = 1000, 999
+VOCAB = 1000
 
 
-def wide_model(block_length: int | None = None) -> Model:
+def random_model(block_length: int | None = None, **sizes: int) -> Model:
     """A random Llama of hidden size 512, 8 layers, 8 heads of 64; block-causal where a block length is given."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=2048,
-    )
-    return paradec.wrap(
-        LlamaForCausalLM(config),
-        mask_token_id=MASK,
-        eos_token_id=0,
-        topology="bidirectional" if block_length is None else "block_causal",
-        prediction="same",
-        block_length=block_length,
-    )
+    shape = {"vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+    shape |= {"num_attention_heads": 8, "max_position_embeddings": 4096}
+    topology = "bidirectional" if block_length is None else "block_causal"
+    module = LlamaForCausalLM(LlamaConfig(**shape | sizes))
+    ids = {"mask_token_id": sizes.get("vocab_size", VOCAB) - 1, "eos_token_id": 0}
+    return paradec.wrap(module, topology=topology, prediction="same", block_length=block_length, **ids)
 
 
 class Clock:
@@ -138,7 +127,7 @@ def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, 
 
 def speed() -> None:
     torch.set_num_threads(1)
-    model = wide_model()
+    model = random_model()
     sampler = paradec.samplers.create("random")
     names = [
         name
@@ -174,7 +163,7 @@ def speed() -> None:
 def prefix() -> None:
     """A prefix that eight rows share, and one that three turns of a chat keep."""
     torch.set_num_threads(1)
-    model = wide_model(block_length=32)
+    model = random_model(block_length=32)
     generator = torch.Generator().manual_seed(1)
 
     def ids(*shape: int) -> list[Any]:

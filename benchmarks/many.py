@@ -122,16 +122,6 @@ def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int 
     for one, other in zip(*answers.values(), strict=True):
         assert one.output is not None and other.output is not None
         equal += torch.equal(one.output.new_tokens, other.output.new_tokens)
-    alone = 0
-    checked = range(0, count, max(1, count // 20))
-    texts = [each["prompt"] for each in asked]
-    for index in checked:
-        out = paradec.generate(
-            model, texts[index], **{**REQUEST, **request}, max_new_tokens=asked[index]["max_new_tokens"]
-        )
-        mine = answers["refilled"][index].output
-        first = texts.index(texts[index]) == index  # a prompt that occurs twice draws other numbers the second time
-        alone += mine is not None and (not first or torch.equal(out.new_tokens, mine.new_tokens))
     found = {name: meter.result() for name, meter in meters.items()}
     ratio = {key: found["fixed"][key] / found["refilled"][key] for key in found["fixed"] if key != "occupancy"}
     return {
@@ -142,7 +132,6 @@ def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int 
         **found,
         "fixed_over_refilled": ratio,
         "equal_answers": equal,
-        "equal_to_generate": [alone, len(checked)],
     }
 
 

@@ -1,6 +1,6 @@
 """How well each masked sampler designs proteins with ProteinMPNN, and how many forwards that takes.
 
-    python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt [--minutes 40]
+    python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt
     python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt --few  # how few steps will do
 
 The model decodes in any order, and what a step asks of it is its own distribution (`paradec.models.proteins.mpnn`). The
@@ -23,7 +23,7 @@ Intervals are percentile bootstraps over chains (95 %) of the paired difference;
 
 With `--few` the chains that others are measured on are designed in ever fewer steps, down to one, by `FEW`.
 
-Work is done chain by chain, by all configurations; a chain for which the time does not suffice is left out. A call that
+Work is done chain by chain, by all configurations. A call that
 was made before, with the same letters in the same order, is looked up; forwards are counted all the same.
 """
 
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,42 +198,30 @@ def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def run(
-    models: Mapping[str, ProteinMPNNModel], asked: list[Configuration], temperature: float, until: float
-) -> list[dict[str, Any]]:
-    """Lines of all configurations, the baseline first, over the chains for which the time suffices (one at least)."""
+def run(models: Mapping[str, ProteinMPNNModel], asked: list[Configuration], temperature: float) -> list[dict[str, Any]]:
+    """Lines of all configurations, the baseline first."""
     assert asked[0].name == BASELINE
     done: list[tuple[Configuration, list[Design]]] = [(configuration, []) for configuration in asked]
-    slowest = 0.0  # seconds per residue
     for name, model in models.items():
-        begin, size = time.monotonic(), len(model.structures[0])
-        if slowest and begin + slowest * size > until:
-            print(f"out of time before {name}", file=sys.stderr)
-            break
         remembering = Remembering(model)
         for configuration, designs in done:
             slow = designs and designs[0].residues < SLOW * designs[0].forwards
             if slow and (configuration.changes or configuration.sampler not in SEQUENTIAL):
                 continue
             designs.append(design(remembering, configuration, model.structures[0], temperature))
-        slowest = max(slowest, (time.monotonic() - begin) / size)
-        print(f"{name} at {temperature}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        print(f"{name} at {temperature}", file=sys.stderr, flush=True)
     return [line(configuration, designs, done[0][1]) for configuration, designs in done]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="proteinmpnn_v_48_020.pt")
-    parser.add_argument(
-        "--minutes", type=float, default=40, help="half of it for choosing settings, half for measuring"
-    )
     parser.add_argument("--few", action="store_true", help="ever fewer steps instead of all samplers")
     parser.add_argument("--out", type=Path, help="by default protein.json or protein_few.json in benchmarks/results")
     arguments = parser.parse_args()
     name = "protein_few.json" if arguments.few else "protein.json"
     out = arguments.out or RESULTS / name
     torch.set_num_threads(1)
-    begin, half = time.monotonic(), 30 * arguments.minutes
     structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
     first = paradec.load_protein_mpnn(arguments.weights, structures[CHOOSING[0]])
     models = {name: first.on(structure) for name, structure in structures.items()}
@@ -243,11 +230,11 @@ def main() -> None:
         asked += [Configuration(sampler, {"steps": share}) for sampler in FEW for share in SHARES]
         measuring = {chain: models[chain] for chain in MEASURING}
         few: dict[str, Any] = {"model": arguments.weights.stem}
-        for number, temperature in enumerate(TEMPERATURES, start=1):
-            few[f"at {temperature:g}"] = run(measuring, asked, temperature, begin + number * half)
+        for temperature in TEMPERATURES:
+            few[f"at {temperature:g}"] = run(measuring, asked, temperature)
         write_result(out, few)
         return
-    choosing = run({name: models[name] for name in CHOOSING}, wanted(first), 0.0, begin + half)
+    choosing = run({name: models[name] for name in CHOOSING}, wanted(first), 0.0)
     result: dict[str, Any] = {
         "model": arguments.weights.stem,
         "residues": {name: len(structure) for name, structure in structures.items()},
@@ -258,9 +245,8 @@ def main() -> None:
     picked = [Configuration(each["sampler"], each["changes"]) for each in chosen(choosing)]
     picked += [Configuration(name) for name in SEQUENTIAL]
     picked = sorted({each.name: each for each in picked}.values(), key=lambda each: each.name != BASELINE)
-    for number, temperature in enumerate(TEMPERATURES, start=1):
-        until = begin + half + half * number / len(TEMPERATURES)
-        measured = run({name: models[name] for name in MEASURING}, picked, temperature, until)
+    for temperature in TEMPERATURES:
+        measured = run({name: models[name] for name in MEASURING}, picked, temperature)
         result[f"measuring at {temperature:g}"] = measured
         write_result(out, result)
 

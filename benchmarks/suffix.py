@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 import torch
+from caches import random_model
 from provenance import RESULTS, write_result
 from tables import suffix_accuracy_table, suffix_table
 
@@ -41,25 +42,7 @@ WAYS = (
     ("d2", "64"),
 )
 QUALITY = tuple((slots, suffix) for slots in (32, 128) for suffix in (None, "8", "16", "gaussian:32"))
-VOCAB, MASK = 200, 199
-
-
-def random_model() -> Model:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    return paradec.wrap(
-        LlamaForCausalLM(config), mask_token_id=MASK, eos_token_id=0, topology="bidirectional", prediction="same"
-    )
+VOCAB = 200
 
 
 def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
@@ -82,7 +65,8 @@ def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str |
 
 def cost(answers: list[int]) -> None:
     torch.set_num_threads(1)
-    model, rows = random_model(), []
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
+    model, rows = random_model(vocab_size=VOCAB, **sizes), []
     prompt = torch.randint(1, VOCAB - 1, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     for answer in answers:
         turns: dict[Any, list[dict[str, float]]] = {way: [] for way in WAYS}
