@@ -11,8 +11,8 @@ The baseline is the threshold rule at 0.9. An encoder has no end token and every
 method wins or loses by stopping early. `adablock` is left out, since its blocks end at delimiters and proteins have
 none, and `maskgit` and its kin, which are made to draw.
 
-One residue a step, the default of the rules with a fixed schedule, is measured for `low_confidence` alone unless
-`--sequential` asks for all of them: it costs more than everything else together. For the same reason a configuration
+One residue a step, the default of the rules with a fixed schedule, is measured for `low_confidence` alone: it costs
+more than everything else together. For the same reason a configuration
 that makes fewer than three residues final per forward under the first seed is measured under that seed only; results
 say how many fillings each line rests on.
 
@@ -301,7 +301,6 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="antibodies to leave out at the start of the file")
     parser.add_argument("--limit", type=int, help="antibodies, from there on; by default all")
     parser.add_argument("--samplers", help="names, separated by commas; by default every masked one")
-    parser.add_argument("--sequential", action="store_true", help="one residue a step for every rule with a schedule")
     parser.add_argument("--out", type=Path, default=RESULTS / "antibody.json")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "figures" / "antibody.svg")
     parser.add_argument("--draw", action="store_true", help="only --plot, from what --out holds")
@@ -328,7 +327,7 @@ def main() -> None:
     work = list(units(chains, arguments.seeds))
     masked = {(chain.name, seed): len(chain.masked(seed)) for seed, group in work for chain in group}
     model = load_antiberty()
-    wanted = measured(names, arguments.sequential, model)
+    wanted = measured(names, False, model)
     benchmark = Benchmark(masked, [Record(configuration) for configuration in wanted])
     todo = benchmark.records
     for seed, group in work:

@@ -1,6 +1,6 @@
 """What a change costs: processor time of a step at the commit before and in this tree, in alternate turns.
 
-    python benchmarks/versions.py --base COMMIT [--processes 5] [--pairs 5] [--out FILE]
+    python benchmarks/versions.py --base COMMIT [--processes 5] [--pairs 5]
 
 The cases are masked models with two rules, two lengths of block and two batch sizes, and a causal model. A pair is one
 decode by a process of each version, the first in turn. Two processes of one and the same version differ by up to 6 %
@@ -107,7 +107,6 @@ def main() -> int:
     parser.add_argument("--base", default="HEAD~1", help="the commit before")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=5, help="of each process")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -122,7 +121,7 @@ def main() -> int:
 
 def compare(homes: tuple[Path, Path], arguments: argparse.Namespace) -> int:
     """Decode all cases in turns with the packages in two folders; return 1 if the second is slower."""
-    rows, slower = [], 0
+    slower = 0
     print(f"{'model':12} {'sampler':16} {'block':>5} {'batch':>5} {'before, ms':>11} {'now / before':>13}  95 %")
     ratios: dict[int, list[float]] = {}
     before: dict[int, list[float]] = {}
@@ -147,15 +146,7 @@ def compare(homes: tuple[Path, Path], arguments: argparse.Namespace) -> int:
         slower += low > LIMIT
         names = f"{case['model']:12} {case['sampler']:16} {case['block']:5d} {case['batch']:5d}"
         print(f"{names} {was:11.3f} {middle:13.3f}  {low:.3f} .. {high:.3f}{'  slower' if low > LIMIT else ''}")
-        rows.append(case | {"before_ms": was, "ratio": middle, "low": low, "high": high})
-    print(f"{slower} of {len(rows)} intervals lie wholly above {LIMIT}")
-    if arguments.out:
-        from provenance import write_result
-
-        write_result(
-            arguments.out,
-            {"base": arguments.base, "processes": arguments.processes, "pairs": arguments.pairs, "rows": rows},
-        )
+    print(f"{slower} of {len(ratios)} intervals lie wholly above {LIMIT}")
     return int(slower > 0)
 
 
