@@ -394,7 +394,8 @@ def caches_table(data: Row) -> str:
     cells: Cells = defaultdict(dict)
     for row in data["rows"]:
         request = "{rows} x ({prompt} + {new}), blocks of {block}, {steps} steps".format(**row)
-        share = f"{100 * row['positions']:.0f}%, {100 * row['bookkeeping_of_saved']:.1f}%"
+        saved = row["bookkeeping_of_saved"]
+        share = f"{100 * row['positions']:.0f}%, {'nothing saved' if saved is None else f'{100 * saved:.1f}%'}"
         cells[f"`{row['cache']}`"][request] = f"{row['speed_up']:.2f}x ({share})"
     return crossed("cache", cells, missing="")
 
