@@ -178,7 +178,6 @@ def prefix() -> None:
     found: list[dict[str, Any]] = []
 
     def note(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
-        same = (before.new_tokens == after.new_tokens).float().mean().item()
         entry = {
             "what": what,
             "seconds_without": sum(plain) / len(plain),
@@ -187,7 +186,6 @@ def prefix() -> None:
             "positions": after.forwarded_tokens,
             "store_bytes_without": before.cost.store_bytes,
             "store_bytes": after.cost.store_bytes,
-            "same_tokens": same,
         }
         found.append(entry)
 

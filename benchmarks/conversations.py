@@ -1,7 +1,7 @@
 """`paradec serve` with conversations that share a system prompt, beside the same server that keeps no beginnings.
 
     python benchmarks/conversations.py                        # about 10 minutes on two cores
-    python benchmarks/conversations.py --conversations 8 --turns 1 --requests 200 --out runs/conversations.json
+    python benchmarks/conversations.py --conversations 8 --turns 1 --out runs/conversations.json
 
 Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal one decoded by
 `sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations go on at
@@ -10,8 +10,7 @@ which the next turn repeats. 512 MB hold them all. Measured: positions evaluated
 turn.
 
 Then prompts that share nothing: CPU time with and without the store, 128 prompts a turn to each of two servers in
-alternation (`--turns`), with these models and with wider ones (8 layers, 512 wide). Then `--requests` of them under a
-budget of 8 MB: resident memory after each quarter of them.
+alternation (`--turns`), with these models and with wider ones (8 layers, 512 wide).
 
 Exits with 1 where an answer differs or is lost, or the positions are more than 0.4.
 """
@@ -179,7 +178,7 @@ def costs_of(folder: Path, kind: str, turns: int) -> dict[str, Any]:
 
 
 def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All three measurements on one model."""
+    """Both measurements on one model."""
     keeps = {"kept": ["--prefix-memory", str(BUDGET)], "none": ["--prefix-memory", "0"]}
     talks = {
         name: measured(folder, kind, options, lambda load: load.conversations(args.conversations))
@@ -191,20 +190,12 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as other:
         costs["wide"] = costs_of(make(kind, Path(other), WIDE), kind, args.turns)
 
-    def flat(load: Load) -> dict[str, Any]:
-        quarter, sizes = args.requests // 4, []
-        for at in range(4):
-            load.strangers(range(at * quarter, (at + 1) * quarter))
-            sizes.append(load.server.megabytes())
-        return {"megabytes": sizes, "prefix_bytes": int(load.server.metrics()["paradec_prefix_bytes"])}
-
     return {
         "conversations": talks,
         "answers_differ": differ,
         "positions_ratio": round(talks["kept"]["positions"] / talks["none"]["positions"], 3),
         "cpu_ratio": round(talks["kept"]["cpu_seconds"] / talks["none"]["cpu_seconds"], 3),
         "cpu_ratio_without_reuse": costs,
-        "memory": measured(folder, kind, ["--prefix-memory", "8000000"], flat),
     }
 
 
@@ -212,7 +203,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     result: dict[str, Any] = {"turns": TURNS, "system": SYSTEM, "user": USER, "answer": ANSWER}

@@ -7,9 +7,8 @@ One thread, window 16, a vocabulary of 16384 (LlamaGen's), one row. The model is
 case for noise that is drawn once per position: coupled drafts are accepted, and half of a window is new at every step.
 Overhead is everything of a step but the model's call.
 
-Times are the process's own (`time.process_time`), which other work on the machine touches little; `wall_ratio` is by
-the clock on the wall. Everything is measured in turns, one step or call of each, and ratios are medians of ratios
-within a turn. About half a minute of processor time.
+Times are the process's own (`time.process_time`), which other work on the machine touches little. Everything is
+measured in turns, one step of each, and ratios are medians of ratios within a turn. Half a minute of processor time.
 """
 
 from __future__ import annotations
@@ -56,21 +55,6 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-class Stopwatch:
-    """Seconds since the last look, the process's own and those on the wall."""
-
-    def __init__(self) -> None:
-        self.last = self._now()
-
-    @staticmethod
-    def _now() -> np.ndarray:
-        return np.array((time.process_time(), time.perf_counter()))
-
-    def look(self) -> np.ndarray:
-        before, self.last = self.last, self._now()
-        return self.last - before
-
-
 class Run:
     """A decoding of one row under one setting, step by step."""
 
@@ -78,28 +62,27 @@ class Run:
         kind, settings, request = SAMPLERS[name]
         self.model, self.sampler = model, paradec.samplers.create(kind, window=WINDOW, **settings)
         self.state = self.sampler.start(model, [[1, 2, 3, 4]], max_new_tokens=MOST_TOKENS, seed=0, **request)
-        self.forward: list[np.ndarray] = []
-        self.rest: list[np.ndarray] = []
+        self.forward: list[float] = []
+        self.rest: list[float] = []
 
     def step(self) -> None:
         sampler, state = self.sampler, self.state
-        watch = Stopwatch()
+        times = [time.process_time()]
         queries = sampler.query(state)
-        rest = watch.look()
+        times.append(time.process_time())
         outputs = [self.model(query, state.store) for query in queries]
-        self.forward.append(watch.look())
+        times.append(time.process_time())
         sampler.commit(state, sampler.propose(state, outputs, queries))
-        self.rest.append(rest + watch.look())
+        self.forward.append(times[2] - times[1])
+        self.rest.append(time.process_time() - times[2] + times[1] - times[0])
 
     def found(self, warm_up: int) -> dict[str, float]:
         """Milliseconds of a step's forward and of all else."""
         forward, rest = np.array(self.forward[warm_up:]), np.array(self.rest[warm_up:])
-        ratio, wall_ratio = np.median(rest / forward, 0)
         return {
-            "forward_ms": round(1e3 * float(np.median(forward[:, 0])), 2),
-            "overhead_ms": round(1e3 * float(np.median(rest[:, 0])), 2),
-            "ratio": round(float(ratio), 4),
-            "wall_ratio": round(float(wall_ratio), 4),
+            "forward_ms": round(1e3 * float(np.median(forward)), 2),
+            "overhead_ms": round(1e3 * float(np.median(rest)), 2),
+            "ratio": round(float(np.median(rest / forward)), 4),
             "committed": round(float(np.mean(self.state.accepted[warm_up:])), 2),
         }
 
