@@ -91,20 +91,20 @@ def main() -> None:
     def show(comparison: Any, configuration: Any, share: float) -> None:
         print(f"{share:5.1%} {configuration.name}", flush=True)
 
-    asked: dict[str, Any] = {"batch": arguments.batch, "progress": show}
+    request: dict[str, Any] = {"batch": arguments.batch, "progress": show}
     if "compare" in arguments.parts:
-        found = evaluation.compare(questions=evaluation.packaged_questions(limit=12), **asked)
-        write_result(RESULTS / "compare.json", published(found))
-        frontier(found, FIGURES / "compare.svg")
+        comparison = evaluation.compare(questions=evaluation.packaged_questions(limit=12), **request)
+        write_result(RESULTS / "compare.json", published(comparison))
+        frontier(comparison, FIGURES / "compare.svg")
     if "heldout" in arguments.parts:
         choice = chosen(read_result(RESULTS / "compare.json")["results"])
         names = [name for name in choice if name not in COMBINATIONS] + [n for n in COMBINATIONS if n in choice]
-        found = evaluation.compare(names=names, questions=other_questions(), **asked)
-        write_result(RESULTS / "compare_heldout.json", {"chosen": choice} | published(found))
+        comparison = evaluation.compare(names=names, questions=other_questions(), **request)
+        write_result(RESULTS / "compare_heldout.json", {"chosen": choice} | published(comparison))
     if "parallel" in arguments.parts:
-        found = parallel(limit=16, max_new_tokens=24, **asked)
-        write_result(RESULTS / "parallel.json", published(found))
-        frontier(found, FIGURES / "parallel.svg")
+        comparison = parallel(limit=16, max_new_tokens=24, **request)
+        write_result(RESULTS / "parallel.json", published(comparison))
+        frontier(comparison, FIGURES / "parallel.svg")
 
 
 if __name__ == "__main__":

@@ -375,10 +375,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.places:
-        found = measure(PLACES[name]())
+        place = measure(PLACES[name]())
         about = {"device": "cpu, 1 thread", "torch": torch.__version__, "turns": TURNS}
-        write_result(RESULTS / f"ranking_{name}.json", about | found)
-        print(ranking_table(found))
+        write_result(RESULTS / f"ranking_{name}.json", about | place)
+        print(ranking_table(place))
 
 
 if __name__ == "__main__":

@@ -103,15 +103,15 @@ def heldout_table(first: Row, second: Row) -> str:
     """Settings chosen by `first` and measured again by benchmarks/compare_heldout.py, the fastest first."""
     before = {(row["sampler"], setting(row["changes"])): row for row in first["results"]}
     base, rows = second["results"][0], []
-    asked = base["one_answer"][1] + base["many_answers"][1]
+    num_prompts = base["one_answer"][1] + base["many_answers"][1]
     for row in second["results"]:
         if second["chosen"].get(row["sampler"]) == row["changes"]:
-            found = {"setting": setting(row["changes"]), "share": row["forwards"] / base["forwards"]}
-            both = before[row["sampler"], found["setting"]], row
-            found["right"] = [each["one_answer"][0] + each["many_answers"][0] for each in both]
-            rows.append(row | found | {"bounds": [asked * share for share in row["interval"]]})
+            values = {"setting": setting(row["changes"]), "share": row["forwards"] / base["forwards"]}
+            both = before[row["sampler"], values["setting"]], row
+            values["right"] = [each["one_answer"][0] + each["many_answers"][0] for each in both]
+            rows.append(row | values | {"bounds": [num_prompts * share for share in row["interval"]]})
     rows.sort(key=lambda row: row["forwards"])
-    head = f"sampler | setting | chosen by: right of {asked} | right of {asked} others | 95 % | forwards"
+    head = f"sampler | setting | chosen by: right of {num_prompts} | right of {num_prompts} others | 95 % | forwards"
     cells = "`{sampler}` | {setting} | {right[0]} | {right[1]} | {bounds[0]:.0f}-{bounds[1]:.0f} | {forwards:.2f}"
     return table(rows, head + " | of the baseline's", cells + " | {share:.2f}")
 
@@ -154,7 +154,7 @@ DECODERS = {"llada": "LLaDA", "dream": "Dream", "fast_dllm": "Fast-dLLM", "dinfe
 
 def _cases(data: Row) -> list[Row]:
     """What was measured beside public code: ours, theirs, and what is said of ours over theirs."""
-    found = []
+    cases = []
     for name, case in data["cases"].items():
         contestants = {row["name"]: row for row in case["contestants"]}
         peer, ours = list(contestants)[-1], contestants["paradec"]
@@ -162,8 +162,8 @@ def _cases(data: Row) -> list[Row]:
         tokens = "drawn" if same is None else "equal" if same["equal"] else "differ"
         bare = contestants.get("matrix products alone", {}).get(f"cpu_over_{peer}", [None] * 3)[1]
         row = {"case": name, "peer": peer, "ours": ours, "theirs": contestants[peer], "tokens": tokens, "bare": bare}
-        found.append(case | row | {key: ours.get(f"{key}_{peer}") for key in ("cpu_over", "wall_over", "cpu_beyond")})
-    return found
+        cases.append(case | row | {key: ours.get(f"{key}_{peer}") for key in ("cpu_over", "wall_over", "cpu_beyond")})
+    return cases
 
 
 PEAKS = "{ours[peak_mib]:.0f} / {theirs[peak_mib]:.0f}"
@@ -219,8 +219,8 @@ def peers_sjd_table(sizes: dict[str, Row]) -> str:
 def peers_pictures_table(*results: Row) -> str:
     """Forecasts beside others: CPU time of a run over that of each of them, with quartiles."""
     rows = []
-    for case, found in [case for data in results for case in data["cases"].items()]:
-        for row in found["contestants"]:
+    for case, entry in [case for data in results for case in data["cases"].items()]:
+        for row in entry["contestants"]:
             ratios = {}
             for base in ("diffusers", "cache-dit"):
                 over = row.get(f"cpu_over_{base}")
@@ -295,11 +295,11 @@ def _whole(rows: list[Row]) -> list[Row]:
 
 def protein_exact_table(data: Row) -> str:
     """Calls of the exact samplers at temperature 0.1 (`jacobi` at each), and CPU time beside the public code's."""
-    shown = [("jacobi", 0.001), ("jacobi", 0.1), ("jacobi", 1), ("jacobi, chain", 0.1), ("sjd", 0.1), ("scd", 0.1)]
-    found = {(row["chain"], row["sampler"], row["temperature"]): row["calls"] for row in data["designs"]}
+    columns = [("jacobi", 0.001), ("jacobi", 0.1), ("jacobi", 1), ("jacobi, chain", 0.1), ("sjd", 0.1), ("scd", 0.1)]
+    calls_of = {(row["chain"], row["sampler"], row["temperature"]): row["calls"] for row in data["designs"]}
     rows = []
     for row in data["chains"]:
-        calls = [found[(row["chain"], *case)] for case in shown]
+        calls = [calls_of[(row["chain"], *case)] for case in columns]
         rows.append(row | {"calls": " | ".join(f"{median(each):g} ({max(each)})" for each in calls)})
     head = "chain | residues | `jacobi` at 0.001 | 0.1 | 1 | in chain order | `sjd` | `scd` | CPU time, 1 design"
     cells = "{chain} | {residues} | {calls} | {decoding_1:.2f} | {both_1:.2f} | {decoding_8:.2f} | {both_8:.2f}"
@@ -332,10 +332,10 @@ def digits_scales_table(data: Row) -> str:
     rows = []
     for row in data["methods"]:
         values = row["settings"] | {name: value for name, value in row["request"].items() if name != "steps"}
-        found = {"chosen": setting({name: value for name, value in values.items() if value != 0})}
-        found["large"] = f" + {row['draft_forwards']:.0f} large" if row["draft_forwards"] else ""
-        found["apart"] = "{:.1f} ({:.1f} to {:.1f})".format(*row["further"]) if row["further"] else ""
-        rows.append(row | found)
+        texts = {"chosen": setting({name: value for name, value in values.items() if value != 0})}
+        texts["large"] = f" + {row['draft_forwards']:.0f} large" if row["draft_forwards"] else ""
+        texts["apart"] = "{:.1f} ({:.1f} to {:.1f})".format(*row["further"]) if row["further"] else ""
+        rows.append(row | texts)
     head = "method | model | chosen | forwards | positions | CPU, ms | right class, % | Frechet distance"
     cells = "`{label}` | `{model}` | {chosen} | {forwards[0]:.1f}{large} | {positions:.0f} | {milliseconds:.1f} | "
     return table(rows, head + " | further than the first", cells + QUALITY + " | {apart}")
@@ -482,16 +482,16 @@ def canvases_memory_table(data: Row) -> str:
     return table(rows, head, "{who} | {rows} | {peak:MiB} | {by_stage}")
 
 
-def processor_steps_table(found: dict[str, Row], part: str) -> str:
+def processor_steps_table(results: dict[str, Row], part: str) -> str:
     """A part of `benchmarks/token_stats.py --steps`, as multiples of its first row, on each processor."""
-    found = {maker: data for maker, data in found.items() if part in data}
+    results = {maker: data for maker, data in results.items() if part in data}
     cells: Cells = defaultdict(dict)
-    for maker, data in found.items():
+    for maker, data in results.items():
         for name, row in data[part]["steps" if part == "steps" else "laws"].items():
             (low, high), middle = row["times_base_quartiles"], row["times_base"]
             spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
             cells[name][maker] = f"1 ({row['cpu_ms']:.1f} ms)" if middle == 1 else spread
-    loads = ", ".join(f"{maker} {max(data[part]['load']):.1f}" for maker, data in found.items())
+    loads = ", ".join(f"{maker} {max(data[part]['load']):.1f}" for maker, data in results.items())
     about = f"(Medians of ratios within a turn, with quartiles; load at most: {loads}.)"
     return "\n".join([crossed("", cells, missing=""), "", about])
 
@@ -535,8 +535,8 @@ def ranking_answers_table(data: Row) -> str:
     rows = []
     for name, place in data.items():
         for cost, label in COSTS.items():
-            found = {rivals: _best_above(place, cost, rivals) for rivals in ("today", "older")}
-            rows.append({"place": name, "cost": label} | found)
+            answers = {rivals: _best_above(place, cost, rivals) for rivals in ("today", "older")}
+            rows.append({"place": name, "cost": label} | answers)
     head = "place | cost | above today's rules | above those with knobs too"
     return table(rows, head, "{place} | {cost} | {today} | {older}")
 

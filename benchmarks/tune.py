@@ -91,8 +91,8 @@ def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
 
 
-def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], **more: Any) -> list[dict[str, Any]]:
-    """What was found, and what is made by hand: the reported half, with the differences of the preset's score."""
+def beside(tuning: Tuning, model: Any, first: list[Asked], second: list[Asked], **more: Any) -> list[dict[str, Any]]:
+    """The preset, and what is made by hand: the reported half, with the differences of the preset's score."""
     choosing, reported = (by_hand(model, half, **more) for half in (first, second))
     fair = taken(choosing)["name"]
     by_hand_rows = {
@@ -100,39 +100,39 @@ def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], *
         "oracle": taken(reported),
         "best score": max(reported, key=lambda entry: entry["score"]),
     }
-    chosen = found.points[found.chosen or 0].reported
-    rows = summary(found)
+    chosen = tuning.points[tuning.chosen or 0].reported
+    rows = summary(tuning)
     for label, entry in by_hand_rows.items():
-        values = [a - b for a, b in zip(found.score(chosen), entry["scores"], strict=True)]
-        difference = [sum(values) / len(values), *grouped_bootstrap(values, found.groups)]
+        values = [a - b for a, b in zip(tuning.score(chosen), entry["scores"], strict=True)]
+        difference = [sum(values) / len(values), *grouped_bootstrap(values, tuning.groups)]
         rows.append(
             {key: entry[key] for key in ("name", "score", "forwards")} | {"row": label, "tuned_minus": difference}
         )
     return rows
 
 
-def summary(found: Tuning) -> list[dict[str, Any]]:
+def summary(tuning: Tuning) -> list[dict[str, Any]]:
     """The reported half of the reference, the baseline and the preset; how far the preset's score is above each."""
-    data, chosen = found.to_dict(), found.points[found.chosen or 0]
-    point = data["points"][found.chosen or 0]
+    data, chosen = tuning.to_dict(), tuning.points[tuning.chosen or 0]
+    point = data["points"][tuning.chosen or 0]
     rows = []
-    for row, name, own in (
+    for row, name, measured in (
         ("one token per step", "", data["reference"]),
         ("baseline", data["default"]["name"], data["default"]["reported"]),
         ("tuned", point["name"], point["reported"]),
     ):
-        rows.append({"row": row, "name": name} | {key: own[key] for key in ("score", "interval", "forwards")})
-    rows[0]["tuned_minus"] = list(found.difference(chosen.reported, found.reference))
+        rows.append({"row": row, "name": name} | {key: measured[key] for key in ("score", "interval", "forwards")})
+    rows[0]["tuned_minus"] = list(tuning.difference(chosen.reported, tuning.reference))
     return rows
 
 
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
-    found = tuned(model, questions, options, samplers=options.names)
+    tuning = tuned(model, questions, options, samplers=options.names)
     first, second = halves(prompts_of(questions), 0)
     sizes = {"positions": model.default_max_new_tokens, "blocks": 2, "slowest": SLOW["packaged"]}
-    rows = beside(found, model, first, second, **sizes, names=options.names)
-    return {"trials": found.trials, "rows": rows}
+    rows = beside(tuning, model, first, second, **sizes, names=options.names)
+    return {"trials": tuning.trials, "rows": rows}
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
@@ -143,12 +143,12 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
     model = Remembering(real)
     asked, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
     names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
-    found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
+    tuning = tuned(model, asked, options, samplers=names, suppress_tokens=special)
     first, second = halves(asked, 0)
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
     more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
-    rows = beside(found, model, first, second, **more, suppress_tokens=special)
-    return {"trials": found.trials, "rows": rows}
+    rows = beside(tuning, model, first, second, **more, suppress_tokens=special)
+    return {"trials": tuning.trials, "rows": rows}
 
 
 def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
