@@ -36,7 +36,6 @@ from provenance import COMMIT, RESULTS, read_result, write_result
 from tables import canvases_memory_table, canvases_table, canvases_wait_table
 
 import paradec
-from paradec.models.cache_argument import cache_keyword
 
 RESULT = RESULTS / "canvases.json"
 LENGTHS = (5, 7, 9, 12, 15, 18, 21, 24)
