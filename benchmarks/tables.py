@@ -2,14 +2,11 @@
 
     python benchmarks/tables.py
 
-`paradec/samplers/listing.json` is written too.
-
 Tables are between `<!-- name -->` and `<!-- /name -->`; nothing else is touched.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import string
 import sys
@@ -242,15 +239,6 @@ def settings_table() -> str:
         presets = ", ".join(f"`{name}`" for name in getattr(samplers.get(entry["name"]), "presets", {}))
         rows.append({"name": entry["name"], "settings": values, "presets": presets})
     return table(rows, "sampler | settings | presets", "`{name}` | {settings} | {presets}")
-
-
-def samplers_listing() -> str:
-    """What `paradec samplers` reads in the place of the classes of paradec's own samplers."""
-    from paradec import samplers
-    from paradec.cli.tables import entries
-
-    own = [entry for entry in entries(samplers) if samplers.registry.places()[entry["name"]].startswith("paradec.")]
-    return json.dumps(own, indent=1, ensure_ascii=False) + "\n"
 
 
 def _difference(name: str, digits: int) -> str:
@@ -769,7 +757,7 @@ def _result(name: str) -> Any:
 
 
 def main() -> None:
-    for file, text in (rendered() | {"paradec/samplers/listing.json": samplers_listing()}).items():
+    for file, text in rendered().items():
         (ROOT / file).write_text(text, encoding="utf-8")
         print(f"written to {file}")
 

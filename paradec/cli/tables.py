@@ -71,12 +71,20 @@ def _fits(console: Console, table: Any, whole: bool = False) -> bool:
 
 
 def entries(registry: Any, more: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """What a registry holds, as data: name, family, summary, paper, arXiv number, settings with their defaults."""
+    """What a registry holds, as data: name, family, summary, paper, arXiv number, settings with their defaults.
+
+    A class of another package that cannot be imported has the error as its summary.
+    """
     from paradec.core.protocol import plain
 
     found = []
     for name in registry.names():
-        cls = registry.get(name)
+        try:
+            cls = registry.get(name)
+        except ImportError as error:
+            missing = {"name": name, "family": "other packages", "summary": str(error)}
+            found.append(missing | {"paper": "", "arxiv": "", "settings": {}})
+            continue
         entry: dict[str, Any] = {"name": name}
         entry |= {key: getattr(cls, key, "") for key in ("family", "summary", "paper", "arxiv")}
         entry["settings"] = {key: plain(value) for key, value in cls.settings().items()}

@@ -37,14 +37,6 @@ class Registry:
         """Where names of this kind are, in paradec and among entry points."""
         return "attention" if self.kind == "attention" else f"{self.kind}s"
 
-    def places(self) -> dict[str, str]:
-        """All names, and where each class is: "module:Class". Imports none of them."""
-        said = {name: self._targets[name] for name in self.names()}
-        return {
-            name: place if isinstance(place, str) else f"{place.__module__}:{place.__qualname__}"
-            for name, place in said.items()
-        }
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 

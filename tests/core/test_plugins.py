@@ -82,14 +82,12 @@ except ImportError as error:
 
 
 def test_the_command_line_lists_them(package: Path) -> None:
-    """By their names and places, without importing them: one that cannot be imported holds up no listing."""
+    """One that cannot be imported holds up no listing."""
     named = "[paradec.samplers]\neverything = others:Everything\nbroken = nowhere:Thing\n"
     (package / "others-1.0.dist-info" / "entry_points.txt").write_text(named)
-    heavy = "print(sorted({'torch', 'numpy', 'transformers', 'others', 'rich'} & {*sys.modules}))"
-    done = run(package, f"import sys\nfrom paradec.cli import app\ntry: app(['samplers'])\nfinally: {heavy}")
+    done = run(package, "from paradec.cli import app; app(['samplers'])")
     assert done.returncode == 0, done.stderr
-    assert "everything\tother packages\t-\t-\tothers:Everything, of another package" in done.stdout
-    assert "broken\tother packages" in done.stdout and "\nthreshold\tmasked\t" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert "\neverything\tmasked\t" in done.stdout and "\nthreshold\tmasked\t" in done.stdout
+    assert "broken\tother packages" in done.stdout and "No module named 'nowhere'" in done.stdout
     about = run(package, "from paradec.cli import app; app(['samplers', 'everything'])")
     assert about.returncode == 0 and about.stdout.startswith("everything: ")
