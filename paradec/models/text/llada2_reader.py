@@ -23,7 +23,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 class SplitRows(ConversionOps):
     """Cut one matrix into several with as many rows as the module's own have. (transformers' operation of this kind is
-    newer than 5.17.)"""
+    newer than 5.18.)"""
 
     @torch.no_grad()
     def convert(

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from module_attributes import attributes
+from packaging.version import Version
 from PIL import Image
 from recorded import golden, read_arrays, read_json, replays
 from tiny_pipelines import dit_pipeline, glm_image_pipeline
@@ -58,7 +60,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     parts = [pipe._extract_large_image_tokens(row[None], first, start, height * width) for row in found]
     prior = torch.cat([pipe._upsample_token_ids(part, height, width) for part in parts])
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
-    if text:
+    if text and Version(diffusers.__version__) >= Version("0.42"):  # which recorded them; 0.41 makes others
         recorded = read_arrays(RECORDED / "pipeline.npz")
         noise, prompt, negative = (
             torch.from_numpy(recorded[f"{name}/{part}"]) for part in ("noise", "prompt", "negative")

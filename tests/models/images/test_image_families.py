@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from image_families import ANOLE, LUMINA, MODELS, made
 from image_models import CODES, greedy, last_logits, tiny_chameleon, tiny_vq
 from torch import Tensor
@@ -74,7 +73,6 @@ def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
                 assert (found[:length] - expected[:length]).abs().max() < 1e-5
 
 
-@pytest.mark.skipif(transformers.__version__ < "5.18", reason="before 5.18 transformers' own loop for Janus fails")
 def test_janus_is_transformers() -> None:
     model, grid, laid, request = small_grid("janus")
     found = greedy(laid, grid, 5.0)
