@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from places import GOLDEN, ROOT, SUPPORT
 from spread import PROMPTS, answers, in_ranks, place_of
 from text_families import write
@@ -162,6 +163,9 @@ def test_what_a_spread_model_cannot(short: list[Any]) -> None:
         assert found["thread"].startswith("RuntimeError: a model spread over processes is used by one thread")
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"), reason="before 5.21 transformers gathers no odd vocabulary"
+)
 def test_commands_print_once(short: list[Any], folder: Path) -> None:
     first, second = (rank["commands"] for rank in short)
     assert [code for code, _, _ in first] == [code for code, _, _ in second] == [0, 0, 2, 2, 2, 0]
