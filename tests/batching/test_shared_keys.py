@@ -66,7 +66,8 @@ def differing(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any
         texts = [ticket.output.sequences[0].tolist() for ticket in first]
         for number, (name, arguments) in enumerate(seconds.items(), 1000):
             prompts = [text + words(number, 2) for text in texts]
-            second = [batch.add(prompt, max_new_tokens=4, **arguments) for prompt in prompts]
+            # alone: two of these prompts may be equal, and equal ones draw apart
+            second = [batch.add(prompt, alone=True, max_new_tokens=4, **arguments) for prompt in prompts]
             drained(batch)
             alone = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences
             for before, row, output in zip(firsts, alone, [ticket.output for ticket in second], strict=True):
