@@ -124,16 +124,16 @@ class TokenAutomaton:
         """[S] bool: from which states exactly `count` tokens lead to an accepting one."""
         if self.end >= 0:  # end tokens fill up what is left
             return self.distance <= count
-        found = self.accept
+        states = self.accept
         for _ in range(count):
-            found = self.before(found)
-        return found
+            states = self.before(states)
+        return states
 
     def before(self, states: np.ndarray) -> np.ndarray:
         """[S] bool: from which states one token leads to some of `states` [S] bool."""
-        found = np.zeros(self.states, bool)
-        found[self.edges[states[self.edges[:, 2]], 0]] = True
-        return found
+        sources = np.zeros(self.states, bool)
+        sources[self.edges[states[self.edges[:, 2]], 0]] = True
+        return sources
 
     def step(self, state: int, token: int) -> int:
         """The state after a token; -1 where the token is in no text, or the state is -1."""
@@ -187,13 +187,13 @@ def _distances(source: np.ndarray, target: np.ndarray, begin: np.ndarray) -> np.
     each [E]; `UNREACHED` where there is no way."""
     order = np.argsort(source, kind="stable")
     target, starts = target[order], np.searchsorted(source[order], np.arange(len(begin) + 1))
-    found = np.full(len(begin), UNREACHED)
+    distance = np.full(len(begin), UNREACHED)
     states, count = np.flatnonzero(begin), 0
     while len(states):
-        found[states] = count
+        distance[states] = count
         count += 1
         sizes = starts[states + 1] - starts[states]
         edges = np.arange(sizes.sum()) + np.repeat(starts[states] - (np.cumsum(sizes) - sizes), sizes)
         states = target[edges]
-        states = np.unique(states[found[states] == UNREACHED])
-    return found
+        states = np.unique(states[distance[states] == UNREACHED])
+    return distance

@@ -114,15 +114,15 @@ def text(value: str) -> Node:
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    kept = _bounded(part for part in parts if part != EMPTY)
-    if NEVER in kept:
+    nonempty = _bounded(part for part in parts if part != EMPTY)
+    if NEVER in nonempty:
         return NEVER
-    return kept[0] if len(kept) == 1 else Sequence(kept)
+    return nonempty[0] if len(nonempty) == 1 else Sequence(nonempty)
 
 
 def either(parts: Iterable[Node]) -> Node:
-    kept = _bounded(part for part in parts if part != NEVER)
-    return kept[0] if len(kept) == 1 else Either(kept)
+    branches = _bounded(part for part in parts if part != NEVER)
+    return branches[0] if len(branches) == 1 else Either(branches)
 
 
 def _bounded(parts: Iterable[Node]) -> tuple[Node, ...]:

@@ -204,14 +204,14 @@ def possible(automaton: TokenAutomaton, held: list[int | None], first: int, last
 
 def lengths(automaton: TokenAutomaton, most: int) -> np.ndarray:
     """[most + 1] bool: the numbers of tokens that some text has."""
-    found = np.zeros(most + 1, bool)
+    reachable = np.zeros(most + 1, bool)
     if not automaton.states:
-        return found
+        return reachable
     source, _, target = automaton.edges.T
     now = np.arange(automaton.states) == 0
     for count in range(most + 1):
-        found[count] = now[automaton.accept].any()
+        reachable[count] = now[automaton.accept].any()
         after = np.zeros_like(now)
         after[target[now[source]]] = True
         now = after
-    return found
+    return reachable

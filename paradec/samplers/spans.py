@@ -171,8 +171,8 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
 
 def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
     """The ids that are no part of a text, whatever they read, and what they are instead."""
-    found = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
-    return found | dict.fromkeys(facts.eos_token_ids if keeps_ends_out else (), "an end token of the model")
+    roles = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
+    return roles | dict.fromkeys(facts.eos_token_ids if keeps_ends_out else (), "an end token of the model")
 
 
 def automaton_of(
@@ -194,11 +194,11 @@ def automaton_of(
         spelled = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in value.choices)
         text = next(text for text, ids in spelled if {*ids} & {*used})
         raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {name_used()}")
-    found = token_automaton(value, tokenizer, size, ends, tuple(sorted({*suppressed, *used} - {*ends})))
-    if not found.states:
-        said = f" without {name_used()}" if used and texts.states else ""
-        raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{said}")
-    return found
+    automaton = token_automaton(value, tokenizer, size, ends, tuple(sorted({*suppressed, *used} - {*ends})))
+    if not automaton.states:
+        without = f" without {name_used()}" if used and texts.states else ""
+        raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{without}")
+    return automaton
 
 
 def _unfit(
