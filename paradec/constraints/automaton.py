@@ -11,6 +11,12 @@ MAX_STATES, MAX_EDGES = 2**16, 2**20
 """Of an automaton over tokens; the tables of the largest one are some 130 MB."""
 MAX_TABLE_BYTES = 2**28
 """Of a table with an entry for each state and slot."""
+
+
+class ConstraintSizeError(ValueError):
+    """A constraint whose tables of states times tokens take too much memory."""
+
+
 STRETCH = 2048
 """Ids whose logits a core's first cache holds."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paradec.constraints import passes
-from paradec.constraints.automaton import MAX_TABLE_BYTES, TokenAutomaton
+from paradec.constraints.automaton import MAX_TABLE_BYTES, ConstraintSizeError, TokenAutomaton
 from paradec.constraints.values import Choice, Constraint, token_automaton
 from paradec.core.checks import shown
 
@@ -161,9 +161,9 @@ def span_of(
 
 
 def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
-    """Raise ValueError for a table of states times slots, of `entry` bytes each, that is too large."""
+    """Raise ConstraintSizeError for a table of states times slots, of `entry` bytes each, that is too large."""
     if (size := states * slots * entry) > MAX_TABLE_BYTES:
-        raise ValueError(
+        raise ConstraintSizeError(
             f"constraint={shown(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
             f"{MAX_TABLE_BYTES >> 20}; give a smaller constraint, shorter blocks or fewer tokens"
         )

@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import (
 
 from paradec.api.generate import Output
 from paradec.batching.slots import Cancelled, Ticket
+from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.values import Constraint
 from paradec.core.checks import check_int
 from paradec.core.prompts import encode
@@ -234,6 +235,8 @@ class Manager(BaseGenerateManager):
             raise CBWorkerDeadError(str(output.error))
         if output.error is not None:
             status = 400 if isinstance(output.error, (ValueError, TypeError)) else 500
+            if isinstance(output.error, ConstraintSizeError):
+                status = 422
             raise HTTPException(status, str(output.error))
         gen_config.settle(output.finished[0])
         text, ids = cut_off(str(output.text), gen_config.stops), _ids(output).tolist()

@@ -17,6 +17,7 @@ from serving import NAME, Running, chat, running
 from torch import Tensor, nn
 
 import paradec
+from paradec.samplers import spans
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}"
@@ -207,6 +208,13 @@ def test_what_is_refused(server: Running, extra: dict[str, Any], status: int, pa
     found, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
     assert found == status, text
     assert re.search(part, json.loads(text)["error"]["message"]), text
+    assert server.engine.alive and server.engine.occupied == 0
+
+
+def test_tables_that_are_too_large_are_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**10)
+    status, _, text = server.post(chat("x", max_tokens=40, guided_regex="a{30}"))
+    assert status == 422 and "states times" in json.loads(text)["error"]["message"], text
     assert server.engine.alive and server.engine.occupied == 0
 
 
