@@ -3,8 +3,8 @@
     python tests/replays.py FAMILY FOLDER [options of pytest]
 
 FOLDER holds what tests/golden holds for the family, or is a folder of the published golden data as it stands (`text`,
-`next-text`, `image-ar`, ...). Its cases alone are replayed, all of them. Checkpoints and weights that cases name are
-looked for in FOLDER, beside it, and in tests/golden.
+`next-text`, `image-ar`, ...); or a ZIP file of such a folder. Its cases alone are replayed, all of them. Checkpoints
+and weights that cases name are looked for in FOLDER, beside it, and in tests/golden.
 
 Every wrong case is named with what differs, every near tie and every refused case with the reason. A near tie departs
 from the recording where two scores differ by less than 1e-7. Refused are cases of methods that paradec does not have,
@@ -15,6 +15,7 @@ The last line is `N replayed, M near ties, K refused, L wrong`; the exit status 
 from __future__ import annotations
 
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import pytest  # noqa: E402
 import recorded  # noqa: E402
-from places import ROOT, TESTS  # noqa: E402
+from places import ROOT, TESTS, make_temporary_folder, unpack  # noqa: E402
 from recorded import OUTCOMES, Selection, record_outcome, unread_fields  # noqa: E402
 
 TEXT = {
@@ -321,11 +322,13 @@ def unread_files(folder: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) < 2 or arguments[0] not in FAMILIES or not Path(arguments[1]).is_dir():
+    source = Path(*arguments[1:2]).resolve()
+    if len(arguments) < 2 or arguments[0] not in FAMILIES or not (source.is_dir() or zipfile.is_zipfile(source)):
         print(f"usage: python tests/replays.py FAMILY FOLDER [options of pytest]; FAMILY: {', '.join(FAMILIES)}")
         return 2
     families, tests = FAMILIES[arguments[0]]
-    recorded.SELECTION = Selection(Path(arguments[1]).resolve(), families)
+    folder = source if source.is_dir() else unpack(source, make_temporary_folder() / source.stem)
+    recorded.SELECTION = Selection(folder, families)
     options = ["-q", "--no-header", "--no-summary", "--continue-on-collection-errors", f"--rootdir={ROOT}"]
     options += ["-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-m", "full or not full"]
     pytest.main([*options, *(str(TESTS / file) for file in tests), *arguments[2:]], [Plugin(tests)])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import GOLDEN
 
 import paradec
 from paradec.batching import Batch
 from paradec.models.base import Model
 from paradec.samplers.causal.trees import DynamicTree
 
-SOURCE = Path(__file__).parents[1] / "golden" / "drafters" / "drafters"
+SOURCE = GOLDEN / "drafters" / "drafters"
 SHARED = [7, 8, 9, 10] * 5
 PROMPTS = [[5, 9, 2, 40, 7], [11], [3, 1], [*range(20, 31)], [*SHARED, 1], [*SHARED, 2], [6], [*SHARED, 3, 4]]
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafters import NEGATIVE, answers
+from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
 from recorded_drafts import p_value, plain
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,7 @@ from paradec.samplers.causal.trees import DynamicTree
 
 RECORDED = golden("drafters")
 NAMES = sorted(path.parent.name for path in RECORDED.glob("*/cases.json") if (path.parent / "model").exists())
-PACKAGED = Path(__file__).parents[1] / "golden" / "drafters"
+PACKAGED = GOLDEN / "drafters"
 PROMPTS = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_drafters import NEGATIVE, answers
+from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
 from recorded_drafts import drafts_after, p_value, plain
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from paradec.models.checkpoint import CheckpointError
 pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
 
 RECORDED = golden("drafters") / "drafters"
-PACKAGED = Path(__file__).parents[1] / "golden" / "drafters" / "drafters"
+PACKAGED = GOLDEN / "drafters" / "drafters"
 CASES: dict[str, Any] = {
     key: case for path in sorted(RECORDED.glob("cases.json")) for key, case in read_json(path).items()
 }

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+import zipfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 SUPPORT = TESTS / "support"
 """The modules that several tests share."""
 ROOT = TESTS.parent
-GOLDEN = TESTS / "golden"
+
+
+def unpack(source: Path, folder: Path) -> Path:
+    """Write the files of a ZIP file, or copies of the files of a folder, into a new folder."""
+    if source.is_dir():
+        shutil.copytree(source, folder)
+    else:
+        with zipfile.ZipFile(source) as archive:
+            archive.extractall(folder)
+    return folder
+
+
+def make_temporary_folder() -> Path:
+    """Make a folder that is deleted when this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="paradec-golden-", ignore_cleanup_errors=True)
+    _TEMPORARY.append(folder)
+    return Path(folder.name)
+
+
+def unpack_golden() -> Path:
+    """The families of tests/golden, ZIP files and plain folders, as folders next to each other.
+
+    They are unpacked once. Processes that this one starts, pytest's workers for example, read the same folder.
+
+    Raises:
+        FileExistsError: a family is both a ZIP file and a folder.
+    """
+    shared = os.environ.get(_SHARED)
+    if shared and os.path.isdir(shared):
+        return Path(shared)
+    golden = make_temporary_folder()
+    for source in sorted((TESTS / "golden").iterdir()):
+        folder = golden / source.name.removesuffix(".zip")
+        if folder.exists():
+            raise FileExistsError(f"tests/golden has both {folder.name}/ and {folder.name}.zip: delete one")
+        unpack(source, folder)
+    os.environ[_SHARED] = str(golden)
+    return golden
+
+
+_SHARED = "PARADEC_GOLDEN"
+"""The environment variable that names the unpacked folder."""
+_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
+GOLDEN = unpack_golden()
 """Small trained checkpoints in the published formats, and traces of the reference implementations."""

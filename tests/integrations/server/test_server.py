@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from places import GOLDEN
 from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -534,7 +535,7 @@ def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
 
 def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> None:
     """More requests than rows, each answered as alone."""
-    source = Path(__file__).parents[2] / "golden" / "drafters" / "mtp-2" / "model"
+    source = GOLDEN / "drafters" / "mtp-2" / "model"
     base = paradec.load(source, dtype="float64")
     words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
