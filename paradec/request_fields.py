@@ -189,8 +189,8 @@ FIELDS: Mapping[str, Field] = MappingProxyType({
         option=Option(
             kind=str,
             default="threshold",
-            help="A name that `paradec samplers` lists, or a combination: 'credit+localleap' commits what either "
-            "would, 'threshold&klass' what both would.",
+            help="A name that `paradec samplers` lists, with settings in parentheses, or a combination: "
+            "'credit+localleap' commits what either would.",
         ),
     ),
     "cache": Field(

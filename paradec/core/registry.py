@@ -124,7 +124,7 @@ class Registry:
 
     def check(self, name: str) -> None:
         """Raise ValueError unless `create` knows the name, and can make it with the settings in it."""
-        if _has_settings(name) and name not in self:
+        if is_composed(name) and name not in self:
             self.create(name)
         elif name not in self:
             raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
@@ -132,16 +132,25 @@ class Registry:
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make one by name. A preset changes the defaults; explicit settings win over it.
 
-        Settings may be in the text: "dkv_decode(refresh_interval=4)".
+        Settings may be in the text, "dkv_decode(refresh_interval=4)", and several samplers may be joined by "+" into
+        the registered `union`: "credit(threshold=0.95)+localleap" commits what one of them would.
 
         Raises:
-            ValueError: unknown name, preset or setting, a setting given twice or out of its range.
+            ValueError: unknown name, preset or setting, a setting given twice or out of its range, or names that cannot
+                be joined.
         """
-        if _has_settings(name) and name not in self:
-            from paradec.core.called import called
+        if is_composed(name) and name not in self:
+            from paradec.core.component_text import parse_components
 
-            name, given = called(self.kind, name)
+            components = parse_components(self.kind, name)
             settings |= {} if preset is None else {"preset": preset}
+            if len(components) > 1:
+                if "union" not in self:
+                    raise ValueError(f"{self.kind} {name!r} cannot be joined; give one name")
+                for setting in settings:
+                    raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
+                return self.get("union")(rules=tuple(self.create(part.name, **part.settings) for part in components))
+            ((name, given),) = components
             for setting in given.keys() & settings:
                 raise ValueError(f"{self.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
             return self.create(name, **given, **settings)
@@ -170,8 +179,9 @@ class Registry:
         return self.create(data[self.kind], **{key: value for key, value in data.items() if key != self.kind})
 
 
-def _has_settings(name: object) -> bool:
-    return isinstance(name, str) and "(" in name
+def is_composed(name: object) -> bool:
+    """Whether a name that is not registered is a text of names with settings, or of several names."""
+    return isinstance(name, str) and ("(" in name or "+" in name)
 
 
 def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:

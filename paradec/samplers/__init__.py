@@ -62,43 +62,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.scales.code import CoDe as CoDe
     from paradec.samplers.scales.var import VAR as VAR
 
-JOINING = "+&>("
-"""Signs of a combination written as text."""
-
-
-class SamplerRegistry(Registry):
-    """The registry of samplers, which also makes combinations."""
-
-    def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
-        """Make a sampler by name; a preset changes the defaults, explicit settings win.
-
-        Several names make a combination, with settings in parentheses: "credit(threshold=0.95)+localleap" commits what
-        one of them would, "threshold&klass" what both would, "credit>>factor" puts credit's logits stage before factor
-        (`paradec.samplers.masked.rules.combination.parse`).
-
-        Raises:
-            ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
-        """
-        if isinstance(name, str) and name not in self and any(sign in name for sign in JOINING):
-            from paradec.samplers.masked.rules.combination import parse
-
-            if preset is not None or settings:
-                first = "preset" if preset is not None else next(iter(settings))
-                raise ValueError(
-                    f"{first}=...: say whose, in parentheses: 'credit(threshold=0.95)+localleap', not {name!r}"
-                )
-            return parse(name)
-        return super().create(name, preset=preset, **settings)
-
-    def check(self, name: str) -> None:
-        """Raise ValueError unless `create` knows the name, or can join what it names."""
-        if name not in self and any(sign in name for sign in JOINING):
-            self.create(name)
-        else:
-            super().check(name)
-
-
-registry = SamplerRegistry(
+registry = Registry(
     "sampler",
     {
         "low_confidence": "paradec.samplers.masked.rules.low_confidence:LowConfidence",

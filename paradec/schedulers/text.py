@@ -359,8 +359,8 @@ class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
 
 
 class CombinationScheduler(BlockScheduler, sampler="union"):
-    """Several samplers joined, under `combination`: "credit+localleap", "threshold&klass", "credit>>factor", with
-    settings in parentheses (`paradec.samplers.create`), or the `to_dict` of a sampler."""
+    """Several samplers joined, under `combination`: a `to_dict`, or text for `paradec.samplers.create`
+    ("credit(threshold=0.95)+localleap")."""
 
     family_settings = {**BlockScheduler.family_settings, "combination": "credit+localleap"}
 

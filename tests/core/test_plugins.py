@@ -60,7 +60,7 @@ with warnings.catch_warnings(record=True) as caught:
 print(*{str(warning.message) for warning in caught})
 assert "others" not in sys.modules
 model = paradec.load()
-out = paradec.generate(model, "Sort: pear fig apple", sampler="everything&threshold", cache="mine", max_new_tokens=8)
+out = paradec.generate(model, "Sort: pear fig apple", sampler="everything+threshold", cache="mine", max_new_tokens=8)
 print(type(paradec.samplers.create("threshold")).__module__, out.nfe > 0)
 same = paradec.samplers.registry.from_dict(paradec.samplers.create("everything").to_dict())
 print(same == paradec.samplers.create("everything"))

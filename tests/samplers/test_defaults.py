@@ -207,7 +207,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "lite_fast": LITE | {"refresh": "every(interval=5, first_enhance=3)"},
         "lite_medium": LITE | {"refresh": "every(interval=4, first_enhance=3)"},
         "lite_detailed": LITE | {"refresh": "every(interval=3, first_enhance=3)"},
-        "diffusers": {"refresh": "every(interval=5, first_enhance=3, style=diffusers)"},
+        "diffusers": {"refresh": "every(interval=5, first_enhance=3, style='diffusers')"},
     },
     "cspd": {"demo": {"num_draft": 4, "ratio": 0.05, "guidance_schedule": "constant"}},
     "mar": {"recap": {"local_steps": 1}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paradec.core.checks import shown
+from paradec.core.component_text import parse_components
 from paradec.core.registry import unknown
 from paradec.request import Request
 from paradec.request_fields import served_by
@@ -188,7 +188,7 @@ def _check_plain(own: Mapping[str, Any]) -> None:
             continue
         if not isinstance(settings, (str, Mapping)):
             raise Refused(f"{name}={shown(settings)} must be a name, or an object of it and its settings", 422, OWN)
-        for setting, value in _in_text(settings) if isinstance(settings, str) else settings.items():
+        for setting, value in _settings_in(settings) if isinstance(settings, str) else settings.items():
             if setting != name and not isinstance(value, (bool, int, float, type(None))):
                 raise Refused(
                     f"{name}: {setting}={shown(value)} must be a number here; what else there is goes into a preset",
@@ -197,22 +197,15 @@ def _check_plain(own: Mapping[str, Any]) -> None:
                 )
 
 
-def _in_text(text: str) -> Iterator[tuple[str | None, Any]]:
-    """The settings in parentheses of a text, "credit(threshold=0.95)+localleap"; of one that cannot be read none, since
-    `Request` says what is wrong with it."""
-    if "(" not in text:
-        return
-    text = text.strip()
+def _settings_in(text: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a text, "credit(threshold=0.95)+localleap"; of one that cannot be read none, since `Request` says
+    what is wrong with it."""
     try:
-        nodes = list(ast.walk(ast.parse(text, mode="eval")))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        components = parse_components("sampler", text)
+    except ValueError:
         return
-    for node in nodes:
-        match node:
-            case ast.keyword(value=ast.Constant(value) | ast.UnaryOp(operand=ast.Constant(value))):
-                yield node.arg, value
-            case ast.keyword():
-                yield node.arg, ast.get_source_segment(text, node.value)
+    for component in components:
+        yield from component.settings.items()
 
 
 def _check_stops(stops: Any) -> None:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.core.called import called
 from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.component_text import parse_component
 from paradec.core.registry import unknown
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -303,7 +303,7 @@ def basis_from(value: Any) -> Basis | None:
     if value is None or isinstance(value, Basis):
         return value
     if isinstance(value, str):
-        name, settings = called("basis", value) if "(" in value else (value, {})
+        name, settings = parse_component("basis", value) if "(" in value else (value, {})
     else:
         settings = dict(value) if isinstance(value, Mapping) else {}
         name = settings.pop("basis", value)

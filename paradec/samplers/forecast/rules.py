@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from paradec.core.called import called
 from paradec.core.checks import shown
+from paradec.core.component_text import parse_component
 from paradec.core.registry import unknown
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.dicache import DiCache
@@ -46,7 +46,7 @@ def refresh_from(value: Any) -> Rule | None:
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
         given = read_schedule(value)
     elif isinstance(value, str):
-        name, settings = called("refresh", value) if "(" in value else (value, {})
+        name, settings = parse_component("refresh", value) if "(" in value else (value, {})
         given = {"refresh": "step_mask", "mask": value} if value in MASKS else {"refresh": name, **settings}
     if isinstance(given, Mapping) and "refresh" not in given:
         return (BlockSchedule if "modules" in given else StepSchedule).from_dict(given)

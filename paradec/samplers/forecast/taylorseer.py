@@ -82,7 +82,7 @@ class TaylorSeer(ForecastSampler):
         "lite_fast": LITE | {"refresh": "every(interval=5, first_enhance=3)"},
         "lite_medium": LITE | {"refresh": "every(interval=4, first_enhance=3)"},
         "lite_detailed": LITE | {"refresh": "every(interval=3, first_enhance=3)"},
-        "diffusers": {"refresh": "every(interval=5, first_enhance=3, style=diffusers)"},
+        "diffusers": {"refresh": "every(interval=5, first_enhance=3, style='diffusers')"},
     }
 
     def __post_init__(self) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 from paradec import samplers
 from paradec.core.protocol import Sampler, plain
+from paradec.core.registry import is_composed
 from paradec.request import Request
 
 BASELINE = "threshold"
 """The sampler whose defaults are the baseline: confidence 0.9."""
-COMBINATIONS = ("credit+localleap", "credit>>localleap", "factor+localleap", "klass+persistence")
+STAGED = "union(rules=['localleap'], stages=['credit'])"
+"""Credit's logits stage before the rule of localleap."""
+COMBINATIONS = ("credit+localleap", STAGED, "factor+localleap", "klass+persistence")
 """What is measured beside the registered samplers: of a dozen joined ones tried on the packaged prompts, the three that
 are fastest and the one that is most often right."""
 
@@ -82,7 +85,7 @@ def configurations(
     found = [Configuration(BASELINE)]
     for name in sorted(wanted, key=lambda name: name != BASELINE):
         sweep: tuple[Mapping[str, Any], ...] = ()
-        if name in samplers.registry or not any(sign in name for sign in samplers.JOINING):
+        if name in samplers.registry or not is_composed(name):
             cls = samplers.get(name)
             if cls.family != "masked":
                 raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")

@@ -18,6 +18,7 @@ from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import check_int
 from paradec.core.protocol import plain
+from paradec.core.registry import is_composed
 from paradec.request import Request
 from paradec.samplers.masked.fitting import block_policy
 from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
@@ -188,7 +189,7 @@ def build_space(
         check_int("blocks", length, low=1, none=True)
     space = Space({}, [], {}, tuple(block_lengths))
     for name in wanted:
-        joined = name not in samplers.registry and any(sign in name for sign in samplers.JOINING)
+        joined = name not in samplers.registry and is_composed(name)
         cls = None if joined else samplers.get(name)
         if cls is not None and cls.family != "masked":
             raise ValueError(f"sampler {name!r} is of family {cls.family!r}; tune takes the 'masked' family")

@@ -210,7 +210,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(paradec={"sampler": {"sampler": "learn2pd", "filter": "/etc/passwd"}}), 422, "must be a number here"),
     (chat(paradec={"sampler": "learn2pd(filter='/etc/passwd')"}), 422, "must be a number here"),
     (
-        chat(paradec={"sampler": " learn2pd(filter=passwd)+ccd_agree(filter=1)"}),
+        chat(paradec={"sampler": " learn2pd(filter='passwd')+ccd_agree(filter=1)"}),
         422,
         "filter='passwd' must be a number",
     ),
@@ -228,6 +228,19 @@ def test_what_is_wrong_is_said(server: Running, body: Any, status: int, message:
     found, _, text = server.post(body)
     error = json.loads(text)["error"]
     assert found == status and message in error["message"] and error["type"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "cache"])
+def test_a_body_imports_no_file(server: Running, kind: str, tmp_path: Path) -> None:
+    """FILE.py:CLASS is for commands."""
+    marker, file = tmp_path / "imported", tmp_path / "own.py"
+    file.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nclass Mine: pass\n")
+    mine = f"{file}:Mine"
+    values = (mine, f"{mine}(threshold=1)", f"threshold+{mine}", {kind: mine}, f"union(rules=[{mine!r}])")
+    for value in values:
+        status, _, text = server.post(chat(paradec={kind: value}))
+        assert status in (400, 422) and json.loads(text)["error"]["message"]
+    assert not marker.exists()
 
 
 def test_completions_refuse_too(server: Running) -> None:

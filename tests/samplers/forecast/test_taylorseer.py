@@ -630,7 +630,7 @@ def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
         [Every(3, 2), "every(interval=3, first_enhance=2)", {"refresh": "every", "interval": 3, "first_enhance": 2}],
         [Every(3, 2), tmp_path / "rule.json", str(tmp_path / "rule.json")],
         [StepSchedule((0, 4)), [0, 4], (0, 4), {"schema": "paradec-steps/1", "steps": [0, 4], "total": None}],
-        [StepMask("slow"), "slow", "step_mask(mask=slow)"],
+        [StepMask("slow"), "slow", "step_mask(mask='slow')"],
         [SeaCache(), "seacache", {"refresh": "seacache"}],
     ):
         assert {TaylorSeer(entry) for entry in same} == {TaylorSeer(same[0])}

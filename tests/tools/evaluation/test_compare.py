@@ -223,7 +223,7 @@ def test_a_sampler_of_ones_own_is_compared(packaged: Model, monkeypatch: pytest.
 
 def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
     questions = evaluation.packaged_questions("copy", limit=4)
-    text = "threshold(threshold=0.5)&factor"
+    text = "intersection(rules=['threshold(threshold=0.5)', 'factor'])"
     found = evaluation.compare(packaged, questions=questions, names=[text, "threshold"], batch=4, max_new_tokens=12)
     assert [result.configuration.name for result in found.results][:2] == ["threshold", "threshold(threshold=0.7)"]
     (both,) = [result for result in found.results if result.configuration.sampler == text]

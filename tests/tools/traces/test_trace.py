@@ -30,6 +30,7 @@ from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import Tree
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
+BOTH = "intersection(rules=['threshold', 'klass'])"
 MASKED = sorted(name for name in samplers.names() if samplers.get(name).family == "masked")
 
 
@@ -92,8 +93,8 @@ def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
 @pytest.mark.parametrize(
     ("name", "rng"),
     [
-        *((name, "counter") for name in ("credit+localleap", "threshold&klass", "freedave", "wino")),
-        *((name, "reference") for name in ("random+low_confidence", "threshold&klass", "saber")),
+        *((name, "counter") for name in ("credit+localleap", BOTH, "freedave", "wino")),
+        *((name, "reference") for name in ("random+low_confidence", BOTH, "saber")),
     ],
 )
 def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:

@@ -1,11 +1,7 @@
-"""Combinations of samplers, as values: which rules are joined and how, and which logits stages come before them.
-
-`parse` reads them from text: "credit+localleap", "threshold&klass(history=1)", "credit>>factor(factor=1.5)".
-"""
+"""Combinations of samplers, as values: which rules are joined and how, and which logits stages come before them."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import operator
@@ -19,7 +15,6 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.called import call_settings
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
@@ -210,8 +205,7 @@ class Union(Combination):
 
 @dataclass(frozen=True)
 class Intersection(Combination):
-    """Commit positions that all rules would commit, or, if there are none, the first rule's best one. As a name:
-    "threshold&klass".
+    """Commit positions that all rules would commit, or, if there are none, the first rule's best one.
 
     Rules that may wait are refused: the first rule's best position would be committed against their schedule.
     """
@@ -249,54 +243,3 @@ def _own(joined: Mapping[str, Any], index: int) -> dict[str, Any]:
     """The entries of one member, under its own names."""
     prefix = f"{index}."
     return {name.removeprefix(prefix): value for name, value in joined.items() if name.startswith(prefix)}
-
-
-def parse(text: str) -> MaskedSampler:
-    """Read a sampler, or a combination, from text.
-
-    `a+b` is the union of a and b, `a&b` their intersection, and `s>>a` puts the logits stage of s before a, without its
-    rule. Settings (and `preset`) are in parentheses: "credit(threshold=0.95)+localleap(radius=2)". As in Python, "+"
-    binds tightest and "&" loosest, and parentheses group.
-
-    Raises:
-        ValueError: other text, an unknown name or setting, or samplers that cannot be joined.
-    """
-    try:
-        return _built(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError, _NotRead):
-        raise ValueError(
-            f"sampler {shown(text)} cannot be read; join names with '+' or '&', put a logits stage first with "
-            "'>>', and give settings in parentheses: 'credit(threshold=0.95)+localleap'"
-        ) from None
-
-
-class _NotRead(Exception):
-    """Something that is no combination."""
-
-
-def _built(node: ast.expr) -> MaskedSampler:
-    match node:
-        case ast.Name(name):
-            return Registry.by_kind["sampler"].create(name)
-        case ast.Call(func=ast.Name(name), args=[], keywords=given):
-            try:
-                settings = call_settings(given)
-            except (TypeError, ValueError):
-                raise _NotRead from None
-            return Registry.by_kind["sampler"].create(name, **settings)
-        case ast.BinOp(left, ast.Add(), right):
-            return Union(rules=(*_rules(_built(left), Union), *_rules(_built(right), Union)))
-        case ast.BinOp(left, ast.BitAnd(), right):
-            return Intersection(rules=(*_rules(_built(left), Intersection), *_rules(_built(right), Intersection)))
-        case ast.BinOp(left, ast.RShift(), right):
-            first, then = _built(left), _built(right)
-            before = first.members if isinstance(first, Combination) else (first,)
-            if isinstance(then, Combination):
-                return dataclasses.replace(then, stages=(*before, *then.stages))
-            return Union(rules=(then,), stages=before)
-    raise _NotRead
-
-
-def _rules(sampler: MaskedSampler, kind: type[Combination]) -> tuple[MaskedSampler, ...]:
-    """a+(b+c) is a+b+c."""
-    return sampler.rules if type(sampler) is kind and not sampler.stages else (sampler,)

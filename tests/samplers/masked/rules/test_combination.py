@@ -40,17 +40,17 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    ("text", "alone"),
+    ("joined", "alone"),
     [
         ("threshold+localleap", "localleap"),
         ("threshold(threshold=0.6)+threshold", "threshold(threshold=0.6)"),
-        ("threshold(threshold=0.6)&threshold", "threshold"),
-        ("localleap&threshold", "threshold"),
+        (Intersection(rules=("threshold(threshold=0.6)", "threshold")), "threshold"),
+        (Intersection(rules=("localleap", "threshold")), "threshold"),
         ("hierarchy+hierarchy", "hierarchy"),
         # the second sees the first's credit: more than one alone has, and the same however it is written
-        ("credit+credit", "credit>>credit"),
+        ("credit+credit", Union(rules=("credit",), stages=("credit",))),
         ("credit(fusion=0)+localleap", "localleap"),
-        ("credit>>threshold", "credit"),
+        (Union(rules=("threshold",), stages=("credit",)), "credit"),
         ("credit(threshold=1.0)+threshold", "credit"),
         ("klass+klass", "klass"),
         ("ccd+entropy_threshold(threshold=0.0)", "ccd"),
@@ -59,20 +59,28 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
         ("entropy+entropy", "entropy"),
         ("adablock+threshold", "adablock"),
         ("learn2pd+learn2pd(filter_threshold=1)", "learn2pd"),
-        ("learn2pd&learn2pd(filter_threshold=1)", "low_confidence"),
+        (Intersection(rules=("learn2pd", "learn2pd(filter_threshold=1)")), "low_confidence"),
         ("union(rules=['threshold', 'localleap'])", "localleap"),
     ],
 )
-def test_combinations_that_are_one_of_their_parts(text: str, alone: str, llada64: Model) -> None:
-    request = {"block_length": None, "blocks": None} if "adablock" in text else {}
-    if "persistence" in text:
+def test_combinations_that_are_one_of_their_parts(joined: str | Sampler, alone: str | Sampler, llada64: Model) -> None:
+    request = {"block_length": None, "blocks": None} if joined == "adablock+threshold" else {}
+    if joined == "persistence+low_confidence":
         request = {"logits_eos_inf": True}  # on schedule, the two differ in end tokens only
-    assert same(decode(llada64, text, **request), decode(llada64, alone, **request))
+    assert same(decode(llada64, joined, **request), decode(llada64, alone, **request))
 
 
-@pytest.mark.parametrize("text", ["credit+localleap", "localleap&entropy_threshold", "credit>>factor", "hierarchy+ccd"])
-def test_combinations_that_are_not(text: str, llada64: Model) -> None:
-    whole = samplers.create(text)
+@pytest.mark.parametrize(
+    "whole",
+    [
+        samplers.create("credit+localleap"),
+        Intersection(rules=("localleap", "entropy_threshold")),
+        Union(rules=("factor",), stages=("credit",)),
+        samplers.create("hierarchy+ccd"),
+    ],
+    ids=["union", "intersection", "stage", "two"],
+)
+def test_combinations_that_are_not(whole: Any, llada64: Model) -> None:
     out = decode(llada64, whole)
     assert not any(same(out, decode(llada64, member)) for member in whole.members)
 
@@ -122,13 +130,13 @@ def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
     """Learn2PD drops what lies after an end: a predicted one, or, later, a committed one. Beside a rule that cuts
     later, one that does not cut, and after a logits stage."""
     request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
-    alone = {eot: decode(llada64, f"learn2pd(eot={eot})", **request) for eot in ("greedy", "committed", "none")}
+    alone = {eot: decode(llada64, f"learn2pd(eot={eot!r})", **request) for eot in ("greedy", "committed", "none")}
     forwarded = [out.forwarded_tokens for out in alone.values()]
     assert forwarded[0] < forwarded[1] < forwarded[2]
     for text in (
-        "learn2pd(eot=none)+learn2pd(eot=greedy)",
-        "learn2pd(eot=greedy)+low_confidence",
-        "learn2pd(eot=committed)+learn2pd(eot=greedy)",
+        "learn2pd(eot='none')+learn2pd(eot='greedy')",
+        "learn2pd(eot='greedy')+low_confidence",
+        "learn2pd(eot='committed')+learn2pd(eot='greedy')",
     ):
         joined = decode(llada64, text, **request)
         assert same(joined, alone["greedy"]) and joined.forwarded_tokens == alone["greedy"].forwarded_tokens, text
@@ -310,10 +318,10 @@ def test_stages_run_in_order(llada64: Model) -> None:
 
 TEXTS = [
     "credit+localleap",
-    "threshold&klass",
-    "credit(threshold=0.95, storage=dense)>>factor(factor=1.5)",
-    "credit>>ccd>>(threshold&(localleap+hierarchy(low_threshold=None)))",
-    "credit(preset=dinfer)+adablock",
+    "intersection(rules=['threshold', 'klass'])",
+    "union(rules=['factor(factor=1.5)'], stages=[\"credit(threshold=0.95, storage='dense')\"])",
+    "intersection(rules=['threshold', 'localleap+hierarchy(low_threshold=None)'], stages=['credit', 'ccd'])",
+    "credit(preset='dinfer')+adablock",
 ]
 
 
@@ -328,16 +336,12 @@ def test_text_is_the_value() -> None:
     create = samplers.create
     assert create("credit+localleap") == create("union") == Union(rules=("credit", "localleap"))
     assert create("threshold + klass + ccd") == Union(rules=("threshold", "klass", "ccd"))
-    assert create("threshold+(klass+ccd)") == create("threshold+klass+ccd")
-    assert create("threshold&klass&ccd") == Intersection(rules=("threshold", "klass", "ccd"))
-    assert create("ccd+threshold&klass") == Intersection(rules=(Union(rules=("ccd", "threshold")), "klass"))
-    assert create("credit>>factor") == Union(rules=("factor",), stages=("credit",))
-    assert create("credit>>ccd>>factor+localleap") == Union(rules=("factor", "localleap"), stages=("credit", "ccd"))
-    assert create("credit>>threshold&klass") == Intersection(rules=(create("credit>>threshold"), "klass"))
+    assert create("intersection(rules=['threshold', 'klass'])") == Intersection(rules=("threshold", "klass"))
+    assert create("union(rules=('factor',), stages=['credit'])") == Union(rules=("factor",), stages=("credit",))
     assert create("localleap(radius=2)+threshold") == Union(rules=(create("localleap", radius=2), "threshold"))
 
 
-@pytest.mark.parametrize("text", ["credit+localleap", "threshold&klass"])
+@pytest.mark.parametrize("text", ["credit+localleap", "intersection(rules=['threshold', 'klass'])"])
 def test_blocks_by_name(text: str, llada64: Model) -> None:
     """rule x block policy x stop rule."""
     request = {"block_length": None, "eos_early_stop": True}
@@ -367,18 +371,22 @@ def test_one_host_transfer_and_honest_counts(llada64: Model) -> None:
 BAD = [
     ("threshold+entropy", "rules 'threshold' and 'entropy' cannot be joined: one scores tokens by"),
     ("threshold+freedave", "sampler 'freedave' cannot be joined with others: it drafts steps ahead"),
-    ("random(order=block)+threshold", "sampler 'random' cannot be joined with others: its order is drawn once"),
-    ("entropy&entropy", "sampler 'entropy' may wait, which an intersection does not"),
-    ("threshold>>factor", "stages: sampler 'threshold' has no logits stage"),
+    ("random(order='block')+threshold", "sampler 'random' cannot be joined with others: its order is drawn once"),
+    ("intersection(rules=['entropy', 'entropy'])", "sampler 'entropy' may wait, which an intersection does not"),
+    ("union(rules=['factor'], stages=['threshold'])", "stages: sampler 'threshold' has no logits stage"),
     ("sjd+threshold", "rules: .*SJD.* must be a masked sampler"),
     ("treshold+klass", "unknown sampler: 'treshold' .did you mean 'threshold'"),
     ("threshold(thresh=1)+klass", "unknown setting of sampler 'threshold': 'thresh'"),
-    ("threshold(2)+klass", "cannot be read; join names with"),
-    ("threshold+", "cannot be read; join names with"),
-    ("threshold+(klass", "cannot be read; join names with"),
-    ("threshold(threshold=[x for x in 'ab'])+klass", "cannot be read; join names with"),
-    ("(lambda: 1)()+threshold", "cannot be read; join names with"),
-    ("(" * 400 + "threshold" + ")" * 400, "cannot be read; join names with"),
+    ("threshold(2)+klass", "cannot be read; settings go in parentheses"),
+    ("threshold+", "cannot be read; settings go in parentheses"),
+    ("threshold+(klass", "cannot be read; settings go in parentheses"),
+    ("threshold(threshold=[x for x in 'ab'])+klass", "cannot be read; settings go in parentheses"),
+    ("threshold+(klass+ccd)", "cannot be read; settings go in parentheses"),
+    ("threshold&klass+ccd", "cannot be read; settings go in parentheses"),
+    ("credit>>localleap+ccd", "cannot be read; settings go in parentheses"),
+    ("threshold&klass", "unknown sampler: 'threshold&klass'"),
+    ("(lambda: 1)()+threshold", "cannot be read; settings go in parentheses"),
+    ("(" * 400 + "threshold" + ")" * 400, "cannot be read; settings go in parentheses"),
 ]
 
 

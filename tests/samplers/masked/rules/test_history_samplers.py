@@ -489,13 +489,20 @@ class LargeScript(Script):
         return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, LARGE)).clone()
 
 
-@pytest.mark.parametrize("text", ["credit({})", "credit({})>>localleap", "credit({})>>entropy_threshold"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "credit({})",
+        "union(rules=['localleap'], stages=[\"credit({})\"])",
+        "union(rules=['entropy_threshold'], stages=[\"credit({})\"])",
+    ],
+)
 def test_slots_equal_dense_in_a_large_vocabulary(text: str) -> None:
     """There slots leave the raised logits unwritten: the same tokens, and the same confidences up to rounding."""
     steps = 0
     for seed in range(4):
         found = []
-        for storage in ("storage=dense", "slots=8"):
+        for storage in ("storage='dense'", "slots=8"):
             sampler, script = samplers.create(text.format(storage + ",fusion=1.5")), LargeScript(seed, 3.0)
             state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=12, eos_early_stop=False)
             found.append([])

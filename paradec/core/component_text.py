@@ -1,0 +1,84 @@
+"""Components as text: "credit", "credit(threshold=0.95)", "credit+localleap"."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any, NamedTuple
+
+MAX_SHOWN = 76
+TERM = re.compile(r"(\w+)\s*(\(.*\))?", re.DOTALL)
+FILE_TERM = re.compile(r"([^()]+\.py:\w+)\s*(\(.*\))?", re.DOTALL)
+
+
+class Component(NamedTuple):
+    """The name of a sampler, a cache or the like, and its settings."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+def parse_components(kind: str, text: str) -> list[Component]:
+    """Parse a name, or several names joined by "+", each with settings as Python literals in parentheses.
+
+    Args:
+        kind: what is named ("cache"), for the message.
+
+    Raises:
+        ValueError: another form.
+    """
+    try:
+        return [_parse_term(term) for term in split_outside(text, "+")]
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        joined = "; samplers are joined by '+'" if kind == "sampler" else ""
+        shown = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
+        raise ValueError(
+            f"{kind} {shown} cannot be read; settings go in parentheses, each once, as Python literals (texts in "
+            f"quotes): 'name(setting=1)'{joined}"
+        ) from None
+
+
+def parse_component(kind: str, text: str) -> Component:
+    """Parse one name with or without settings. Args and errors: as for `parse_components`."""
+    components = parse_components(kind, text)
+    if len(components) > 1:
+        raise ValueError(f"{kind} {text[:MAX_SHOWN]!r} cannot be joined; give one name")
+    return components[0]
+
+
+def split_file(term: str) -> tuple[str, str] | None:
+    """Split "FILE.py:CLASS(setting=1)" into the file with its class and the settings; None for another term."""
+    found = FILE_TERM.fullmatch(term.strip())
+    return None if found is None else (found[1], found[2] or "")
+
+
+def split_outside(text: str, sign: str) -> list[str]:
+    """Split a text at a sign, but not inside of brackets and of quotes in them."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif depth > 0 and letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter == sign and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _parse_term(term: str) -> Component:
+    found = TERM.fullmatch(term.strip())
+    if found is None:
+        raise ValueError(term)
+    settings: dict[str, Any] = {}
+    match ast.parse(f"settings{found[2] or '()'}", mode="eval").body:
+        case ast.Call(func=ast.Name(), args=[], keywords=keywords):
+            for keyword in keywords:
+                if keyword.arg is None or keyword.arg in settings:
+                    raise ValueError(term)
+                settings[keyword.arg] = ast.literal_eval(keyword.value)
+            return Component(found[1], settings)
+    raise ValueError(term)
