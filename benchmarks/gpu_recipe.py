@@ -70,7 +70,7 @@ def answered(model: Any, request: Mapping[str, Any], questions: list[Any]) -> di
 def lines(section: Section, model: Any, recipe: Recipe, scale: Scale) -> list[dict[str, Any]]:
     """The prompts that are drawn here, with the recipe's request and one token per forward."""
     asked = {name: value for name, value in recipe.asked().items() if name not in ("preset", "sampler", "cache")}
-    asked = {name: value for name, value in asked.items() if name in paradec.request_fields.FIELDS}
+    asked = {name: value for name, value in asked.items() if name in paradec.request.FIELDS}
     new = asked.get("max_new_tokens", 256)
     asked |= {"seed": recipe.seed, "max_new_tokens": new, "block_length": min(asked.get("block_length") or new, new)}
     questions = parallel_questions(limit=max(1, scale.batch * scale.batches // 11 + 1))

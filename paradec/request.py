@@ -1,42 +1,125 @@
-"""A request: everything that a caller may set beside the model and the prompt, as one frozen value.
+"""A request: everything that a caller may set next to the model and the prompt, as one frozen value.
 
 Every entry point makes one: `generate`, `infill`, `generate_images`, `hf_generate`, the command line. A sampler's
-`start` takes it. What is data in it can be saved, and given back as a preset.
+`start` takes it. It can be saved as JSON and given back as a preset. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+import importlib
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import torch
-from torch import Tensor
-
-from paradec.attention.sparsed import SparseD
-from paradec.caches.base import Cache
-from paradec.caches.kept import KeptPrefix
-from paradec.caches.suffix import Suffix
-from paradec.core.block_policies import POLICIES
-from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_choice, shown
-from paradec.core.protocol import Commit, Sampler, State, plain
+from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.registry import Registry, unknown
 from paradec.core.text_files import read_json, write_json
 from paradec.core.version import DRAWS
-from paradec.request_fields import FIELDS, LIVE, check_names
 
 if TYPE_CHECKING:
-    from paradec.constraints.values import Constraint
-    from paradec.core.orders import Order
+    import torch
 
-FILTERS = ("top_p", "top_k")
-"""Fields that restrict what tokens are drawn from."""
+    from paradec.arguments import Arguments as Arguments
+    from paradec.attention.sparsed import SparseD
+    from paradec.caches.base import Cache
+    from paradec.caches.kept import KeptPrefix
+    from paradec.caches.suffix import Suffix
+    from paradec.constraints.values import Constraint
+    from paradec.core.blocks import BlockPolicy
+    from paradec.core.orders import Order
+    from paradec.core.protocol import Commit, Sampler, State
+
+ELSEWHERE = {
+    "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
+    "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
+    "steps": ("diffusion_steps", "num_inference_steps"),
+    "sampler": ("alg", "algorithm", "remasking"),
+    "num_return_sequences": ("num_samples", "n"),
+}
+"""Fields, and their names in other libraries."""
+
+
+def argument(default: Any, check: Any = None, option: Any = None, help: str = "", **metadata: Any) -> Any:
+    """Declare a field of `Request`.
+
+    Args:
+        check: called with the name and a value other than the default: raises ValueError or TypeError; may return what
+            is kept instead of the value. None: the sampler checks.
+        option, help: type and help of the option on the command line, if there is one.
+        metadata: `short`, `metavar` and `option_default` of that option; `is_live`: neither saved nor kept in a state.
+    """
+    return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
+
+
+def _lazy(target: str) -> Any:
+    """Import "module:name", of a module that imports torch."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _component(name: str, value: Any) -> Any:
+    """Check a sampler, a cache or an attention; of a saved request it is a mapping."""
+    registry = Registry.by_kind[name]
+    if isinstance(value, Mapping) and name in value:
+        return registry.from_dict(value)
+    if isinstance(value, str) and name == "attention":
+        check_choice(name, value, ["dense", *registry.names()])
+    elif isinstance(value, str):
+        registry.check(value)
+    elif name == "sampler" and not isinstance(value, _lazy("paradec.core.protocol:Sampler")):
+        raise TypeError(f"{name}={shown(value)} must be a name or made by paradec.samplers.create")
+    elif name == "cache" and not isinstance(value, _lazy("paradec.caches.base:Cache")):
+        raise ValueError(f"{name}={shown(value)} must be one of {registry.names()} or made by paradec.caches.create")
+    return None
+
+
+def _delegated(target: str) -> Callable[[str, Any], Any]:
+    return lambda name, value: _lazy(target)(name, _to_lists(value))
+
+
+def _callable(name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{name}={shown(value)} must be callable")
+
+
+def _generator(name: str, value: Any) -> None:
+    if not isinstance(value, _lazy("torch:Generator")):
+        raise ValueError(f"{name}={shown(value)} must be a torch.Generator")
+
+
+def _to_lists(value: Any) -> Any:
+    """Convert an array or a tensor to lists; others are unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _integers(name: str, value: Any, can_be_single: bool = False, **bounds: int) -> Any:
+    """Check token ids, or one seed or several; a sequence or an array becomes a tuple."""
+    value = _to_lists(value)
+    kinds = Sequence if can_be_single else (Sequence, Set)  # the order of seeds matters
+    is_sequence = isinstance(value, kinds) and not isinstance(value, (str, bytes))
+    if not is_sequence and not can_be_single:
+        raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
+    for number in value if is_sequence else [value]:
+        check_int(name, number, low=0, **bounds)
+    return tuple(value) if is_sequence else value
+
+
+def _texts(name: str, value: Any) -> str | tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name}={shown(value)} must be a text or a sequence of texts, none of them empty")
+    return value if isinstance(value, str) else tuple(texts)
+
+
+_count, _positive = partial(check_int, low=0), partial(check_int, low=1)
+_seeds = partial(_integers, can_be_single=True, high=2**63 - 1)
+_share = partial(check_number, low=0, high=1, open_low=True)
+_scale = partial(check_number, low=0, high=1e6)
+_up_to_million = partial(check_int, low=1, high=1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +137,17 @@ class Request:
         share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
         attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
             themselves only (docs/attention.md); None is as the model was loaded. `Output.attention` has its cost.
-        suffix: which masks after the open block are evaluated: a `paradec.Suffix`, a window (64: the nearest 64), or a
-            text ("gaussian:256"); None evaluates all of them. For bidirectional models and answers of several blocks
-            (docs/caches.md).
+        suffix: masks after the open block to evaluate: a `paradec.Suffix`, a window (64: the nearest 64), or a text
+            ("gaussian:256"); None is all. For bidirectional models and answers of several blocks (docs/caches.md).
         blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive",
             "pipelined"; the length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for
             Dream, the model's own blocks for block-causal models.
-        steps: forwards planned per row, for samplers with a schedule, spread evenly over its blocks; None plans one
-            token a step.
+        steps: forwards planned per row by samplers with a schedule, spread over its blocks; None is one a token.
         max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128 (0 with masks).
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
-        guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
-            cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
-            (`paradec.samplers.guidance.guided`).
+        guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's cfg_scale
+            is s - 1). Tokens that a branch excludes have the formula's limit (`paradec.samplers.guidance.guided`).
         seed: an int, or one per prompt or row: a row's numbers depend on it, the prompt and the positions alone.
         generator: a torch.Generator instead of a seed.
         rng: "counter" (reproducible per row), or "reference" to draw from the generator as the public code does.
@@ -75,136 +155,141 @@ class Request:
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole, which is a mask that something given follows.
         confidence_eos_eot_inf: commit end tokens last (LLaDA's, which loses one of two ids at temperature > 0).
-        suppress_tokens: ids that are never proposed, beside the mask id; by default those that the tokenizer has no
-            text for. A sequence replaces them: () lets all be proposed.
-        stop_strings: a text or several; a row ends at the token that completes one of them in its answer, once
-            everything before is decided. The token is kept, as in transformers. Needs a tokenizer.
+        suppress_tokens: ids never proposed, besides the mask id; None is those that the tokenizer has no text for.
+        stop_strings: a text or several; a row ends with the token that completes one of them in its answer, once
+            everything before is decided. Needs a tokenizer.
         stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
-        constraint: what answers must be: `paradec.Choice`, `Regex` or `JsonSchema`; for holes a list, None where one is
-            free (docs/structured.md).
-        order: on models of any order, which position comes when: "random" (from the row's key), "chain" (from left to
-            right), the places (from 0) one after the other, a list of these for each row, or a value of
-            `paradec.core.orders`. All places or all undecided ones, each once; what is given comes first. None is
-            "random". For samplers of causal models without a drafter.
+        constraint: what answers must be: `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar`; for holes a list, None
+            where one is free (docs/structured.md).
+        order: which position comes when, for models of any order and samplers without a drafter: "random" (from the
+            row's key; so is None), "chain" (from left to right), the places (from 0) one after the other, a list of
+            these for each row, or a value of `paradec.core.orders`. All places or all undecided ones, each once.
         num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
         chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
         streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
-        compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
-            (`paradec.samplers.masked.device.step`), which the model keeps until `clear_graphs(model)` of that module:
-            the same tokens. What cannot be served so is decoded as usual, with a warning. Refused without CUDA.
+        compile: replay whole steps as CUDA graphs (`paradec.samplers.masked.device.step`), which the model keeps until
+            `clear_graphs(model)`: the same tokens. What cannot be is decoded as usual, with a warning. Only on CUDA.
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
             step that wrote it had them (`paradec.core.logprobs`): `Output.logprobs`, and the trace.
-        rollout: keep every decision with its step and log-probability, for trainers: `Output.rollout`
-            (docs/rollouts.md).
+        rollout: keep every decision with its step and log-probability: `Output.rollout` (docs/rollouts.md).
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:
         ValueError, TypeError: an argument out of its range; the message names it.
     """
 
-    sampler: str | Sampler = "threshold"
-    cache: str | Cache | None = None
-    prefix: KeptPrefix | None = None
-    keep_prefix: bool = False
-    share_prefix: bool = False
-    attention: str | SparseD | None = None
-    suffix: Suffix | int | str | None = None
-    blocks: str | BlockPolicy | None = None
-    block_length: int | None = None
-    steps: int | None = None
-    max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    guidance_scale: float = 1.0
-    seed: int | Sequence[int] | None = None
-    generator: torch.Generator | None = None
-    rng: str = "counter"
-    eos_early_stop: bool = True
-    logits_eos_inf: bool = False
-    holes_eos_inf: bool = False
-    confidence_eos_eot_inf: bool = False
-    suppress_tokens: Sequence[int] | None = None
-    stop_strings: str | Sequence[str] | None = None
-    stop: Any = None
-    constraint: Constraint | Sequence[Constraint | None] | None = None
-    order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = None
-    num_return_sequences: int = 1
-    chat: bool | None = None
-    streamer: Any = None
-    callback: Callable[[State, Commit], bool | None] | None = None
-    trace: bool = False
-    compile: bool = False
-    logprobs: int | None = None
-    rollout: bool = False
-    progress: bool = False
+    sampler: str | Sampler = argument(
+        "threshold",
+        _component,
+        str,
+        "A name that `paradec samplers` lists, with settings in parentheses, or a combination: 'credit+localleap' "
+        "commits what either would.",
+    )
+    cache: str | Cache | None = argument(
+        None,
+        _component,
+        str,
+        "A name that `paradec caches` lists; settings go in parentheses: 'dkv_decode(refresh_interval=4)'.",
+        option_default="none",
+    )
+    prefix: KeptPrefix | None = argument(None, is_live=True)
+    keep_prefix: bool = argument(False, check_bool)
+    share_prefix: bool = argument(False, check_bool)
+    attention: str | SparseD | None = argument(
+        None, _component, str | None, "dense, or sparsed for prompts from about 8000 tokens on."
+    )
+    suffix: Suffix | int | str | None = argument(
+        None,
+        lambda _, value: _lazy("paradec.caches.suffix:Suffix").of(value),
+        str | None,
+        "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
+        metavar="WINDOW",
+    )
+    blocks: str | BlockPolicy | None = argument(None, _delegated("paradec.core.block_policies:policy_of"))
+    block_length: int | None = argument(None, _positive, int | None, "Tokens per block; by default the model's own.")
+    steps: int | None = argument(None, _up_to_million, int | None, "Number of steps, for samplers with a schedule.")
+    max_new_tokens: int | None = argument(None, _count, int | None, "Length of the canvas after the prompt.")
+    temperature: float = argument(0.0, check_temperature, float, "0 takes the likeliest token.")
+    top_p: float | None = argument(
+        None, _share, float | None, "Draw from the likeliest tokens with this total probability."
+    )
+    top_k: int | None = argument(None, _positive, int | None, "Draw from this many of the likeliest tokens.")
+    guidance_scale: float = argument(1.0, _scale, float, "Classifier-free guidance; 1 is off.")
+    seed: int | Sequence[int] | None = argument(None, _seeds, int | None, "Seed of the random draws.")
+    generator: torch.Generator | None = argument(None, _generator, is_live=True)
+    rng: str = argument("counter", partial(check_choice, allowed=("counter", "reference")))
+    eos_early_stop: bool = argument(True, check_bool, bool, "End a row when everything before an end token is final.")
+    logits_eos_inf: bool = argument(False, check_bool)
+    holes_eos_inf: bool = argument(
+        False, check_bool, bool, "Fill holes without end tokens, which would shorten them.", option_default=True
+    )
+    confidence_eos_eot_inf: bool = argument(False, check_bool)
+    suppress_tokens: Sequence[int] | None = argument(None, _integers)
+    stop_strings: str | Sequence[str] | None = argument(None, _texts)
+    stop: Any = argument(None)
+    constraint: Constraint | Sequence[Constraint | None] | None = argument(
+        None, _delegated("paradec.constraints.values:constraint_of")
+    )
+    order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = argument(
+        None, _delegated("paradec.core.orders:order_of")
+    )
+    num_return_sequences: int = argument(
+        1, _up_to_million, int, "Number of answers, each with its own draws.", short="-n"
+    )
+    chat: bool | None = argument(None, check_bool)
+    streamer: Any = argument(None, is_live=True)
+    callback: Callable[[State, Commit], bool | None] | None = argument(None, _callable, is_live=True)
+    trace: bool = argument(False, check_bool)
+    compile: bool = argument(False, check_bool)
+    logprobs: int | None = argument(None, _count)
+    rollout: bool = argument(False, check_bool)
+    progress: bool = argument(False, check_bool)
 
     def __post_init__(self) -> None:
-        for name, default in DEFAULTS.items():
-            value = getattr(self, name)
-            if value is default:
-                continue
-            said = FIELDS[name]
-            if said.registered and isinstance(value, str):
-                Registry.by_kind[name].check(value)
-            elif (kept := said.check(name, value)) is not None:
-                object.__setattr__(self, name, kept)
+        for name, entry in FIELDS.items():
+            value, check = getattr(self, name), entry.metadata["check"]
+            if value is not entry.default and check is not None and (checked := check(name, value)) is not None:
+                object.__setattr__(self, name, checked)
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
 
-    # ---- making one ---------------------------------------------------------------------------------------------
-
     @classmethod
-    def of(
-        cls,
-        arguments: Mapping[str, Any],
-        preset: Request | str | Path | Mapping[str, Any] | None = None,
-        **defaults: Any,
-    ) -> Request:
-        """A request of named arguments, which win over a preset, which wins over `defaults`.
-
-        Args:
-            preset: a request, or what `save` wrote: a file of it, or the mapping in it.
+    def of(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
+        """Build a request of named arguments, which win over a preset, which wins over `defaults`.
 
         Raises:
             TypeError: a name that is no argument. Otherwise as for the class, and for `load`.
         """
-        return cls(**{**defaults, **cls.said(arguments, preset)})
+        return cls(**{**defaults, **cls.merge_arguments(arguments, preset)})
 
     @classmethod
-    def said(
-        cls, arguments: Mapping[str, Any], preset: Request | str | Path | Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """What named arguments and a preset say, by field; arguments win. Values of arguments are not checked yet.
-
-        Raises: as `of`.
-        """
-        if not arguments.keys() <= FIELDS.keys():
-            check_names(arguments)
+    def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
+        """Merge named arguments, not yet checked, over a preset. Returns values by field. Raises: as `of`."""
+        check_names(arguments)
         if preset is None:
             return dict(arguments)
         if isinstance(preset, Request):
-            changes: Mapping[str, Any] = preset.changes()
-        else:
-            changes = cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)
-        return {**changes, **arguments}
+            return {**preset.changes(), **arguments}
+        return {**(cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)), **arguments}
 
     def changes(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
-        return {name: getattr(self, name) for name in FIELDS if not _same(getattr(self, name), DEFAULTS[name])}
+        triples = ((name, getattr(self, name), default) for name, default in DEFAULTS.items())
+        return {name: value for name, value, default in triples if type(value) is not type(default) or value != default}
 
     def sampling(self) -> dict[str, Any]:
         """The fields that a step reads: how tokens are drawn and rows end."""
-        return {name: getattr(self, name) for name, said in FIELDS.items() if said.stepwise}
+        names = (
+            *("steps", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop", "logits_eos_inf"),
+            *("holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
+        )
+        return {name: getattr(self, name) for name in names}
 
     def without_objects(self) -> Request:
-        """The same without what belongs to this process alone: what a state keeps."""
-        nothing: dict[str, Any] = dict.fromkeys(LIVE)
-        return dataclasses.replace(self, **nothing)
-
-    # ---- data ---------------------------------------------------------------------------------------------------
+        """Copy the request without objects of this process, for a state to keep."""
+        return replace(self, **dict.fromkeys(LIVE))
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as plain data.
@@ -214,21 +299,21 @@ class Request:
         """
         return {name: _as_data(name, value) for name, value in self.changes().items()}
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments from plain data, as `to_dict` makes it.
 
         Raises:
-            ValueError: no mapping, a name that is no field, or a value that no field can have.
+            ValueError: no mapping, or a name that is no field. Otherwise as for the class.
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
-        saved = [name for name in FIELDS if name not in LIVE]
-        found = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
-        for name in found:
-            if name not in saved:
-                raise ValueError(unknown("argument in a preset", name, saved))
-        return {name: _from_data(name, value) for name, value in found.items()}
+        arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
+        for name in arguments:
+            if name not in FIELDS or name in LIVE:
+                raise ValueError(unknown("argument in a preset", name, FIELDS.keys() - LIVE))
+        request = cls(**arguments)
+        return {name: getattr(request, name) for name in arguments}
 
     def save(self, path: str | Path) -> None:
         """Write what differs from the defaults as JSON, for `load` and `preset=`; with a seed and a temperature also
@@ -237,8 +322,8 @@ class Request:
         Raises:
             ValueError: as for `to_dict`; nothing is written then.
         """
-        drawn = self.seed is not None and self.temperature > 0
-        write_json(path, {**self.to_dict(), **({"draws": DRAWS} if drawn else {})})
+        is_drawn = self.seed is not None and self.temperature > 0
+        write_json(path, self.to_dict() | ({"draws": DRAWS} if is_drawn else {}))
 
     @classmethod
     def load(cls, path: str | Path) -> Request:
@@ -255,89 +340,27 @@ class Request:
             raise ValueError(f"preset={shown(path)} must be a Request, or the path of a file that Request.save wrote")
         try:
             data = read_json(path)
+            arguments = cls.from_dict(data)
         except FileNotFoundError:
             raise FileNotFoundError(f"preset={str(path)!r} is no file; Request.save writes one") from None
         except ValueError as error:
-            raise ValueError(f"preset={error}") from None
-        version = data.pop("draws", None) if isinstance(data, dict) else None
-        try:
-            found = cls.from_dict(data)
-        except ValueError as error:
             raise ValueError(f"preset={str(path)!r}: {error}") from None
-        if version not in (None, DRAWS) and found.get("temperature") and found.get("seed") is not None:
-            was = f"version {shown(version)} of the draws"
-            warnings.warn(f"preset={str(path)!r} was saved with {was}: its seed draws other tokens now", stacklevel=2)
-        return found
+        version = data.get("draws")
+        if version not in (None, DRAWS) and arguments.get("temperature") and arguments.get("seed") is not None:
+            saved = f"version {shown(version)} of the draws"
+            warnings.warn(f"preset={str(path)!r} was saved with {saved}: its seed draws other tokens now", stacklevel=2)
+        return arguments
 
 
 Preset = Request | str | Path | Mapping[str, Any]
-"""What a request can start from."""
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Request)}
-"""Every field with its default."""
+"""What a request can start from: another one, or what `Request.save` wrote: a file of it, or the mapping in it."""
+FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Request)}
+DEFAULTS: Mapping[str, Any] = {name: entry.default for name, entry in FIELDS.items()}
+LIVE = tuple(name for name, entry in FIELDS.items() if "is_live" in entry.metadata)
+"""Fields that hold objects of this process."""
 
-
-class Arguments(TypedDict, total=False):
-    """The fields of `Request`, for type checkers: what an entry point takes by name."""
-
-    sampler: str | Sampler
-    cache: str | Cache | None
-    prefix: KeptPrefix | None
-    keep_prefix: bool
-    share_prefix: bool
-    attention: str | SparseD | None
-    suffix: Suffix | int | str | None
-    blocks: str | BlockPolicy | None
-    block_length: int | None
-    steps: int | None
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float | None
-    top_k: int | None
-    guidance_scale: float
-    seed: int | Sequence[int] | None
-    generator: torch.Generator | None
-    rng: str
-    eos_early_stop: bool
-    logits_eos_inf: bool
-    holes_eos_inf: bool
-    confidence_eos_eot_inf: bool
-    suppress_tokens: Sequence[int] | None
-    stop_strings: str | Sequence[str] | None
-    stop: Any
-    constraint: Constraint | Sequence[Constraint | None] | None
-    order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None
-    num_return_sequences: int
-    chat: bool | None
-    streamer: Any
-    callback: Callable[[State, Commit], bool | None] | None
-    trace: bool
-    compile: bool
-    logprobs: int | None
-    rollout: bool
-    progress: bool
-
-
-def takes_arguments(
-    *names: str, typed: Any = Arguments, defaults: Mapping[str, Any] = DEFAULTS
-) -> Callable[[Any], Any]:
-    """A decorator that lists a request's arguments in a function's signature, in the place of its `**arguments`; all of
-    them by default. `help` and notebooks show them then, and transformers looks there. typed, defaults: their types and
-    defaults, where an entry point has its own."""
-
-    def decorate(function: Any) -> Any:
-        own = inspect.signature(function)
-        kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        there = {parameter.name for parameter in kept}
-        hints = typed.__annotations__
-        added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name])
-            for name in names or hints
-            if name not in there
-        ]
-        function.__signature__ = own.replace(parameters=[*kept, *added])
-        return function
-
-    return decorate
+if not TYPE_CHECKING:
+    Arguments = TypedDict("Arguments", {name: entry.type for name, entry in FIELDS.items()}, total=False)
 
 
 def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str, Any]) -> Request:
@@ -353,9 +376,8 @@ def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str,
         raise TypeError(f"request={shown(given)} must be a paradec.Request; other arguments go by name")
     elif arguments:
         raise TypeError(f"give a request or arguments, not both: {', '.join(arguments)}")
-    for name in sampler.unsupported:
-        value = getattr(given, name)
-        if not _same(value, DEFAULTS[name]) and not (name == "attention" and value == "dense"):
+    for name, value in given.changes().items():
+        if name in sampler.unsupported and not (name == "attention" and value == "dense"):
             raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}: leave it out")
     return given
 
@@ -363,8 +385,8 @@ def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str,
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
     """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
     ours = type(method).__module__.startswith("paradec.")  # others may draw positions without saying so
-    kept = Suffix.of(suffix)
-    return temperature != 0 or method.draws or not ours or (kept is not None and kept.density != "cut")
+    suffix = _lazy("paradec.caches.suffix:Suffix").of(suffix)
+    return temperature != 0 or method.draws or not ours or (suffix is not None and suffix.density != "cut")
 
 
 def warn_of_unused(request: Request, method: Sampler, said: Collection[str]) -> None:
@@ -373,27 +395,14 @@ def warn_of_unused(request: Request, method: Sampler, said: Collection[str]) -> 
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=4)
     if request.temperature != 0 or method.family not in ("masked", "draft_verify"):
         return
-    idle = []
     needs = getattr(method, "needs", None)
-    if needs is None or needs.score_from == "raw":
-        idle = [name for name in FILTERS if getattr(request, name) not in (None, 1.0 if name == "top_p" else None)]
+    filters = {"top_p": request.top_p not in (None, 1.0), "top_k": request.top_k is not None}
+    idle = [name for name, is_set in filters.items() if is_set and (needs is None or needs.score_from == "raw")]
     if request.seed is not None and request.rng == "counter" and not seed_matters(method, 0, request.suffix):
         idle.append("seed")
     if named := [f"{name}={shown(getattr(request, name))}" for name in idle if name in said]:
-        are = "has" if len(named) == 1 else "have"
-        warnings.warn(f"{', '.join(named)} {are} no effect at temperature 0, which takes the best token", stacklevel=4)
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and value == default)
-
-
-# ---- single arguments -----------------------------------------------------------------------------------------------
-
-
-def stop_texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """A request's stop strings as a tuple."""
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+        have = "has" if len(named) == 1 else "have"
+        warnings.warn(f"{', '.join(named)} {have} no effect at temperature 0, which takes the best token", stacklevel=4)
 
 
 def _as_data(name: str, value: Any) -> Any:
@@ -403,12 +412,11 @@ def _as_data(name: str, value: Any) -> Any:
     for other in ("drafter", "draft", "teacher") if name == "sampler" else ():
         if (model := getattr(value, other, None)) is not None and not hasattr(model, "to_dict"):  # no network
             raise ValueError(
-                f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
+                f"sampler={value.name!r} has a {other}, {shown(model)}, that cannot be saved: leave it out"
             )
-    if name == "blocks" and type(value) in POLICIES.values():
-        policy = next(key for key, kind in POLICIES.items() if kind is type(value))
-        return {"blocks": policy} | {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-    data = plain(value)
+    if name == "blocks":
+        return _lazy("paradec.core.block_policies:policy_data")(value)
+    data = _lazy("paradec.core.protocol:plain")(value)
     try:
         json.dumps(data)
     except (TypeError, ValueError):
@@ -416,41 +424,21 @@ def _as_data(name: str, value: Any) -> Any:
     return data
 
 
-def _from_data(name: str, value: Any) -> Any:
-    """Inverse of `_as_data`."""
-    if name in Registry.by_kind and isinstance(value, Mapping):
-        return Registry.by_kind[name].from_dict(value)
-    if name == "blocks" and isinstance(value, Mapping):
-        settings = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if key != "blocks"}
-        check_choice("blocks", value.get("blocks"), POLICIES)
-        try:
-            return POLICIES[value["blocks"]](**settings)
-        except TypeError as error:
-            raise ValueError(f"blocks={shown(dict(value))}: {error}") from None
-    return value
-
-
-def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
-    """The generator of `rng="reference"`, and one seed per row.
-
-    Raises:
-        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
-    """
-    seed, generator = request.seed, request.generator
-    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
-    if len(seeds) != len(rows):
-        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
-    if request.rng == "reference":
-        if len({len(row) for row in rows}) != 1:
-            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
-        if generator is None:
-            if len(set(seeds)) != 1:
-                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
-            generator = torch.Generator()
-            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
-        return generator, [0] * len(rows)
-    if seeds[0] is None:
-        device = None if generator is None else generator.device
-        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
-        seeds = [int(drawn)] * len(rows)
-    return None, [int(entry) for entry in seeds]
+def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:
+    """Raise TypeError for a name that is no argument, with what was probably meant."""
+    for name in (name for name in given if name not in allowed):
+        for ours, others in ELSEWHERE.items():
+            if name in others and ours in allowed:
+                # of text; the codes of image models add 1 or not
+                value = f", and {ours} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
+                raise TypeError(f"unknown argument: {name!r}; it is called {ours!r} here{value}")
+        if name == "do_sample":
+            raise TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
+        samplers = Registry.by_kind["sampler"]
+        for sampler in [name, *samplers.names()]:  # the one that is called so first
+            if sampler in samplers and name in samplers.get(sampler).settings():
+                raise TypeError(
+                    f"unknown argument: {name!r}; it is a setting of a sampler: "
+                    f"sampler=paradec.samplers.create({sampler!r}, {name}=...)"
+                )
+        raise TypeError(unknown("argument", name, allowed))

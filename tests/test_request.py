@@ -3,25 +3,29 @@ keep."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_type_hints
 
 import pytest
 import torch
+from arguments_stub import STUB, arguments_stub
 from tiny_models import tiny
 
 import paradec
 from paradec import caches, samplers
+from paradec.api import images
+from paradec.batching import slots
 from paradec.core.adaptive_blocks import AdaptiveBlocks
 from paradec.core.blocks import FixedBlocks
 from paradec.core.version import DRAWS
+from paradec.integrations.engines import hosted
+from paradec.integrations.server import asked
 from paradec.models.adapter import Model
-from paradec.request import DEFAULTS, Arguments, Request
-from paradec.request_fields import ELSEWHERE, FIELDS, LIVE
+from paradec.request import ELSEWHERE, FIELDS, LIVE, Arguments, Request
+from paradec.samplers.renoising import start
+from paradec.tools.tuning import run
 
 OTHER_VALUES: dict[str, Any] = {
     "sampler": samplers.create("localleap", radius=2),
@@ -62,31 +66,18 @@ def test_every_field_has_another_value_here() -> None:
     assert {*OTHER_VALUES} == {*FIELDS} - {*LIVE, "stop"}
 
 
-def test_every_field_says_who_serves_it_by_names_that_somebody_asks_for() -> None:
-    assert [*FIELDS] == [*DEFAULTS]
-    families = {samplers.get(name).family for name in samplers.names()} - {"masked", "renoising", "forecast"}
-    assert {user for said in FIELDS.values() for user in said.served.split()} == families | {
-        *("nar", "hf", "server", "engine", "tune")
-    }
-    assert {user for said in FIELDS.values() for user in said.refused} == {"renoising", "batch"}
+def test_families_and_entry_points_name_fields() -> None:
+    lists = [samplers.get(name).unsupported for name in samplers.names()]
+    lists += [asked.FIELDS, hosted.FIELDS, run.SHARED, images.SERVED, start.REFUSED, slots.REFUSED, slots.OWN_MASKED]
+    assert {name for names in lists for name in names} <= {*FIELDS}
 
 
-def test_options_begin_from_what_requests_begin_from() -> None:
-    ours = {name: said.option.default for name, said in FIELDS.items() if said.option is not None}
-    assert ours == {name: DEFAULTS[name] for name in ours} | {"cache": "none", "holes_eos_inf": True}
-
-
-def test_the_typed_arguments_are_the_fields() -> None:
-    annotations = {field.name: field.type for field in dataclasses.fields(Request)}
-    assert {name: kind.__forward_arg__ for name, kind in Arguments.__annotations__.items()} == annotations
-
-
-@pytest.mark.parametrize("entry", [paradec.generate, paradec.infill])
-def test_the_signatures_of_entry_points_list_every_field(entry: Any) -> None:
-    listed = inspect.signature(entry).parameters
-    assert {*FIELDS} <= {*listed}
-    for name in FIELDS:
-        assert listed[name].default == DEFAULTS[name] and listed[name].kind is inspect.Parameter.KEYWORD_ONLY
+def test_the_stub_for_type_checkers_is_that_of_the_fields() -> None:
+    """Else run `python tests/support/arguments_stub.py`. Every entry point takes what the stub says."""
+    assert arguments_stub() == STUB.read_text(encoding="utf-8")
+    for entry in (paradec.generate, paradec.infill, paradec.generate_many):
+        assert get_type_hints(entry)["arguments"] == Unpack[Arguments]
+    assert Arguments.__annotations__.keys() == FIELDS.keys()
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
@@ -236,7 +227,7 @@ def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada
 
     with pytest.raises(TypeError, match="'temprature' .did you mean 'temperature'"):
         call(temprature=1)
-    for name, here in ELSEWHERE.items():
+    for name, here in [(name, here) for here, names in ELSEWHERE.items() for name in names]:
         with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
             call(**{name: 1})
     with pytest.raises(TypeError, match=r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1"):

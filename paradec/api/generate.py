@@ -24,8 +24,7 @@ from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import Interrupted, decode
 from paradec.core.trace_texts import name_tokens
 from paradec.models.requests import UNSHARED
-from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
-from paradec.request_fields import FIELDS
+from paradec.request import FIELDS, Arguments, Preset, Request, warn_of_unused
 
 MADE = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) that write ids without being told where a picture ends."""
@@ -33,7 +32,6 @@ COUNTED = ("encoder_calls", "denoising_calls", "log_weight")
 """What some states count besides."""
 
 
-@takes_arguments()
 def generate(
     model: Any,
     prompt: Any = None,

@@ -8,51 +8,38 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from paradec import samplers
 from paradec.api.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, step_pictures
 from paradec.api.progress import bar
-from paradec.caches.base import Cache
 from paradec.core.checks import MODELS, check_choice, check_int, check_model, shown
-from paradec.core.protocol import Commit, Interrupted, Sampler, State, decode
+from paradec.core.protocol import Interrupted, Sampler, State, decode
 from paradec.core.thumbnails import of_images, of_stage, pillow, to_pil
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
 from paradec.models.requests import UNSHARED
-from paradec.request import Preset, Request, request_for, takes_arguments, warn_of_unused
-from paradec.request_fields import check_names
+from paradec.request import Preset, Request, check_names, request_for, warn_of_unused
+
+if TYPE_CHECKING:
+    from paradec.arguments import ImageArguments
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
 
-class ImageArguments(TypedDict, total=False):
-    """The fields of `paradec.Request` that mean something for pictures; None takes the model's own."""
-
-    sampler: str | Sampler | None
-    steps: int | None
-    cache: str | Cache | None
-    guidance_scale: float | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int | Sequence[int] | None
-    generator: torch.Generator | None
-    callback: Callable[[State, Commit], bool | None] | None
-    trace: bool
-    progress: bool
-
-
-SERVED = tuple(ImageArguments.__annotations__)
+SERVED = (
+    *("sampler", "steps", "cache", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
+    *("trace", "progress"),
+)
+"""The fields of `paradec.Request` that mean something for pictures; None takes the model's own."""
 KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
 
 
-@takes_arguments(typed=ImageArguments, defaults=dict.fromkeys(SERVED) | {"trace": False, "progress": False})
 def generate_images(
     model: PictureModel,
     prompts: Any = None,
@@ -113,7 +100,7 @@ def generate_images(
             f"generate_images takes adapters that extend {PictureModel.__module__}.PictureModel; "
             f"{type(model).__name__} does not"
         )
-    check_names(arguments, inspect.signature(generate_images).parameters)
+    check_names(arguments, [*inspect.signature(generate_images).parameters, *SERVED])
     given = _given(model, {"prompts": prompts, "class_labels": class_labels})
     request = picture_request(model, arguments, preset)
     check_output_type(model, output_type)
@@ -164,7 +151,7 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
     asked = {name: value for name, value in arguments.items() if value is not None}
     check_int("top_k", asked.get("top_k"), low=0, none=True)
     asked |= {"top_k": None} if asked.get("top_k") == 0 else {}
-    said = Request.said(asked, preset)
+    said = Request.merge_arguments(asked, preset)
     for name, value in said.items():
         if name not in SERVED:
             raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out of the preset")

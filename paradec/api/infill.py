@@ -11,10 +11,9 @@ from paradec.api.output import Output
 from paradec.constraints.values import Constraint
 from paradec.core.checks import check_int, check_model, shown
 from paradec.core.prompts import encode
-from paradec.request import Arguments, Preset, Request, takes_arguments
+from paradec.request import Arguments, Preset, Request
 
 
-@takes_arguments()
 def infill(
     model: Any,
     prompt: Any = None,

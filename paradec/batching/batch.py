@@ -48,7 +48,7 @@ from paradec.core.interrupts import held_back
 from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
 from paradec.models.requests import UNSHARED
-from paradec.request import Arguments, Preset, Request, takes_arguments, warn_of_unused
+from paradec.request import Arguments, Preset, Request, warn_of_unused
 from paradec.samplers.masked.device import step as device_step
 
 __all__ = ["Batch", "BatchClosed", "Cancelled", "Ticket"]
@@ -98,7 +98,6 @@ class Batch:
     capture: ClassVar[bool] = True
     """False takes the steps of `compile=True` uncaptured, on any device."""
 
-    @takes_arguments()
     def __init__(
         self,
         model: Any,
@@ -317,7 +316,7 @@ class Batch:
 
     def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
         """The same for a prompt that says more."""
-        return Request.of({**self.request.changes(), **Request.said(changes, preset)})
+        return Request.of({**self.request.changes(), **Request.merge_arguments(changes, preset)})
 
     def _alike(self, first: Ticket, other: Ticket) -> bool:
         """Whether two prompts may begin together."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
 
-from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
+from paradec.api.images import SERVED, check_output_type, drawn, output_of, picture_request
 from paradec.api.pictures import ImageOutput
 from paradec.batching.batch import Batch
 from paradec.batching.slots import RowState, Ticket, rows_of
@@ -23,6 +23,9 @@ from paradec.core.prompts import encode
 from paradec.core.rows import Rows
 from paradec.models.images.base import ImageRequest, PictureModel
 from paradec.request import Preset, Request
+
+if TYPE_CHECKING:
+    from paradec.arguments import ImageArguments
 
 __all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
 
@@ -214,7 +217,7 @@ def _said(arguments: Mapping[str, Any], preset: Preset | None) -> dict[str, Any]
     Raises:
         ValueError: a field that has no meaning for pictures. TypeError: a name that is no field.
     """
-    said = Request.said(arguments, preset)
+    said = Request.merge_arguments(arguments, preset)
     for name, value in said.items():
         if name not in SERVED and value is not None:
             raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out")

@@ -18,7 +18,7 @@ from paradec.core.checks import check_choice, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.protocol import Interrupted
 from paradec.models.images.base import PictureModel
-from paradec.request import Arguments, Preset, Request, takes_arguments
+from paradec.request import Arguments, Preset, Request
 
 __all__ = ["Many", "generate_many"]
 
@@ -28,7 +28,6 @@ AHEAD = 8
 """Answers that are held back for an earlier one, times the batch size, where nothing is said."""
 
 
-@takes_arguments()
 def generate_many(  # type: ignore[misc]  # the request's `order` is for its prompt alone
     model: Any,
     prompts: Iterable[Any],

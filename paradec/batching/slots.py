@@ -24,7 +24,6 @@ from paradec.core.interrupts import held_back
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
 from paradec.request import DEFAULTS, Request
-from paradec.request_fields import FIELDS, refused_by
 
 if TYPE_CHECKING:
     from paradec.samplers.causal.state import CausalState
@@ -35,11 +34,23 @@ RowState: TypeAlias = "MaskedState | CausalState"
 S = TypeVar("S", "MaskedState", "CausalState")
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
-OWN = tuple(name for name, said in FIELDS.items() if said.own == "all")
+OWN = ("max_new_tokens", "seed", "stop_strings", "chat")
 """Fields of a request in which the rows of one batch may differ."""
-OWN_MASKED = tuple(name for name, said in FIELDS.items() if said.own)
+OWN_MASKED = (*OWN, "suppress_tokens")
 """The same for masked samplers."""
-REFUSED = refused_by("batch")
+_TOGETHER = "a prefix needs rows that begin together; use paradec.generate"
+REFUSED = {
+    "prefix": _TOGETHER,
+    "keep_prefix": "keys and values of ended rows are not kept; use paradec.generate",
+    "share_prefix": _TOGETHER,
+    "attention": "sparse attention keeps one pattern for all rows; use paradec.generate",
+    "generator": "give a seed: a row's draws do not depend on when it begins",
+    "num_return_sequences": "give the prompt once for each answer",
+    "streamer": "a streamer belongs to one prompt; give it with the prompt",
+    "callback": "there is no state of a single request; give each prompt a streamer",
+    "trace": "a trace records the rows that it began with; use paradec.generate",
+    "progress": "count the outputs as they end",
+}
 """Fields that mean nothing here, and what to do instead."""
 WIDTHS = 32
 """Canvases that have to grow are rounded up to a multiple of this."""

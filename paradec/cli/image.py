@@ -20,7 +20,7 @@ from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
 from paradec.core.checks import MODELS, check_int, check_text, shown
 from paradec.core.interrupts import EXIT_CODE, raise_again
-from paradec.request_fields import FIELDS
+from paradec.request import FIELDS
 
 NEED_A_DRAFTER = {
     "speculative": "a smaller model of the family, or an EAGLE or DFlash drafter",
@@ -257,7 +257,7 @@ def check_options(request: dict[str, Any]) -> None:
     check_int("--top-k", request["top_k"], low=0, none=True)
     for name in ("steps", "seed", "guidance_scale", "temperature", "top_p"):
         if request[name] is not None:
-            FIELDS[name].check("--" + name.replace("_", "-"), request[name])
+            FIELDS[name].metadata["check"]("--" + name.replace("_", "-"), request[name])
     if isinstance(request["cache"], str):
         caches.create(request["cache"])
     if request["negative_prompt"] is not None:

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +21,7 @@ import paradec
 from paradec.cli import ranks, show
 from paradec.core.checks import check_choice, check_text
 from paradec.core.text_files import decoded
-from paradec.request_fields import FIELDS
+from paradec.request import FIELDS
 
 # Declarations ----------------------------------------------------------------------------------------------------
 
@@ -59,10 +60,17 @@ Live = Annotated[bool, typer.Option("--live", help="Show tokens on the terminal 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 
+
+def _field_option(field: Field[Any]) -> tuple[Any, Any]:
+    """Make an option and its default of a field of a request."""
+    metadata = field.metadata
+    names = ["--" + field.name.replace("_", "-"), metadata["short"]] if "short" in metadata else []
+    option = typer.Option(*names, metavar=metadata.get("metavar"), help=metadata["help"])
+    return Annotated[metadata["option"], option], metadata.get("option_default", field.default)
+
+
 SHARED: dict[str, tuple[Any, Any]] = {
-    name: (Annotated[said.kind, typer.Option(*said.names, metavar=said.metavar, help=said.help)], said.default)
-    for name, said in ((name, field.option) for name, field in FIELDS.items())
-    if said is not None
+    name: _field_option(field) for name, field in FIELDS.items() if field.metadata["option"] is not None
 } | {
     "model": (Model, None),
     "set_": (Set, None),

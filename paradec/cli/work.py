@@ -240,8 +240,7 @@ def check_options(function: str, request: dict[str, Any], answers: int) -> Reque
     """
     from paradec.core.blocks import LONGEST_BLOCK
     from paradec.core.prompts import check_placeholder
-    from paradec.request import Request
-    from paradec.request_fields import FIELDS
+    from paradec.request import FIELDS, Request
 
     fields = {name: value for name, value in request.items() if name in FIELDS}
     asked = Request(num_return_sequences=answers, **fields)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from paradec.caches.base import Cache
 from paradec.core.checks import shown
 from paradec.models.cache_argument import NAMES as CACHE_NAMES
 from paradec.models.wrapping import wrap
-from paradec.request import Preset, takes_arguments
-from paradec.request_fields import served_by
+from paradec.request import FIELDS, Preset
+
+if TYPE_CHECKING:
+    from paradec.attention.sparsed import SparseD
+    from paradec.caches.suffix import Suffix
+    from paradec.core.blocks import BlockPolicy
+    from paradec.core.protocol import Commit, Sampler, State
 
 READ_FROM_CONFIG = frozenset(
     {
@@ -53,10 +59,6 @@ KEPT_BACK = {
 """Arguments of transformers' `generate` that it hands to its own decoding methods alone."""
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
-SERVED = tuple(name for name in served_by("hf") if name != "cache")
-"""Fields of a request that `hf_generate` takes by name. `cache` is transformers' own argument; `kv_cache` stands for
-it. transformers' other arguments say the rest."""
-
 
 @dataclass
 class MaskedDiffusionOutput(ModelOutput):
@@ -70,7 +72,6 @@ class MaskedDiffusionOutput(ModelOutput):
     """Answer tokens per forward call, padding excluded."""
 
 
-@takes_arguments(*SERVED)
 def hf_generate(
     model: Any,
     input_ids: Tensor,
@@ -84,7 +85,22 @@ def hf_generate(
     tokenizer: Any = None,
     kv_cache: str | Cache | None = None,
     preset: Preset | None = None,
-    **arguments: Any,
+    sampler: str | Sampler | None = None,
+    attention: str | SparseD | None = None,
+    suffix: Suffix | int | str | None = None,
+    blocks: str | BlockPolicy | None = None,
+    block_length: int | None = None,
+    steps: int | None = None,
+    seed: int | Sequence[int] | None = None,
+    eos_early_stop: bool | None = None,
+    logits_eos_inf: bool | None = None,
+    holes_eos_inf: bool | None = None,
+    confidence_eos_eot_inf: bool | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    streamer: Any = None,
+    callback: Callable[[State, Commit], bool | None] | None = None,
+    progress: bool | None = None,
+    **model_kwargs: Any,
 ) -> Tensor | MaskedDiffusionOutput:
     """Decode a masked diffusion model, or a causal one, that transformers loaded, from within its own `generate`.
 
@@ -120,7 +136,8 @@ def hf_generate(
             guessed from the architecture: it must be given for a masked model.
         topology, tokenizer: as in `paradec.wrap`; of a masked model "bidirectional" by default.
         kv_cache: `cache` of `paradec.generate`. `cache` is transformers' argument, for a cache of its own.
-        preset, arguments: as in `paradec.generate`, but for what transformers' own arguments say (`SERVED` are left).
+        preset: as in `paradec.generate`, for what transformers' own arguments do not say.
+        sampler, ..., progress: as in `paradec.generate`; None takes the preset's.
 
     Returns:
         [B, L + N] int64, where N is the longest answer; shorter ones are padded after their end. Prompts are padded on
@@ -129,12 +146,11 @@ def hf_generate(
     Raises:
         ValueError: a setting that cannot be honoured, by name. Otherwise as `paradec.wrap` and `paradec.generate`.
     """
+    arguments = {name: value for name, value in locals().items() if name in FIELDS and value is not None}
     if generation_config is None:
         raise ValueError("generation_config is missing; pass hf_generate to model.generate as custom_generate")
-    own = {name: arguments.pop(name) for name in SERVED if name in arguments}
     if kv_cache is not None:
-        own["cache"] = kv_cache
-    model_kwargs = arguments
+        arguments["cache"] = kv_cache
     _refuse(generation_config, [*(logits_processor or ()), *(stopping_criteria or ())], model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
     _check_positions(input_ids, attention_mask, model_kwargs.get("position_ids"))
@@ -169,7 +185,7 @@ def hf_generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             preset=preset,
-            **own,
+            **arguments,
             **stated_by_transformers,
         )
     finally:

@@ -14,7 +14,14 @@ from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.core.trace import Trace
-from paradec.request import Request, randomness, stop_texts
+from paradec.request import FIELDS, Request
+
+
+def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
+    """List the fields of a request that a family of samplers for pictures does not support; it does a few, and those
+    `supported`."""
+    common = ("sampler", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
+    return tuple(name for name in FIELDS if name not in (*common, *supported))
 
 
 def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
@@ -51,10 +58,36 @@ def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
 
 def stop_strings_of(request: Request, model: Any) -> tuple[str, ...]:
     """Texts that end a row. Raises ValueError where there is no tokenizer to find them with."""
-    texts = stop_texts(request.stop_strings)
+    texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
     if texts and getattr(model, "tokenizer", None) is None:
         raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none")
     return texts
+
+
+def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
+    """The generator of `rng="reference"`, and one seed per row.
+
+    Raises:
+        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
+    """
+    seed, generator = request.seed, request.generator
+    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
+    if len(seeds) != len(rows):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
+    if request.rng == "reference":
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
+        if generator is None:
+            if len(set(seeds)) != 1:
+                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
+            generator = torch.Generator()
+            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
+        return generator, [0] * len(rows)
+    if seeds[0] is None:
+        device = None if generator is None else generator.device
+        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
+        seeds = [int(drawn)] * len(rows)
+    return None, [int(entry) for entry in seeds]
 
 
 def keys_of(

@@ -190,7 +190,6 @@ LAYERS = (
         "caches",
         "models",
         "constraints",
-        "request_fields",
         "request",
         "samplers",
         "api",

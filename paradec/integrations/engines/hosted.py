@@ -26,11 +26,13 @@ from paradec.core.protocol import NotFinite, Sampler
 from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.request import DEFAULTS, Request
-from paradec.request_fields import served_by
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
-FIELDS = served_by("engine")
+FIELDS = (
+    *("block_length", "steps", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "eos_early_stop"),
+    *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
+)
 """Fields of `paradec.Request` that a hosted row may have. The others are the engine's business, or need the model."""
 MOST_ROWS = 2**20
 """That share a state."""

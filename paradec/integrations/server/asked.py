@@ -12,13 +12,16 @@ from paradec.core.checks import shown
 from paradec.core.component_text import parse_components
 from paradec.core.registry import unknown
 from paradec.request import Request
-from paradec.request_fields import served_by
 
 OWN = "paradec"
 """The body's field that holds fields of `paradec.Request`, and `drafts`; OpenAI's clients send it as `extra_body`."""
 PRESET = "preset"
 """The body's field that names one of the server's presets."""
-FIELDS = served_by("server")
+FIELDS = (
+    *("sampler", "cache", "suffix", "blocks", "block_length", "steps", "max_new_tokens", "temperature", "top_p"),
+    *("top_k", "guidance_scale", "seed", "eos_early_stop", "logits_eos_inf", "holes_eos_inf"),
+    *("confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "constraint", "chat"),
+)
 """Fields of `paradec.Request` that a body may hold under `OWN`."""
 SALT = "cache_salt"
 """The body's field that keeps keys and values apart, as vLLM names it."""
@@ -176,7 +179,7 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
     found = {}
     for file in files:
         Request.load(file)  # its messages name the file
-        found[file.stem] = Request.said({}, file)
+        found[file.stem] = Request.merge_arguments({}, file)
     return found
 
 

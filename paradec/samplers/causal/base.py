@@ -27,7 +27,6 @@ from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
-from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.guidance import guided
@@ -47,7 +46,10 @@ class CausalSampler(Sampler):
 
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
-    unsupported: ClassVar[tuple[str, ...]] = unsupported_by("draft_verify")
+    unsupported: ClassVar[tuple[str, ...]] = (
+        *("cache", "prefix", "keep_prefix", "share_prefix", "attention", "suffix", "blocks", "block_length", "steps"),
+        *("rng", "confidence_eos_eot_inf", "stop"),
+    )
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     uses_steps: ClassVar[bool] = False
     lossless: ClassVar[bool] = True

@@ -19,8 +19,8 @@ from paradec.core.order_sizes import left_after
 from paradec.core.orders import Cosine
 from paradec.core.protocol import Sampler, State
 from paradec.request import Request, request_for
-from paradec.request_fields import unsupported_by
 from paradec.samplers.labels import labels_of, trace_of_labels
+from paradec.samplers.starting import unsupported_for_pictures
 
 DEFAULT_STEPS = 64
 
@@ -64,7 +64,7 @@ class ContinuousSampler(Sampler):
     family = "continuous"
     models = ("continuous image",)
     uses_steps = True
-    unsupported = unsupported_by("continuous")  # `temperature` is a setting
+    unsupported = unsupported_for_pictures("steps")  # `temperature` is a setting
 
     def _state(self, left: np.ndarray, fields: dict[str, Any]) -> Any:
         """The state of a request.

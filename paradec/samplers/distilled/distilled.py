@@ -25,11 +25,10 @@ from paradec.core.trace import Notes
 from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.request import Request, request_for
-from paradec.request_fields import unsupported_by
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.labels import labels_of, trace_of_labels
-from paradec.samplers.starting import keys_of
+from paradec.samplers.starting import keys_of, unsupported_for_pictures
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""
@@ -141,7 +140,7 @@ class Distilled(Sampler):
     arxiv = "2412.17153"
     summary = "a student makes all tokens from noise in one call or two, with its teacher in between if wanted"
     uses_steps = True
-    unsupported = unsupported_by("distilled")
+    unsupported = unsupported_for_pictures("steps", "temperature", "top_p", "top_k")
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llamagen_b": {"t_list": (0, 80), "split": 80},

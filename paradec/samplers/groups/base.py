@@ -26,11 +26,10 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, request_for
-from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
-from paradec.samplers.starting import keys_of, padded, trace_of
+from paradec.samplers.starting import keys_of, padded, trace_of, unsupported_for_pictures
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -158,7 +157,7 @@ class GroupSampler(GroupWriter):
 
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
-    unsupported: ClassVar[tuple[str, ...]] = unsupported_by("groups")
+    unsupported: ClassVar[tuple[str, ...]] = unsupported_for_pictures("steps", "temperature", "top_p", "top_k")
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 

@@ -23,11 +23,10 @@ from paradec.core.query import Cost, Query, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
-from paradec.request_fields import unsupported_by
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.groups.base import GroupWriter, WrittenState
 from paradec.samplers.guidance import guided
-from paradec.samplers.starting import keys_of, padded, trace_of
+from paradec.samplers.starting import keys_of, padded, trace_of, unsupported_for_pictures
 
 
 @dataclass
@@ -84,7 +83,7 @@ class NAR(GroupWriter):
     paper = "NAR"
     arxiv = "2503.10696"
     summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
-    unsupported = unsupported_by("nar")
+    unsupported = unsupported_for_pictures("temperature", "top_p", "top_k", "chat")
 
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)

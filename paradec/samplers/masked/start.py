@@ -18,7 +18,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
-from paradec.request import Request, randomness
+from paradec.request import Request
 from paradec.samplers.masked.adaptive import BlockEnds
 from paradec.samplers.masked.decision_order import DecisionOrder
 from paradec.samplers.masked.early import EarlyStops
@@ -35,7 +35,15 @@ from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, check_stop
 from paradec.samplers.masked.suffix_window import SuffixWindow
 from paradec.samplers.masked.trackers import Tracker
-from paradec.samplers.starting import answer_starts, new_tokens, padded, stop_strings_of, suppressed_ids, trace_of
+from paradec.samplers.starting import (
+    answer_starts,
+    new_tokens,
+    padded,
+    randomness,
+    stop_strings_of,
+    suppressed_ids,
+    trace_of,
+)
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:

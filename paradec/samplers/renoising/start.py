@@ -17,8 +17,7 @@ from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.core.trace import spans
-from paradec.request import DEFAULTS, Request, randomness
-from paradec.request_fields import refused_by
+from paradec.request import DEFAULTS, Request
 from paradec.samplers.masked.stop_strings import StopStrings
 from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
 from paradec.samplers.renoising import rules
@@ -28,12 +27,26 @@ from paradec.samplers.starting import (
     answer_starts,
     new_tokens,
     padded,
+    randomness,
     stop_strings_of,
     suppressed_ids,
     trace_of,
 )
 
-REFUSED = refused_by("renoising")
+_CANVAS = "a canvas has the length that the model was trained with"
+REFUSED = {
+    "cache": "keys and values of final tokens are always kept, and those of an open canvas change at every step",
+    "share_prefix": "every row encodes its own prompt; prefix=... takes over what an earlier request encoded",
+    "attention": "sparse attention makes its lists of keys for one block of masks",
+    "suffix": "a canvas is evaluated whole, and nothing comes after it",
+    "blocks": _CANVAS,
+    "block_length": _CANVAS,
+    "temperature": "the temperature falls over the steps: t_max and t_min are settings of the sampler",
+    "guidance_scale": "without a mask token there is no unconditional form of the prompt",
+    "confidence_eos_eot_inf": "a canvas closes as a whole, so that no token comes after the others",
+    "compile": "the host decides when canvases have settled, and then opens and encodes others",
+    "rollout": "a canvas closes with its likeliest tokens, which no step has drawn",
+}
 """Fields of a request that mean nothing on canvases, and why."""
 
 
@@ -166,7 +179,7 @@ def _suppressed(request: Request, facts: ModelFacts) -> list[int]:
 
 
 def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[torch.Generator | None, list[int]]:
-    """As `request.randomness`; transformers draws for rows of unequal prompts as for others."""
+    """As `starting.randomness`; transformers draws for rows of unequal prompts as for others."""
     if request.rng != "reference":
         return randomness(request, rows)
     if holes:

@@ -23,11 +23,10 @@ from paradec.core.query import Cost
 from paradec.kernels.token_stats import draw
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
-from paradec.request_fields import unsupported_by
 from paradec.samplers.distributions import argmax, tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.labels import labels_of, trace_of_labels
-from paradec.samplers.starting import keys_of
+from paradec.samplers.starting import keys_of, unsupported_for_pictures
 
 SMOOTH_STREAM = 2
 """Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""
@@ -137,7 +136,7 @@ class ScaleSampler(Sampler):
     family: ClassVar[str] = "scales"
     models: ClassVar[tuple[str, ...]] = ("scale image",)
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
-    unsupported: ClassVar[tuple[str, ...]] = unsupported_by("scales")
+    unsupported: ClassVar[tuple[str, ...]] = unsupported_for_pictures("temperature", "top_p", "top_k")
 
     def __post_init__(self) -> None:
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))

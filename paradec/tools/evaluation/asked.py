@@ -8,8 +8,7 @@ from typing import Any
 from paradec import samplers
 from paradec.core.checks import check_int, shown
 from paradec.core.registry import unknown
-from paradec.request import Preset, Request
-from paradec.request_fields import FIELDS
+from paradec.request import FIELDS, Preset, Request
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the answer's length in a task's generation_kwargs; the first that is there counts, as in the harness."""
@@ -27,7 +26,7 @@ def asked(arguments: Mapping[str, Any], preset: Preset | None, seed: int) -> tup
     """
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
-    said = Request.said(fields, preset)
+    said = Request.merge_arguments(fields, preset)
     if settings:
         sampler = said.get("sampler", "threshold")
         own = samplers.get(sampler).settings() if isinstance(sampler, str) and sampler in samplers.registry else ()

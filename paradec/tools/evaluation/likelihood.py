@@ -31,14 +31,14 @@ import numpy as np
 import torch
 
 from paradec.api.generate import generate
-from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_model, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowLogits
 from paradec.models.whole_rows import whole_rows
-from paradec.request_fields import LARGEST_GUIDANCE
+from paradec.request import FIELDS
 from paradec.samplers.guidance import guided
 from paradec.tools.evaluation import maskings
 from paradec.tools.evaluation.maskings import Masking, MaskingSpan
@@ -126,7 +126,7 @@ def log_likelihoods(
     check_int("stratum", stratum, low=1)
     if samples % min(stratum, samples):
         raise ValueError(f"samples={samples} must be a multiple of stratum={stratum}, or smaller")
-    check_number("guidance_scale", guidance_scale, low=0, high=LARGEST_GUIDANCE)
+    FIELDS["guidance_scale"].metadata["check"]("guidance_scale", guidance_scale)
     if causal and guidance_scale != 1:
         raise ValueError(f"guidance_scale={guidance_scale} needs a mask token; {facts.name} is causal")
     check_int("seed", seed, low=0, high=2**63 - 1)

@@ -15,8 +15,7 @@ from paradec import samplers as registered
 from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
 from paradec.core.protocol import Interrupted
 from paradec.core.version import DRAWS
-from paradec.request import Request
-from paradec.request_fields import check_names, served_by
+from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import goes_on, rungs
@@ -29,7 +28,11 @@ from paradec.tools.tuning.study import SCHEMA, Study, candidate_of, check_instal
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
 """What is spent, beside the score; the last one chooses."""
-SHARED = served_by("tune")
+SHARED = (
+    *("attention", "max_new_tokens", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop"),
+    *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "stop", "chat"),
+    "compile",
+)
 """Fields of a request that all settings share, and that presets have."""
 TRIALS = 40
 """Settings that are proposed, beyond those made by hand."""

@@ -4,7 +4,6 @@ says."""
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import warnings
 from collections.abc import Callable
@@ -206,26 +205,6 @@ def test_adapters_name_samplers_that_decode_with_them(model_type: str) -> None:
                 ValueError, match=f"'{name}' is of family '{family}'; .* takes the '{kind.family}' family"
             ):
                 images.picture_sampler(kind, name, "it")
-
-
-def test_the_signature_lists_what_pictures_take() -> None:
-    listed = inspect.signature(paradec.generate_images).parameters
-    own = [
-        "model",
-        "prompts",
-        "class_labels",
-        "height",
-        "width",
-        "num_images",
-        "negative_prompt",
-        "output_type",
-        "preset",
-    ]
-    assert [*listed] == [*own, *images.SERVED]
-    for name in images.SERVED:  # None is the model's own
-        assert listed[name].default is (False if name in ("trace", "progress") else None)
-        assert listed[name].kind is inspect.Parameter.KEYWORD_ONLY
-    assert {*images.SERVED} < {*DEFAULTS}
 
 
 @pytest.mark.parametrize(
