@@ -333,19 +333,8 @@ def _rows(orders: Sequence[np.ndarray], count: int) -> np.ndarray:
 
 
 registry = Registry(
-    "order",
-    {
-        "raster": "paradec.core.orders:Raster",
-        "random": "paradec.core.orders:Random",
-        "cosine": "paradec.core.orders:Cosine",
-        "halton": "paradec.core.orders:Halton",
-        "diagonal": "paradec.core.orders:Diagonal",
-        "zipar": "paradec.core.orders:ZipAR",
-        "lpd": "paradec.core.orders:LPD",
-        "given": "paradec.core.orders:Given",
-    },
+    "order", {order.name: order for order in (Raster, Random, Cosine, Halton, Diagonal, ZipAR, LPD, Given)}
 )
-
 names = registry.names
 create = registry.create
 

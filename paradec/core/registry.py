@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 MOST_SHOWN = 24
 """Names that a message lists; of more, and of a registry's, it shows the nearest `NEAREST`."""
@@ -22,11 +24,21 @@ class Registry:
     by_kind: ClassVar[dict[str, Registry]] = {}
     """Every registry under its kind, for code that must not import the modules that fill them."""
 
-    def __init__(self, kind: str, targets: Mapping[str, str]):
+    def __init__(self, kind: str, targets: Mapping[str, str | type]):
         self.kind = kind
         self._targets: dict[str, str | type] = dict(targets)
         self._has_plugins = False
         self.by_kind.setdefault(kind, self)
+
+    @classmethod
+    def from_stub(cls, kind: str, package: str, **names: str) -> Self:
+        """Register the classes that a package lists in classes.pyi, each under the name of its file.
+
+        Args:
+            package: the package's `__file__`. names: by class, those that are others than the file's.
+        """
+        modules = read_stub(Path(package).with_name("classes.pyi"))
+        return cls(kind, {names.get(key, at.rpartition(".")[2]): f"{at}:{key}" for key, at in modules.items()})
 
     def names(self) -> list[str]:
         """All registered names, those of other packages too."""
@@ -182,6 +194,13 @@ class Registry:
 def is_composed(name: object) -> bool:
     """Whether a name that is not registered is a text of names with settings, or of several names."""
     return isinstance(name, str) and ("(" in name or "+" in name)
+
+
+def read_stub(file: Path) -> dict[str, str]:
+    """Read a stub's lines `from MODULE import NAME as NAME`: the module of each name. So one list serves type checkers
+    and what is imported when it is first used (as `attach_stub` of the package lazy_loader does)."""
+    imports = re.findall(r"^from (\S+) import (\w+) as \2$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: module for module, name in imports}
 
 
 def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:

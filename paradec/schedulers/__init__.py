@@ -11,37 +11,34 @@ from typing import Any
 
 from diffusers import ConfigMixin, SchedulerMixin  # noqa: F401 - pipelines look them up here to load a scheduler
 
-from paradec.schedulers.image import (
-    HaltonScheduler,
-    ImageScheduler,
-    ImageSchedulerOutput,
-    LPDScheduler,
-    MaskGITScheduler,
-    RecapScheduler,
-)
-from paradec.schedulers.preset import call_arguments, from_preset  # noqa: F401
-from paradec.schedulers.text import (
-    BlockScheduler,
-    BlockSchedulerOutput,
-    CCDAgreeScheduler,
-    CCDScheduler,
-    CombinationScheduler,
-    CreditDecodingScheduler,
-    EditingScheduler,
-    EntropyBoundScheduler,
-    EntropyThresholdScheduler,
-    FactorScheduler,
-    HierarchyScheduler,
-    KLASSScheduler,
-    Learn2PDScheduler,
-    LocalLeapScheduler,
-    LowConfidenceScheduler,
-    MarginScheduler,
-    PersistenceScheduler,
-    RandomScheduler,
-    SaberScheduler,
-    ThresholdScheduler,
-)
+from paradec.schedulers.image import HaltonScheduler as HaltonScheduler
+from paradec.schedulers.image import ImageScheduler as ImageScheduler
+from paradec.schedulers.image import ImageSchedulerOutput as ImageSchedulerOutput
+from paradec.schedulers.image import LPDScheduler as LPDScheduler
+from paradec.schedulers.image import MaskGITScheduler as MaskGITScheduler
+from paradec.schedulers.image import RecapScheduler as RecapScheduler
+from paradec.schedulers.preset import call_arguments as call_arguments
+from paradec.schedulers.preset import from_preset as from_preset
+from paradec.schedulers.text import BlockScheduler as BlockScheduler
+from paradec.schedulers.text import BlockSchedulerOutput as BlockSchedulerOutput
+from paradec.schedulers.text import CCDAgreeScheduler as CCDAgreeScheduler
+from paradec.schedulers.text import CCDScheduler as CCDScheduler
+from paradec.schedulers.text import CombinationScheduler as CombinationScheduler
+from paradec.schedulers.text import CreditDecodingScheduler as CreditDecodingScheduler
+from paradec.schedulers.text import EditingScheduler as EditingScheduler
+from paradec.schedulers.text import EntropyBoundScheduler as EntropyBoundScheduler
+from paradec.schedulers.text import EntropyThresholdScheduler as EntropyThresholdScheduler
+from paradec.schedulers.text import FactorScheduler as FactorScheduler
+from paradec.schedulers.text import HierarchyScheduler as HierarchyScheduler
+from paradec.schedulers.text import KLASSScheduler as KLASSScheduler
+from paradec.schedulers.text import Learn2PDScheduler as Learn2PDScheduler
+from paradec.schedulers.text import LocalLeapScheduler as LocalLeapScheduler
+from paradec.schedulers.text import LowConfidenceScheduler as LowConfidenceScheduler
+from paradec.schedulers.text import MarginScheduler as MarginScheduler
+from paradec.schedulers.text import PersistenceScheduler as PersistenceScheduler
+from paradec.schedulers.text import RandomScheduler as RandomScheduler
+from paradec.schedulers.text import SaberScheduler as SaberScheduler
+from paradec.schedulers.text import ThresholdScheduler as ThresholdScheduler
 
 NONE = {
     "FreeDaveScheduler": "FreeDave evaluates drafts of later steps, and a pipeline evaluates the block alone",
@@ -56,33 +53,3 @@ def __getattr__(name: str) -> Any:
     if name in NONE:
         raise ValueError(f"there is no {name}: {NONE[name]}; use paradec.generate")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = [
-    "BlockScheduler",
-    "BlockSchedulerOutput",
-    "CCDAgreeScheduler",
-    "CCDScheduler",
-    "CombinationScheduler",
-    "CreditDecodingScheduler",
-    "EditingScheduler",
-    "EntropyBoundScheduler",
-    "EntropyThresholdScheduler",
-    "FactorScheduler",
-    "HaltonScheduler",
-    "HierarchyScheduler",
-    "ImageScheduler",
-    "ImageSchedulerOutput",
-    "KLASSScheduler",
-    "LPDScheduler",
-    "Learn2PDScheduler",
-    "LocalLeapScheduler",
-    "LowConfidenceScheduler",
-    "MarginScheduler",
-    "MaskGITScheduler",
-    "PersistenceScheduler",
-    "RandomScheduler",
-    "RecapScheduler",
-    "SaberScheduler",
-    "ThresholdScheduler",
-]  # the classes; `from_preset` and `call_arguments` are beside them

@@ -10,11 +10,8 @@ from torch import Tensor
 from paradec import schedulers
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 
-TEXT = [
-    getattr(schedulers, name)
-    for name in schedulers.__all__
-    if issubclass(getattr(schedulers, name), schedulers.BlockScheduler) and name != "BlockScheduler"
-]
+CLASSES = [value for name, value in sorted(vars(schedulers).items()) if name.endswith("Scheduler")]
+TEXT = [cls for cls in CLASSES if issubclass(cls, schedulers.BlockScheduler) and cls is not schedulers.BlockScheduler]
 BLOCK = 4
 
 

@@ -1,0 +1,60 @@
+"""What `import paradec` gives; read by type checkers, and at run time for what to import when it is first used."""
+
+from typing import Any
+
+from paradec import attention as attention
+from paradec import caches as caches
+from paradec import samplers as samplers
+from paradec.api.decisions.answers import Decision as Decision
+from paradec.api.decisions.answers import Decisions as Decisions
+from paradec.api.decisions.answers import fit_temperature as fit_temperature
+from paradec.api.decisions.decide import decide as decide
+from paradec.api.decisions.questions import Pick as Pick
+from paradec.api.decisions.questions import Score as Score
+from paradec.api.decisions.questions import Span as Span
+from paradec.api.decisions.questions import YesNo as YesNo
+from paradec.api.generate import generate as generate
+from paradec.api.images import generate_images as generate_images
+from paradec.api.infill import infill as infill
+from paradec.api.output import Output as Output
+from paradec.attention.sparsed import SparseD as SparseD
+from paradec.batching.many import generate_many as generate_many
+from paradec.caches.suffix import Suffix as Suffix
+from paradec.constraints.values import Choice as Choice
+from paradec.constraints.values import Grammar as Grammar
+from paradec.constraints.values import JsonSchema as JsonSchema
+from paradec.constraints.values import Regex as Regex
+from paradec.core.adaptive_blocks import AdaptiveBlocks as AdaptiveBlocks
+from paradec.core.blocks import FixedBlocks as FixedBlocks
+from paradec.core.pipelined_blocks import PipelinedBlocks as PipelinedBlocks
+from paradec.core.protocol import Interrupted as Interrupted
+from paradec.core.protocol import decode as decode
+from paradec.core.rollouts import Rollout as Rollout
+from paradec.integrations.diffusers.hooks.session import accelerate as accelerate
+from paradec.integrations.diffusers.step_tuning import tune_steps as tune_steps
+from paradec.integrations.transformers import hf_generate as hf_generate
+from paradec.models.checkpoint import CheckpointError as CheckpointError
+from paradec.models.images.pixel_dit import PixelDiTPipeline as PixelDiTPipeline
+from paradec.models.load_drafter import load_drafter as load_drafter
+from paradec.models.loading import load as load
+from paradec.models.proteins.mpnn import load_protein_mpnn as load_protein_mpnn
+from paradec.models.wrapping import wrap as wrap
+from paradec.request import Request as Request
+from paradec.samplers.forecast.dicache import DiCache as DiCache
+from paradec.samplers.forecast.easycache import EasyCache as EasyCache
+from paradec.samplers.forecast.first_block import DBCache as DBCache
+from paradec.samplers.forecast.first_block import FirstBlock as FirstBlock
+from paradec.samplers.forecast.magcache import MagCache as MagCache
+from paradec.samplers.forecast.refresh import AccumulatedChange as AccumulatedChange
+from paradec.samplers.forecast.refresh import Every as Every
+from paradec.samplers.forecast.refresh import Verification as Verification
+from paradec.samplers.forecast.seacache import SeaCache as SeaCache
+from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+from paradec.samplers.masked.rules.prophet import Prophet as Prophet
+from paradec.tools.training.replay import replay as replay
+from paradec.tools.tuning.run import tune as tune
+
+__version__: str
+
+def __getattr__(name: str) -> Any:  # modules, as if they had been imported by their names
+    ...

@@ -1,0 +1,57 @@
+"""The registered samplers, by the names of their files; read by type checkers and by `Registry.from_stub`."""
+
+# ruff: noqa: I001 - in the order of listings
+
+from paradec.samplers.masked.rules.low_confidence import LowConfidence as LowConfidence
+from paradec.samplers.masked.rules.random import Random as Random
+from paradec.samplers.masked.rules.origin import Origin as Origin
+from paradec.samplers.masked.rules.maskgit_plus import MaskGitPlus as MaskGitPlus
+from paradec.samplers.masked.rules.topk_margin import TopKMargin as TopKMargin
+from paradec.samplers.masked.rules.entropy import Entropy as Entropy
+from paradec.samplers.masked.rules.threshold import Threshold as Threshold
+from paradec.samplers.masked.rules.factor import Factor as Factor
+from paradec.samplers.masked.rules.margin import Margin as Margin
+from paradec.samplers.masked.rules.hierarchy import Hierarchy as Hierarchy
+from paradec.samplers.masked.rules.entropy_bound import EntropyBound as EntropyBound
+from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold as EntropyThreshold
+from paradec.samplers.masked.rules.localleap import LocalLeap as LocalLeap
+from paradec.samplers.masked.rules.adablock import AdaBlock as AdaBlock
+from paradec.samplers.masked.rules.learn2pd import Learn2PD as Learn2PD
+from paradec.samplers.masked.rules.wino import Wino as Wino
+from paradec.samplers.masked.rules.editing import Editing as Editing
+from paradec.samplers.masked.rules.levenshtein import Levenshtein as Levenshtein
+from paradec.samplers.masked.rules.saber import Saber as Saber
+from paradec.samplers.masked.ahead.freedave import FreeDave as FreeDave
+from paradec.samplers.masked.ahead.lopa import LoPA as LoPA
+from paradec.samplers.masked.rules.credit import Credit as Credit
+from paradec.samplers.masked.rules.ccd import CCD as CCD
+from paradec.samplers.masked.rules.ccd_agree import CCDAgree as CCDAgree
+from paradec.samplers.masked.rules.klass import KLASS as KLASS
+from paradec.samplers.masked.rules.persistence import Persistence as Persistence
+from paradec.samplers.masked.rules.combination import Union as Union
+from paradec.samplers.masked.rules.combination import Intersection as Intersection
+from paradec.samplers.masked.rules.maskgit import MaskGIT as MaskGIT
+from paradec.samplers.masked.rules.halton import Halton as Halton
+from paradec.samplers.masked.rules.recap import Recap as Recap
+from paradec.samplers.masked.rules.lpd import LPD as LPD
+from paradec.samplers.masked.rules.s2d2 import S2D2 as S2D2
+from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma as DiffusionGemma
+from paradec.samplers.renoising.canvas import Canvas as Canvas
+from paradec.samplers.causal.sjd import SJD as SJD
+from paradec.samplers.causal.scd import SCD as SCD
+from paradec.samplers.causal.sjd_pac import SJDPAC as SJDPAC
+from paradec.samplers.causal.gsd import GSD as GSD
+from paradec.samplers.causal.lantern import Lantern as Lantern
+from paradec.samplers.causal.lantern import LanternPlusPlus as LanternPlusPlus
+from paradec.samplers.causal.window import Jacobi as Jacobi
+from paradec.samplers.causal.speculative import Speculative as Speculative
+from paradec.samplers.causal.self_speculative import SelfSpeculative as SelfSpeculative
+from paradec.samplers.causal.zipar import ZipAR as ZipAR
+from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+from paradec.samplers.continuous.mar import MAR as MAR
+from paradec.samplers.groups.nar import NAR as NAR
+from paradec.samplers.distilled.distilled import Distilled as Distilled
+from paradec.samplers.scales.var import VAR as VAR
+from paradec.samplers.scales.code import CoDe as CoDe
+from paradec.samplers.groups.groups import Groups as Groups
+from paradec.samplers.continuous.cspd import CSpD as CSpD
