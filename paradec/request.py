@@ -96,7 +96,7 @@ def _to_lists(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _integers(name: str, value: Any, can_be_single: bool = False, **bounds: int) -> Any:
+def _integers(name: str, value: Any, can_be_single: bool = False, **bounds: Any) -> Any:
     """Check token ids, or one seed or several; a sequence or an array becomes a tuple."""
     value = _to_lists(value)
     kinds = Sequence if can_be_single else (Sequence, Set)  # the order of seeds matters
@@ -289,7 +289,8 @@ class Request:
 
     def without_objects(self) -> Request:
         """Copy the request without objects of this process, for a state to keep."""
-        return replace(self, **dict.fromkeys(LIVE))
+        objects: dict[str, Any] = dict.fromkeys(LIVE)
+        return replace(self, **objects)
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as plain data.
@@ -385,8 +386,8 @@ def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str,
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
     """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
     ours = type(method).__module__.startswith("paradec.")  # others may draw positions without saying so
-    suffix = _lazy("paradec.caches.suffix:Suffix").of(suffix)
-    return temperature != 0 or method.draws or not ours or (suffix is not None and suffix.density != "cut")
+    masks = _lazy("paradec.caches.suffix:Suffix").of(suffix)
+    return temperature != 0 or method.draws or not ours or (masks is not None and masks.density != "cut")
 
 
 def warn_of_unused(request: Request, method: Sampler, said: Collection[str]) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.api.output import Output, aligned, runs
-from paradec.api.progress import bar
-from paradec.api.streaming import check_streamer, stream
+from paradec.api.streaming import bar, check_streamer, stream
 from paradec.caches.cost import CacheCost
 from paradec.core.checks import check_model
 from paradec.core.contract import TextState
@@ -105,8 +104,6 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
             warnings.warn(hint, stacklevel=3)
         loop: Callable[..., Any] = decode
         if request.compile:
-            from paradec.api.compiled import device_loop
-
             loop = device_loop(method, model, state, callback, request.streamer, request.progress)
         begin = time.perf_counter()
         watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
@@ -130,6 +127,31 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     return output
+
+
+def device_loop(
+    method: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
+) -> Callable[..., Any]:
+    """The loop of a request with `compile`: on the device, or with one warning the plain one."""
+    from paradec.samplers.masked.device import step as device_step
+
+    reason = device_step.refusal(method, model, state)
+    looking = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
+    for name, given in looking.items():
+        if reason is None and given is not None:
+            reason = f"{name} looks at every step"
+    if reason is not None:
+        warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
+        return decode
+
+    def on_the_device(method: Any, model: Any, state: Any, after_commit: Any) -> None:
+        try:
+            device_step.decode(method, model, state)
+        except device_step.NotCapturable as error:
+            warnings.warn(f"compile=True has no effect: {error}", stacklevel=5)
+            decode(method, model, state, after_commit)
+
+    return on_the_device
 
 
 def sampler_on(model: Any, method: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from paradec import samplers
 from paradec.api.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, step_pictures
-from paradec.api.progress import bar
+from paradec.api.streaming import bar
 from paradec.core.checks import MODELS, check_choice, check_int, check_model, shown
 from paradec.core.protocol import Interrupted, Sampler, State, decode
 from paradec.core.thumbnails import of_images, of_stage, pillow, to_pil

@@ -1,4 +1,4 @@
-"""Streamers: text as it becomes final, through the protocol of transformers' streamers.
+"""What follows along: a progress bar, and text as it becomes final through transformers' protocol of streamers.
 
 `put` gets token ids [B, n] in reading order: first what is before the first mask of any row (the prompt, padded on
 the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
@@ -84,3 +84,27 @@ def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], 
         yield after_commit
     finally:
         streamer.end()
+
+
+@contextmanager
+def bar(
+    state: State | TextState, callback: Callable[[Any, Commit], bool | None] | None
+) -> Iterator[Callable[[Any, Commit], bool | None]]:
+    """A callback for `paradec.core.protocol.decode` that moves tqdm's bar (tokens that are final, and the forwards they
+    took), then calls `callback`.
+
+    Args:
+        state: before its first step.
+    """
+    from tqdm.auto import tqdm  # of notebooks, where it runs in one
+
+    with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as shown:
+
+        def after_commit(stepped: State, commit: Commit) -> bool | None:
+            final, total = stepped.progress
+            shown.total = total  # rows may end before their last token
+            shown.set_postfix(forwards=int(stepped.nfe.max()), refresh=False)
+            shown.update(final - shown.n)
+            return None if callback is None else callback(stepped, commit)
+
+        yield after_commit

@@ -17,8 +17,7 @@ import numpy as np
 
 from paradec.api.decisions.questions import Asked
 from paradec.core.checks import check_text, shown
-from paradec.core.prompts.encode import ids_of, render
-from paradec.core.prompts.unknown import unknown_words
+from paradec.core.prompts import ids_of, render, unknown_words
 
 Template = Callable[[str, Asked], str]
 """From the state as text and a question to what the user's turn says."""

@@ -19,7 +19,7 @@ from transformers.utils import import_utils
 
 import paradec
 from paradec import caches, samplers
-from paradec.api.compiled import device_loop
+from paradec.api.generate import device_loop
 from paradec.caches import store
 from paradec.core.protocol import decode
 from paradec.kernels.token_stats import read as statistics

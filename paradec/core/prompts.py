@@ -1,0 +1,367 @@
+"""From what users type (text, chat messages, ids, padded batches) to rows of ids."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import packaged
+from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.facts import HOLE
+
+
+@dataclass
+class Prompts:
+    """Rows of prompt ids without padding, and whether the user gave one prompt or a batch."""
+
+    rows: list[list[int]]
+    single: bool
+    starts: list[int]
+    """Where the text that a reader wants begins in each row of an infill: after the turns before the last one."""
+
+    before: list[int] | None = None
+    """How many equal rows are before each, those of other batches included; None where this is the only batch."""
+    images: list[Tensor | None] | None = None
+    """The embeddings at the image tokens of each row, [N, D], on models that read images."""
+    among: bool = False
+    """Whether they join rows that are being decoded already (`paradec.batching`)."""
+
+    def repeated(self, times: int) -> Prompts:
+        """Every row `times` times, copies side by side."""
+        rows = [row for row in self.rows for _ in range(times)]
+        starts = [start for start in self.starts for _ in range(times)]
+        images = None if self.images is None else [part for part in self.images for _ in range(times)]
+        return Prompts(rows, self.single and times == 1, starts, images=images)
+
+    def numbered(self) -> Prompts:
+        """The same rows, so that a `part` of them draws what it would draw among all."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        before = []
+        for row in map(tuple, self.rows):
+            before.append(seen[row])
+            seen[row] += 1
+        return replace(self, before=before)
+
+    def part(self, first: int, stop: int) -> Prompts:
+        """The rows from `first` to `stop` (exclusive)."""
+        before = None if self.before is None else self.before[first:stop]
+        images = None if self.images is None else self.images[first:stop]
+        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before, images)
+
+
+def check_rows(model: Any, rows: list[list[int]]) -> None:
+    """Raise ValueError for an empty row or an id outside the vocabulary."""
+    vocab = model.facts.vocab_size
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt of row {index} is empty; give at least one token")
+        low = 0 if model.facts.topology != "canvas" else HOLE
+        if min(row) < low or max(row) >= vocab:
+            wrong = next(i for i in row if i < low or i >= vocab)
+            raise ValueError(f"input id {wrong} in row {index} is outside the vocabulary (0 to {vocab - 1})")
+
+
+def right_aligned(tensor: Tensor, length: np.ndarray, fill: int | bool) -> Tensor:
+    """Rows [B, L] that start at column 0 and have `length` [B] entries -> [B, L] rows that end at the last column."""
+    source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(length)).unsqueeze(1)
+    return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)
+
+
+BYTES = (bytes, bytearray, memoryview)
+"""Sequences of small integers that nobody means as ids."""
+
+
+def _of_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
+    check_rows(model, rows)
+    return Prompts(rows, single, [0] * len(rows))
+
+
+def is_rows_of_ids(prompt: Any) -> bool:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) == 0:
+        return False
+    return all(_is_row_of_ids(row) for row in prompt)
+
+
+def _is_row_of_ids(row: Any) -> bool:
+    if isinstance(row, Tensor):
+        return row.ndim == 1 and _is_integral(row)
+    if isinstance(row, np.ndarray):
+        return row.ndim == 1 and (row.dtype.kind in "iu" or row.size == 0)
+    if not isinstance(row, Sequence) or isinstance(row, (str, *BYTES)):
+        return False
+    return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in row)
+
+
+def _is_integral(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
+
+
+def tensor_of(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise TypeError(f"{name} of type {type(value).__name__} must be a tensor of integers: {reason}") from error
+
+
+def from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
+    if not _is_integral(ids):
+        raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
+    if ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise ValueError(f"input ids have shape {tuple(ids.shape)}; expected [length] or [batch, length], not empty")
+    single, ids = ids.ndim == 1, torch.atleast_2d(ids).cpu()
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    if attention_mask is not None:
+        mask = torch.atleast_2d(tensor_of("attention_mask", attention_mask)).cpu()
+        if mask.shape != ids.shape:
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)} as input ids")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask must hold 0 (padding) and 1 (token) only")
+        keep = mask.bool()
+        if (keep.int().diff(dim=1).abs().sum(1) > 1).any():
+            raise ValueError("attention_mask has holes; padding must be on the left or on the right of a row")
+    rows = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
+    return _of_ids(model, rows, single)
+
+
+def from_lists(model: Any, prompt: Sequence[Any], attention_mask: Any) -> Prompts:
+    """The prompts of a list of ids, or of a list of rows of ids; TypeError for a list of anything else."""
+    if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
+        return _of_ids(model, [[int(i) for i in prompt]], True)
+    if is_rows_of_ids(prompt):
+        if attention_mask is not None:
+            if len({len(row) for row in prompt}) != 1:
+                raise ValueError("attention_mask goes with rows of one length; unpadded rows need none")
+            return from_ids(model, tensor_of("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
+        return _of_ids(model, [[int(i) for i in row] for row in prompt], False)
+    kinds = sorted({type(item).__name__ for item in prompt})
+    raise TypeError(f"prompt mixes or holds items of type {kinds}; give texts, chats or rows of ids")
+
+
+PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What processors return beside images; token types say nothing that ids do not."""
+PASSED_OVER = ("special_tokens_mask", "offset_mapping", "length")
+"""What tokenizers return when asked, and nothing here needs."""
+PICTURED = ("pixel_values", "image_position_ids")
+
+
+def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and attention mask of what a tokenizer or processor returns, which holds nothing else than is known."""
+    ids, mask = _of_tokenizer(inputs, attention_mask)
+    for name in sorted(map(str, inputs)):
+        if name not in (*PROCESSED, *PICTURED, *PASSED_OVER):
+            raise ValueError(f"prompt holds {name!r}; of a processor {', '.join((*PROCESSED, *PICTURED))} are taken")
+    return ids, mask
+
+
+def with_pictures(model: Any, prompts: Prompts, inputs: Mapping[str, Any]) -> Prompts:
+    """The prompts with the embeddings of the images that a processor returned, at their tokens."""
+    pictures = [inputs.get(name) for name in PICTURED]
+    if hasattr(model, "embed_images"):
+        prompts.images = model.embed_images(prompts.rows, *pictures)
+    elif any(value is not None for value in pictures):
+        raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
+    return prompts
+
+
+def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and attention mask of what a tokenizer returns (transformers' BatchEncoding), with tensors or lists in it.
+
+    Raises:
+        TypeError: another mapping. ValueError: two attention masks.
+    """
+    if "input_ids" not in encoding:
+        hint = "; a message of a chat must be in a list" if {"role", "content"} <= {*encoding} else ""
+        raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    if mask is not None and attention_mask is not None:
+        raise ValueError("attention_mask is in the tokenizer's output too; give one")
+    if isinstance(ids, (Tensor, np.ndarray)) or mask is None:
+        return ids, attention_mask if mask is None else mask
+    rows, masks = (ids, mask) if len(ids) and isinstance(ids[0], Sequence) else ([ids], [mask])
+    if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and one needs no batch
+        return ids, None
+    return (rows, masks) if rows is ids else (tensor_of("input ids", ids), tensor_of("attention_mask", mask))
+
+
+HOLE_TEXT = "\ufdd0"
+"""Means a position to fill in texts for models without a mask token: no character, so that no text holds it."""
+MOST_MASKS = 1_000_000
+"""Masks that one placeholder can mean, where the model states no length."""
+
+
+def check_placeholder(placeholder: Any) -> None:
+    """Raise ValueError unless it is None or a text that can represent a mask."""
+    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
+        raise ValueError(f"mask={shown(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'")
+
+
+def with_masks(model: Any, text: str, placeholder: str) -> str:
+    """The text with the tokenizer's name of the mask in place of the placeholder, as often as it asks for.
+
+    A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
+    """
+    mask, tokenizer = model.facts.mask_token_id, model.tokenizer
+    name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
+    if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):
+        raise ValueError(f"the tokenizer of {model.facts.name} has no text for the mask id {mask}; give input_ids")
+
+    def masks(match: re.Match[str]) -> str:
+        count = int(match["count"] or 1)
+        check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MOST_MASKS)
+        return name * count
+
+    last = placeholder[-1]
+    count = r"(?::(?P<count>[0-9]+))?" if last in ")]}>" else r"(?P<count>(?!))?"
+    return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last), masks, text)
+
+
+def unknown_words(tokenizer: Any, text: str) -> ValueError:
+    """The error that names the words of a text that a tokenizer cannot express; byte-level ones never have such."""
+    unk = tokenizer.unk_token_id
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    plain = text
+    for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
+        plain = plain.replace(special, " ")
+    words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
+    return ValueError(
+        f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}"
+        + packaged.advice(words, vocabulary)
+    )
+
+
+def encode(
+    model: Any, prompt: Any, attention_mask: Any = None, chat: bool | None = None, placeholder: str | None = None
+) -> Prompts:
+    """Turn a prompt into rows of ids.
+
+    Args:
+        prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
+            any one of these; or what a transformers tokenizer or processor returns, a mapping with "input_ids". Ids may
+            hold the mask id anywhere (-1 for models with canvases). `Prompts` are returned as they are.
+        attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
+        chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
+        placeholder: text that means masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
+            are taken as they are unless `chat` is True, and an assistant's turn at the end of a chat is not closed by a
+            new one.
+
+    Raises:
+        ValueError: an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
+            with holes, masks in text without a placeholder. TypeError: a prompt of another kind.
+    """
+    if isinstance(prompt, Prompts):
+        return prompt
+    if isinstance(prompt, Mapping):
+        ids, mask = read_processed(prompt, attention_mask)
+        return with_pictures(model, encode(model, ids, mask), prompt)
+    if chat is not None:
+        check_bool("chat", chat)
+    if placeholder is not None:
+        check_placeholder(placeholder)
+    if isinstance(prompt, (Tensor, np.ndarray)):
+        return from_ids(model, tensor_of("input ids", prompt), attention_mask)
+    if attention_mask is not None and not is_rows_of_ids(prompt):
+        raise ValueError("attention_mask goes with a 2-D tensor of input ids, not with text or unpadded rows")
+    if isinstance(prompt, str):
+        rows, single = [from_text(model, prompt, chat, placeholder)], True
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
+        raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
+    elif len(prompt) == 0:
+        raise ValueError("prompt is empty; give at least one token, text or message")
+    elif all(isinstance(item, str) for item in prompt):
+        rows, single = [from_text(model, item, chat, placeholder) for item in prompt], False
+    elif all(isinstance(item, dict) for item in prompt):
+        rows, single = [from_messages(model, prompt, placeholder)], True
+    elif all(isinstance(item, Sequence) and item and all(isinstance(m, dict) for m in item) for item in prompt):
+        rows, single = [from_messages(model, item, placeholder) for item in prompt], False
+    else:
+        return from_lists(model, prompt, attention_mask)
+    ids, starts = [row for row, _ in rows], [start for _, start in rows]
+    check_rows(model, ids)
+    mask = model.facts.hole_id
+    for index, row in enumerate(ids):
+        if placeholder is None and mask is not None and mask in row:
+            raise ValueError(
+                f"the prompt of row {index} holds the mask id {mask} at position {row.index(mask)}; "
+                "paradec.infill fills masks in text"
+            )
+    return Prompts(ids, single, starts)
+
+
+def from_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:
+    """The ids of a text, and where the text that a reader wants begins in them."""
+    tokenizer = _tokenizer(model)
+    if not text.strip():
+        raise ValueError(f"prompt={text!r} is empty; give at least one word")
+    template = getattr(tokenizer, "chat_template", None)
+    if chat and not template:
+        raise ValueError("chat=True needs a tokenizer with a chat template; this one has none")
+    if chat or (chat is None and placeholder is None and template):
+        return from_messages(model, [{"role": "user", "content": text}], placeholder)
+    if placeholder is None:
+        # a causal model was trained on what its tokenizer makes of a text, with the token that it begins with
+        return ids_of(tokenizer, text, special=model.facts.topology.startswith("causal")), 0
+    # a masked language model was trained on whole inputs, with its special tokens around them
+    return ids_of(tokenizer, with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
+
+
+def from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
+    """The ids of a chat, and where the text that a reader wants begins in them."""
+    tokenizer = _tokenizer(model)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat messages need a tokenizer with a chat template; this one has none")
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
+    if placeholder is None:
+        return ids_of(tokenizer, render(tokenizer, messages)), 0
+    messages = [{**m, "content": with_masks(model, m["content"], placeholder)} for m in messages]
+    if messages[-1]["role"] != "assistant":
+        return ids_of(tokenizer, render(tokenizer, messages)), 0
+    ids = ids_of(tokenizer, render(tokenizer, messages, open_turn=False))
+    before = ids_of(tokenizer, render(tokenizer, messages[:-1])) if len(messages) > 1 else []
+    # a tokenizer may join the two ends; then the reader gets the turns before as well
+    return ids, len(before) if ids[: len(before)] == before else 0
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
+    """The chat as text: rendered before it is tokenized, so that no special token is added twice. variables: of the
+    template."""
+    from jinja2 import TemplateError  # what transformers renders chat templates with
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=open_turn, **variables
+        )
+    except (TemplateError, TypeError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(f"the tokenizer's chat template does not take these messages: {reason}") from error
+    return text
+
+
+def ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """The ids of a text, as a tokenizer has them, with its special tokens around it if wanted.
+
+    Raises:
+        ValueError: words that the tokenizer cannot express.
+    """
+    if HOLE_TEXT in text:  # of a model without a mask token
+        parts = [ids_of(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
+        return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]
+    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        raise unknown_words(tokenizer, text)
+    return ids
+
+
+def _tokenizer(model: Any) -> Any:
+    if model.tokenizer is None:
+        raise ValueError(f"{model.facts.name} has no tokenizer; give input ids, or wrap it with tokenizer=...")
+    return model.tokenizer
