@@ -329,7 +329,7 @@ class Batch:
 
     def _model_of(self, ticket: Any) -> Any:
         """What a prompt is decoded with: the model, or a copy that knows this prompt alone
-        (`paradec.core.rows.Rows`)."""
+        (`paradec.core.rows`)."""
         return self.model
 
     def _read(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
@@ -472,7 +472,7 @@ class Batch:
                 if isinstance(error, NotFinite):
                     for slot in error.rows.tolist():
                         self._let_go(group, [slot], FloatingPointError(str(error).replace(" for row ", " for slot ")))
-                    group.dismiss(error.rows, wipe=True)
+                    group.stop_rows(error.rows, wipe=True)
                     continue
                 if out_of_memory(error):
                     self._drop_prefixes()
@@ -510,7 +510,7 @@ class Batch:
                 (output,) = self._read(group.state, [slot], [ticket], error)
                 group.tickets[slot] = None
                 self._end(ticket, output)
-                group.dismiss(np.array([slot]))
+                group.stop_rows(np.array([slot]))
 
     def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
         """End the tickets of slots, with what was decoded."""
@@ -550,4 +550,4 @@ class Batch:
                 if running is not None and running.cancelled:
                     cause = self._waits.cause or Cancelled(f"prompt {running.number} was cancelled")
                     self._let_go(group, [slot], cause)
-                    group.dismiss(np.array([slot]))
+                    group.stop_rows(np.array([slot]))

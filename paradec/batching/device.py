@@ -38,17 +38,17 @@ class DeviceGroup(Group[MaskedState]):
         assert self.rows is not None
         self.rows.write_back(self.state, slots)
 
-    def dismiss(self, slots: np.ndarray, wipe: bool = False) -> None:
+    def stop_rows(self, slots: np.ndarray, wipe: bool = False) -> None:
         assert self.rows is not None
-        self.rows.dismiss(slots, wipe)
-        self.state.dismiss(slots)
+        self.rows.stop_rows(slots, wipe)
+        self.state.stop_rows(slots)
 
     def enter(self, tickets: Sequence[Ticket], state: MaskedState, model: Any) -> list[int]:
         slots = super().enter(tickets, state, model)
         if self.rows is None:
             self.rows = DeviceRows(self.method, self.model, state, len(self.tickets), self.capture)
         (slot,) = slots  # rows of a device step begin one by one
-        self.rows.put(slot, state)
+        self.rows.replace_row(slot, state)
         return slots
 
     def make_room(self, most: int, waiting: int, width: int, wanted_now: int = 1) -> None:

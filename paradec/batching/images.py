@@ -20,7 +20,7 @@ from paradec.batching.batch import Batch
 from paradec.batching.slots import RowState, Ticket, rows_of
 from paradec.core.checks import shown
 from paradec.core.prompts import encode
-from paradec.core.rows import Rows
+from paradec.core.rows import has_rows
 from paradec.models.images.base import ImageRequest, PictureModel
 from paradec.request import Preset, Request
 
@@ -120,7 +120,7 @@ class ImageBatch(Batch):
             ValueError: of a model that holds what it knows of a request's rows and does not say how they are exchanged.
         """
         laid = model.request(prompt, self.grid, 1, negative_prompt)
-        if laid.model is not model and not (model is self.model and isinstance(laid.model, Rows)):
+        if laid.model is not model and not (model is self.model and has_rows(laid.model)):
             raise ValueError(
                 f"{model.facts.name} holds what its prompts say for rows that begin together; use "
                 "paradec.generate_images"

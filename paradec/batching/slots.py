@@ -23,6 +23,7 @@ from paradec.core.checks import shown
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
+from paradec.core.rows import replace_rows, select_rows
 from paradec.request import DEFAULTS, Request
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class Group(Generic[S]):
         self.state: S = state
         self.bound = model is not shared
         """Whether the model knows the rows' prompts: it takes rows in and gives them away as the state does."""
-        self.model = model.taken(np.arange(state.batch)) if self.bound else model
+        self.model = select_rows(model, np.arange(state.batch)) if self.bound else model
         self.tickets: list[Ticket | None] = [None] * state.batch
         """By slot; None is free."""
 
@@ -219,9 +220,9 @@ class Group(Generic[S]):
     def told(self, slots: np.ndarray) -> None:
         """Called before the state of these slots [N] is read."""
 
-    def dismiss(self, slots: np.ndarray, wipe: bool = False) -> None:
+    def stop_rows(self, slots: np.ndarray, wipe: bool = False) -> None:
         """Take slots [N] out of the steps to come; `wipe` overwrites what they have stored."""
-        self.state.dismiss(slots, wipe)
+        self.state.stop_rows(slots, wipe)
 
     def close(self) -> None:
         """The last row has ended."""
@@ -259,8 +260,8 @@ class Group(Generic[S]):
         slots = [slot for slot, ticket in enumerate(self.tickets) if ticket is None][: len(tickets)]
         if state is not self.state:
             if self.bound:
-                self.model.put(np.array(slots), model)
-            self.state.put(np.array(slots), state)
+                replace_rows(self.model, np.array(slots), model)
+            replace_rows(self.state, np.array(slots), state)
         for slot, ticket in zip(slots, tickets, strict=True):
             self.tickets[slot] = ticket
         return slots
@@ -269,12 +270,12 @@ class Group(Generic[S]):
         """Have so many slots, the `occupied` ones first; the others hold copies that nobody decodes."""
         first: int = occupied[0] if occupied else 0
         rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
-        state = self.state.taken(rows, columns)
+        state = select_rows(self.state, rows, columns - self.width)
         if slots > len(occupied):
-            state.dismiss(np.arange(len(occupied), slots))
+            state.stop_rows(np.arange(len(occupied), slots))
         self.state = state
         if self.bound:
-            self.model = self.model.taken(rows)
+            self.model = select_rows(self.model, rows)
         self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
 
 
@@ -338,7 +339,7 @@ def rows_of(state: RowState, slots: Sequence[int]) -> Any:
     light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
     if drafting := getattr(state, "drafting", None):
         light.drafting = replace(drafting, store=None, broken=None, parents=None)
-    found = light.taken(np.array(slots))
+    found = select_rows(light, np.array(slots, np.int64))
     found.store = state.store
     return found
 

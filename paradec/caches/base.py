@@ -109,7 +109,8 @@ class Cache:
 
     def begin(self, state: CanvasState) -> Any:
         """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it. Batches
-        that are refilled take an array or tensor of B rows, or what is `paradec.core.rows.Rows`."""
+        that are refilled take an array or tensor of B rows, or a dataclass whose fields say which have rows
+        (`paradec.core.rows`)."""
         return None
 
     def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:

@@ -7,16 +7,15 @@ code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from paradec.caches.facts import CacheFacts
 from paradec.caches.stored import ChangeLog, SubsetCache
-from paradec.core import rows as of_rows
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
+from paradec.core.rows import row_layout
 
 UNREAD = 1.0
 """Used as the confidence of masks that no step has read: density alone ranks them."""
@@ -148,29 +147,21 @@ def between(chosen: np.ndarray, most: int) -> np.ndarray:
     return chosen | (after - before <= most)
 
 
+@dataclass(init=False, eq=False)
 class ReadLog(ChangeLog):
     """Besides, how confident the model was of each mask when it was last read, and what has keys and values."""
+
+    confidence: np.ndarray = field(metadata=row_layout(columns=1, fill=UNREAD))
+    """[B, L] float64."""
+    stored: np.ndarray = field(metadata=row_layout(columns=1))
+    """[B, L] bool: what existed at the last step."""
 
     def __init__(self, state: CanvasState):
         super().__init__(state)
         self.confidence = np.full(self.canvas.shape, UNREAD)
-        """[B, L] float64."""
         self.stored = np.zeros(self.canvas.shape, bool)
-        """[B, L] bool: what existed at the last step."""
 
     def read(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
         """The window's candidates had `confidence` [R, W], where they were `available` [R, W]."""
         at = state.window.rows[:, None], state.window.host_positions
         self.confidence[at] = np.where(available, confidence, self.confidence[at])
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Any:
-        other: Any = super().taken(rows, columns)
-        size = other.canvas.shape[1]
-        other.confidence = of_rows.fitted(self.confidence[rows], size, UNREAD)
-        other.stored = of_rows.fitted(self.stored[rows], size, False)
-        return other
-
-    def put(self, slots: np.ndarray, other: Any) -> None:
-        super().put(slots, other)
-        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
-        self.confidence[slots], self.stored[slots] = wide.confidence, wide.stored

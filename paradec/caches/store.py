@@ -7,6 +7,7 @@ position itself, less what all rows read from a shared prefix. Importing this mo
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import Cache
 
 from paradec.caches.kept import KeptPrefix, SharedPrefix
-from paradec.core import rows as of_rows
 from paradec.core.query import Query, StoreCall
+from paradec.core.rows import ROWS, row_layout
 
 
+@dataclass(init=False, eq=False, repr=False)
 class KeyValueStore(Cache):
     """Keys and values of `rows` rows of up to `length` positions, allocated in full at the first forward, each layer
     where it computes.
@@ -41,6 +43,18 @@ class KeyValueStore(Cache):
         start: positions left of this one are in `shared`, and have no slots here.
     """
 
+    token_at_write: Tensor = field(metadata=row_layout(columns=1, fill=-1))
+    """[rows, slots + 1] int64: the token whose key and value a slot holds, -1 where there is none."""
+    step_at_write: Tensor = field(metadata=row_layout(columns=1, fill=-1))
+    """[rows, slots + 1] int32: the commits that the state had seen when the slot was written."""
+    layer_keys: dict[int, Tensor] = field(metadata=row_layout(columns=1))
+    """Per layer [rows, slots + 1, kv_heads, head_dim]: position by position, as projections make them."""
+    layer_values: dict[int, Tensor] = field(metadata=row_layout(columns=1))
+    _filled_to: np.ndarray = field(metadata=ROWS)
+    """[rows] int64 on the host: slots below are known to be filled."""
+    _loaded: np.ndarray = field(metadata=ROWS)
+    """[rows] int64 on the host: slots of these that were filled from outside."""
+
     def __init__(self, rows: int, length: int, device: torch.device, dtype: torch.dtype | None = None, start: int = 0):
         super().__init__(layers=[])
         self.length, self.start = length, start
@@ -48,16 +62,11 @@ class KeyValueStore(Cache):
         """Slots per row, without the one for padding."""
         self.dtype = dtype
         self.token_at_write = torch.full((rows, self.slots + 1), -1, dtype=torch.int64, device=device)
-        """[rows, slots + 1] int64: the token whose key and value a slot holds, -1 where there is none."""
         self.step_at_write = torch.full((rows, self.slots + 1), -1, dtype=torch.int32, device=device)
-        """[rows, slots + 1] int32: the commits that the state had seen when the slot was written."""
-        self.layer_keys: dict[int, Tensor] = {}
-        """Per layer [rows, slots + 1, kv_heads, head_dim]: position by position, as projections make them."""
-        self.layer_values: dict[int, Tensor] = {}
+        self.layer_keys, self.layer_values = {}, {}
         self.peak_bytes = 0
         """Bytes of keys and values held at most; stays after `release`."""
-        self._filled_to = np.zeros(rows, np.int64)  # on the host: slots below are known to be filled
-        self._loaded = np.zeros(rows, np.int64)  # of these, what was filled from outside
+        self._filled_to, self._loaded = np.zeros((2, rows), np.int64)
         self.shared: SharedPrefix | None = None
         """Keys and values of positions 0 to `start`, which all rows read in place; given before the first forward."""
         self._call: _Call | None = None
@@ -255,44 +264,20 @@ class KeyValueStore(Cache):
         first = np.where(gone.any(1), gone.argmax(1), self.slots)
         self._filled_to[rows] = np.minimum(self._filled_to[rows], first)
 
-    def taken(self, rows: np.ndarray, length: int | None = None) -> KeyValueStore:
-        """A copy that has the `rows` [N] alone, in this order (a row may be there several times), with so many
-        positions; of a store without a shared prefix."""
-        assert self.shared is None and not self.start
-        other = KeyValueStore(len(rows), length or self.length, self.token_at_write.device, self.dtype)
-        size = min(self.slots, other.slots)
-        for name in ("token_at_write", "step_at_write"):
-            getattr(other, name)[:, :size] = of_rows.taken(getattr(self, name)[:, :size], rows)
-        for own, copies in ((self.layer_keys, other.layer_keys), (self.layer_values, other.layer_values)):
-            for layer, tensor in own.items():
-                copies[layer] = tensor.new_zeros((len(rows), other.slots + 1, *tensor.shape[2:]))
-                copies[layer][:, :size] = of_rows.taken(tensor[:, :size], rows)
-        other._filled_to, other._loaded = np.minimum(self._filled_to[rows], size), np.minimum(self._loaded[rows], size)
-        other.peak_bytes = max(self.peak_bytes, other.nbytes)
-        return other
+    def before_row_change(self, other: KeyValueStore | None) -> None:
+        """Empty the slots for padding, which may become those of positions. What is shared has no rows."""
+        for store in (self,) if other is None else (self, other):
+            assert store.shared is None and not store.start
+            for values in (*store.layer_keys.values(), *store.layer_values.values()):
+                values[:, store.slots] = 0
+            for numbers in (store.token_at_write, store.step_at_write):
+                numbers[:, store.slots] = -1
 
-    def put(self, slots: np.ndarray, other: KeyValueStore) -> None:
-        """Replace the rows `slots` [N] by all rows of another store, which has as many positions at most."""
-        assert self.shared is None and other.shared is None and not other.start
-        index, size = torch.as_tensor(slots, device=self.token_at_write.device), other.slots
-        for name in ("token_at_write", "step_at_write"):
-            getattr(self, name).index_fill_(0, index, -1)
-            getattr(self, name)[:, :size].index_copy_(0, index, getattr(other, name)[:, :size])
-        for own, new in ((self.layer_keys, other.layer_keys), (self.layer_values, other.layer_values)):
-            for layer, tensor in new.items():
-                if layer not in own:
-                    own[layer] = tensor.new_zeros((self.rows, self.slots + 1, *tensor.shape[2:]))
-                of_rows.put(own[layer][:, :size], slots, tensor[:, :size])
-        self._filled_to[slots], self._loaded[slots] = other._filled_to, other._loaded
+    def after_row_change(self) -> None:
+        """Follow the tensors' sizes."""
+        self.length = self.slots = self.token_at_write.shape[1] - 1
+        self._filled_to, self._loaded = (np.minimum(each, self.slots) for each in (self._filled_to, self._loaded))
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-
-    def wipe(self, rows: np.ndarray) -> None:
-        """Empty `rows` [N], and overwrite what they hold: hidden values are multiplied by 0, and NaN stays NaN."""
-        for layers in (self.layer_keys, self.layer_values):
-            for tensor in layers.values():
-                tensor.index_fill_(0, torch.as_tensor(rows, device=tensor.device), 0)
-        self.token_at_write.index_fill_(0, torch.as_tensor(rows, device=self.token_at_write.device), -1)
-        self._filled_to[rows] = self._loaded[rows] = 0
 
     def release(self) -> None:
         """Give the memory back. A forward after this starts with an empty store; what was shared is missing then."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
 from paradec.caches.base import Cache, Part
 from paradec.caches.parts import spans, subsets, whole_rows
-from paradec.core import rows as of_rows
 from paradec.core.checks import LARGEST_INT64, check_choice, check_int
 from paradec.core.contract import CanvasState
+from paradec.core.rows import row_layout
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -98,14 +97,18 @@ class SubsetCache(StoredCache):
         raise NotImplementedError
 
 
+@dataclass(init=False, eq=False)
 class ChangeLog:
     """The host's copy of the canvas, and after which step each position took the token that it has now."""
 
+    canvas: np.ndarray = field(metadata=row_layout(columns=1, fill=-1))
+    """[B, L] int64."""
+    changed_at: np.ndarray = field(metadata=row_layout(columns=1, fill=-1))
+    """[B, L] int64: the row's step; -1 for what was there from the start."""
+
     def __init__(self, state: CanvasState):
         self.canvas = state.canvas.cpu().numpy().copy()
-        """[B, L] int64."""
         self.changed_at = np.full_like(self.canvas, -1)
-        """[B, L] int64: the row's step; -1 for what was there from the start."""
         self.mask_id = state.facts.mask_token_id
 
     def note(self, state: CanvasState, tokens: np.ndarray) -> None:
@@ -114,19 +117,6 @@ class ChangeLog:
         changed = self.canvas[rows, positions] != tokens
         self.changed_at[rows, positions] = np.where(changed, state.row_step[rows], self.changed_at[rows, positions])
         self.canvas[rows, positions] = tokens
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> ChangeLog:
-        """A copy of the `rows` [N] alone, with so many columns."""
-        other = copy.copy(self)
-        size = self.canvas.shape[1] if columns is None else columns
-        other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
-        other.changed_at = of_rows.fitted(self.changed_at[rows], size, -1)
-        return other
-
-    def put(self, slots: np.ndarray, other: ChangeLog) -> None:
-        """Replace the rows `slots` [N] by those of another request, which has as many columns at most."""
-        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
-        self.canvas[slots], self.changed_at[slots] = wide.canvas, wide.changed_at
 
     def undecided(self, rows: np.ndarray) -> np.ndarray:
         """[N, L] bool."""

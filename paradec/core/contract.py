@@ -24,8 +24,8 @@ from paradec.core.trace import Trace
 Numbers: TypeAlias = Any
 """Integers or flags of rows: a numpy array on the host; in the device step a tensor."""
 Kept: TypeAlias = Any
-"""What a cache keeps of a request, in a form that it alone knows: nothing, an array or tensor of B rows, or something
-that exchanges its rows itself (`paradec.core.rows.Rows`)."""
+"""What a cache keeps of a request, in a form that it alone knows: nothing, an array or tensor of B rows, or a
+dataclass whose fields say which have rows (`paradec.core.rows`)."""
 
 
 class AttentionState(Protocol):

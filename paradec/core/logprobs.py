@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rows as of_rows
+from paradec.core.rows import row_layout
 
 SEGMENT = 256
 """Tokens of which the largest is found before the likeliest are looked for."""
@@ -130,8 +130,6 @@ def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 NAMES = ("chosen", "best", "best_tokens")
-FILLS = (math.nan, math.nan, -1, -1)
-"""The values of these and of `LogProbs.step` where nothing was decided."""
 
 
 def _finite(value: float) -> float | None:
@@ -143,13 +141,13 @@ class LogProbs:
     """Of a request's final tokens. Shapes: `B` rows, `L` columns (in an `Output` those of `sequences`), `k`
     alternatives."""
 
-    chosen: Tensor
+    chosen: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
     """[B, L] float64: the token's log-probability; NaN where none was decided (prompts, padding)."""
-    best: Tensor
+    best: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
     """[B, L, k] float64: of the likeliest tokens of that step, in descending order; NaN where none was decided."""
-    best_tokens: Tensor
+    best_tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L, k] int64: these; -1 where none was decided."""
-    step: Tensor
+    step: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: the row's step that wrote the token, from 0; -1 where none was decided."""
 
     @classmethod
@@ -198,19 +196,6 @@ class LogProbs:
         nan = torch.nan
         best, tokens = moved(self.best, nan), moved(self.best_tokens, -1)
         return LogProbs(moved(self.chosen, nan), best, tokens, moved(self.step, -1))
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> LogProbs:
-        """A copy of the `rows` [N] alone, with so many columns."""
-        found = [of_rows.taken(getattr(self, name), rows) for name in (*NAMES, "step")]
-        if columns is not None:
-            found = [of_rows.fitted(each, columns, fill) for each, fill in zip(found, FILLS, strict=True)]
-        return LogProbs(*found)
-
-    def put(self, slots: np.ndarray, other: LogProbs) -> None:
-        """Replace the rows `slots` [N] by those of another request, which has as many columns at most."""
-        wide = other.taken(np.arange(len(slots)), self.chosen.shape[1])
-        for name in (*NAMES, "step"):
-            of_rows.put(getattr(self, name), slots, getattr(wide, name))
 
     def row(self, row: int) -> LogProbs:
         """Those of one row, [1, ...]."""

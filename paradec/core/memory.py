@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rows as of_rows
 from paradec.core.checks import check_choice
+from paradec.core.rows import RowLayout
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,28 @@ class MemorySpec:
     def __post_init__(self) -> None:
         check_choice("reset", self.reset, ("block", "sequence"))
 
+    @property
+    def layout(self) -> RowLayout:
+        """Where the tensor has its rows. Proposals and copies may hold it."""
+        columns = self.dims.index("position") + 1 if "position" in self.dims else None
+        return RowLayout(columns=columns, fill=self.fill, shared=True)
+
 
 Specs: TypeAlias = Mapping[str, MemorySpec]
 Sizes: TypeAlias = Mapping[str, int | tuple[int, ...]]
 
 
+@dataclass(init=False, eq=False)
 class Memory:
     """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
+
+    tensors: dict[str, Tensor] = field(metadata={"rows": lambda memory, name: memory.specs[name].layout})
 
     def __init__(
         self, specs: Specs, batch: int, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
     ):
         self.specs = dict(specs)
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors = {}
         for name, spec in self.specs.items():
             own = [sizes[d] if isinstance(d, str) else d for d in spec.dims]
             shape = [batch, *(n for size in own for n in (size if isinstance(size, tuple) else (size,)))]
@@ -116,44 +125,10 @@ class Memory:
                 if own == dim and len(rows):
                     self.tensors[name] = _shifted(self.tensors[name], axis, rows, by, spec.fill)
 
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Memory:
-        """A copy that has the `rows` [N] alone, with so many positions."""
-        other = object.__new__(Memory)
-        other.specs, other.tensors = dict(self.specs), {}
-        for name, tensor in self.tensors.items():
-            found = of_rows.taken(tensor, rows)
-            for axis, dim in enumerate(self.specs[name].dims, start=1):
-                if dim == "position" and columns is not None:
-                    found = of_rows.fitted(found, columns, self.specs[name].fill, axis)
-            other.tensors[name] = found
-        return other
-
-    def put(self, slots: np.ndarray, other: Memory) -> None:
-        """Replace the rows `slots` [N] by those of another request of the same method, whose dimensions are as large at
-        most; what that one has not begun to remember starts from its fill value."""
-        for name, spec in other.specs.items():
-            if name not in self.specs:  # known once a step has been taken
-                shape = other.tensors[name].shape[1:]
-                self.specs[name] = spec
-                rows = len(next(iter(self.tensors.values())))
-                self.tensors[name] = other.tensors[name].new_full((rows, *shape), spec.fill)
-        for name, spec in self.specs.items():
-            own = self.tensors[name].clone()  # proposals and copies may still hold the old one
-            index = torch.as_tensor(slots, device=own.device)
-            own.index_fill_(0, index, spec.fill)
-            if name in other:
-                part = own
-                for axis, size in enumerate(other[name].shape[1:], start=1):
-                    part = part.narrow(axis, 0, size)
-                part.index_copy_(0, index, other[name].to(own.dtype))
-            self.tensors[name] = own
-
-    def size(self, dim: str) -> int:
-        """Of the dimensions called `dim`, the largest; 0 without any."""
-        sizes = [0]
-        for name, spec in self.specs.items():
-            sizes += [self.tensors[name].shape[axis] for axis, own in enumerate(spec.dims, start=1) if own == dim]
-        return max(sizes)
+    def before_row_change(self, other: Memory | None) -> None:
+        """Let rows that come bring what is known once a step has been taken."""
+        if other is not None:
+            self.specs = other.specs | self.specs
 
     @property
     def nbytes(self) -> int:

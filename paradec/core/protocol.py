@@ -32,6 +32,7 @@ from paradec.core.memory import Memory, MemorySpec
 from paradec.core.observing import evaluated, traced
 from paradec.core.query import CallCost, Cost
 from paradec.core.registry import Registry, check_declared
+from paradec.core.rows import ROWS, branch_rows, clear_rows, count_rows, row_layout
 from paradec.core.trace import Notes, Trace
 
 
@@ -107,12 +108,14 @@ class State:
     """
 
     batch: int
-    memory: Memory
+    memory: Memory = field(metadata=ROWS)
     trace: Trace | None = field(init=False, default=None)
     noted: bool = field(init=False, default=True)
     """Whether a trace also has what `Sampler.observe` notes."""
-    logprobs: LogProbs | None = field(init=False, default=None)
+    logprobs: LogProbs | None = field(init=False, default=None, metadata=ROWS)
     """Of what was decided, in the columns of the canvas, where the request asks for it; changed by commits."""
+
+    _counts: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
 
     def __post_init__(self) -> None:
         self._counts = np.zeros((4, self.batch), np.int64)
@@ -174,18 +177,30 @@ class State:
         """Why rows cannot leave this state and others take their place; None where they can."""
         return f"{type(self).__name__} does not give its rows away"
 
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        """A copy that has the `rows` [N] alone, in this order, with so many positions; a row may be there several
-        times."""
-        raise NotImplementedError
+    def before_row_change(self, other: Self | None) -> None:
+        """Called before rows are selected, or replaced by those of `other`, a state of another request that is alike
+        but for its rows. The prompts that were there have left the batch; what other rows decode does not change."""
+        for state in (self,) if other is None else (self, other):
+            state.counts  # noqa: B018 - what was counted is summed now
+        if other is not None:
+            self.commits += 1  # what was proposed before is of other rows
 
-    def put(self, slots: np.ndarray, other: Self) -> None:
-        """Replace the rows `slots` [N] by all rows of the state of another request, which is alike but for its rows.
-        The prompts that were there have left the batch; what other rows decode does not change."""
-        raise NotImplementedError
+    def after_row_change(self) -> None:
+        """Called when rows were selected or replaced: make again what follows from them."""
+        self.batch, self._calls = self._counts.shape[1], [*self._calls]
 
-    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
-        """Let `rows` [N] go on no further. wipe: whether what they have stored may hold NaN, which spreads."""
+    def stop_rows(self, rows: np.ndarray, wipe: bool = False) -> None:
+        """Stop decoding `rows` [N]. wipe: also clear what they remember and have stored, which may hold NaN, and NaN
+        spreads: hidden values are multiplied by 0."""
+        self.finish(rows)
+        self.commits += 1
+        for part in (self.memory, *self.stores()) if wipe else ():
+            if part is not None:
+                clear_rows(part, branch_rows(rows, self.batch, count_rows(part)))
+        self.after_row_change()
+
+    def finish(self, rows: np.ndarray) -> None:
+        """Let `rows` [N] go on no further."""
         raise NotImplementedError
 
     def final(self, rows: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import plain
-from paradec.core.rows import fitted
+from paradec.core.rows import resize_axis
 
 FORMAT = "paradec-rollout/1"
 GIVEN, NEVER, FORCED = -1, -2, -3
@@ -118,10 +118,10 @@ class Rollout:
         width = max(each.tokens.shape[1] for each in rollouts)
         count = max(each.suppressed.shape[1] for each in rollouts)
         found: dict[str, Any] = {
-            name: torch.cat([fitted(getattr(each, name), width, TENSORS[name]) for each in rollouts])
+            name: torch.cat([resize_axis(getattr(each, name), width, TENSORS[name]) for each in rollouts])
             for name, _ in first._columns()
         }
-        suppressed = [fitted(each.suppressed, count, -1) for each in rollouts]
+        suppressed = [resize_axis(each.suppressed, count, -1) for each in rollouts]
         for name in OF_ROWS:
             found[name] = torch.cat([getattr(each, name) for each in rollouts])
         if first.writes is not None:

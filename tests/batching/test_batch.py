@@ -16,6 +16,7 @@ from torch import Tensor
 import paradec
 from paradec import samplers
 from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, refusal
+from paradec.core.rows import replace_rows, select_rows
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
@@ -38,7 +39,7 @@ def causal() -> Model:
 
 
 def test_every_array_of_a_state_that_has_rows_moves_with_them(model: Model, causal: Model) -> None:
-    """What `taken` forgot would still have the old rows; what `put` forgot, the row of the prompt before."""
+    """A field that says nothing of its rows would still have the old ones, or the row of the prompt before."""
     drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
     cases = [
         (model, "credit", {"cache": "dkv_decode", "guidance_scale": 1.5, "stop_strings": None, "steps": 8}),
@@ -56,12 +57,13 @@ def test_every_array_of_a_state_that_has_rows_moves_with_them(model: Model, caus
             for _ in range(2):
                 sampler.commit(state, sampler.step(adapter, state))
             columns = max(state.canvas.shape[1], other.canvas.shape[1]) + 3
+            more = columns - state.canvas.shape[1]
             # five rows of so many columns: sizes that nothing else has
-            found = state.taken(np.array([2, 0, 1, 1, 0]), columns)
+            found = select_rows(state, np.array([2, 0, 1, 1, 0]), more)
             assert leftovers(found, {3, 6, state.canvas.shape[1], state.canvas.shape[1] + 1}) == []
-            before = state.taken(np.array([2, 0, 1, 1, 0]), columns)
-            found.put(np.array([1]), other)
-            alone = other.taken(np.array([0]), columns)
+            before = select_rows(state, np.array([2, 0, 1, 1, 0]), more)
+            replace_rows(found, np.array([1]), other)
+            alone = select_rows(other, np.array([0]), columns - other.canvas.shape[1])
             now, old, new = (dict(arrays(each)) for each in (found, before, alone))
             assert now.keys() == old.keys() and len(new) > 20
             for path in now:
@@ -672,7 +674,7 @@ def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model
     with Batch(model, max_new_tokens=4, stop=lambda state, tokens: None) as batch:
         ticket = batch.add([1])
         drained(batch)
-    assert "has no `taken` and `put`" in str(ticket.output.error)
+    assert "is no dataclass with a field that has rows" in str(ticket.output.error)
     request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # an early rule keeps nothing
     with Batch(model, batch_size=2, **request) as batch:
         tickets = [batch.add(row) for row in ROWS[:5]]

@@ -280,14 +280,14 @@ def test_rows_in_slots_are_those_of_the_numpy_loop() -> None:
         return method.start(model, [row], **{**REQUEST, "cache": "dual"})
 
     used = DeviceRows(method, model, begun(ROWS[0]), 2, capture=False)
-    used.put(0, begun(ROWS[1]))
-    used.put(1, begun(ROWS[2]))
+    used.replace_row(0, begun(ROWS[1]))
+    used.replace_row(1, begun(ROWS[2]))
     for _ in range(3):
         used.step()
-    used.put(1, begun(ROWS[3]))
+    used.replace_row(1, begun(ROWS[3]))
     model.engines.clear()
     fresh = DeviceRows(method, model, begun(ROWS[0]), 2, capture=False)
-    fresh.put(1, begun(ROWS[3]))
+    fresh.replace_row(1, begun(ROWS[3]))
     for name in ("canvas", "blocks", "keys", "failed", "stopped", "running", "stuck"):
         mine, new = getattr(used.engine, name)[1], getattr(fresh.engine, name)[1]
         np.testing.assert_array_equal(mine[: len(new)] if mine.ndim else mine, new, err_msg=name)

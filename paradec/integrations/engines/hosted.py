@@ -25,6 +25,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.protocol import NotFinite, Sampler
 from paradec.core.query import Query
 from paradec.core.registry import unknown
+from paradec.core.rows import select_rows
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
@@ -204,7 +205,7 @@ class Hosted:
             self._groups.remove(group)
             return
         with _plain():
-            group.state.dismiss(np.array([slot]))
+            group.state.stop_rows(np.array([slot]))
             group.compact()
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
@@ -236,7 +237,7 @@ class Hosted:
         if state.batch == 1:
             return state
         with _plain():
-            alone = state.taken(np.array([slot]))
+            alone = select_rows(state, np.array([slot]))
             if not self._rows[key].done:
                 alone.let_run(np.zeros(1, np.int64))
         return alone

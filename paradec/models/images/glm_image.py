@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rows as of_rows
 from paradec.core.checks import check_int
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query
+from paradec.core.rows import ROWS
 from paradec.models.images.adapter import ImageRequest, branch_rows, pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.text_to_image import TextToImageModel, pretrained
@@ -114,6 +113,7 @@ def _raster(base: int, height: int, width: int) -> Tensor:
     return torch.stack((torch.full_like(cell, base), base + cell // width, base + cell % width), 1)
 
 
+@dataclass(init=False, eq=False, repr=False)
 class GlmImageModel(TextToImageModel):
     """The adapter of transformers' `GlmImageForConditionalGeneration`.
 
@@ -129,6 +129,9 @@ class GlmImageModel(TextToImageModel):
         ValueError: a codebook larger than what the output names.
     """
 
+    _places: Tensor | None = field(default=None, metadata=ROWS)
+    """[B, L, 3] int64 of a request's rows."""
+
     defaults = {"guidance_scale": 1.0, "top_k": None, "temperature": 0.9, "top_p": 0.75}
 
     def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):
@@ -141,7 +144,6 @@ class GlmImageModel(TextToImageModel):
             )
         self.cells = range(config.vq_config.num_embeddings)
         self.start, self.end = config.image_start_token_id, config.image_end_token_id
-        self._places: Tensor | None = None  # [B, L, 3] of a request's rows
 
     def grid(self, height: int | None = None, width: int | None = None) -> PreviewGrid:
         large = (pixels_to_codes("height", height, 36, SCALE), pixels_to_codes("width", width, 24, SCALE))
@@ -235,26 +237,11 @@ class GlmImageModel(TextToImageModel):
             raise ValueError(f"image_grid_thw={grids.tolist()} asks for unlike pictures; give them one by one")
         return self.grid_of(targets[0], targets[1] if len(targets) == 2 else None), sources
 
-    # ---- rows that come and go ------------------------------------------------------------------------------------
-
     @property
     def _table(self) -> Tensor:
         if self._places is None:
             raise ValueError(f"{self.facts.name} places its tokens by request: call the model that request() gives")
         return self._places
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> GlmImageModel:
-        """A copy that knows the places of `rows` [N] alone."""
-        bound: GlmImageModel = self._bound(_places=of_rows.taken(self._table, rows))
-        return bound
-
-    def put(self, slots: np.ndarray, other: GlmImageModel) -> None:
-        """Replace the places of `slots` [N] by those of another request."""
-        table, theirs = self._table, other._table
-        wide = max(table.shape[1], theirs.shape[1])
-        table = of_rows.fitted(table, wide, 0)
-        of_rows.put(table, slots, of_rows.fitted(theirs, wide, 0))
-        self._places = table
 
     # ---- the network ----------------------------------------------------------------------------------------------
 

@@ -10,19 +10,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec.core import rows as of_rows
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query
 from paradec.core.registry import unknown
+from paradec.core.rows import row_layout
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
@@ -31,6 +30,7 @@ from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import NESTED, PICKLES, read_weights
 
 
+@dataclass(init=False, eq=False, repr=False)
 class LlamaGenModel(ImageModel):
     """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
@@ -46,6 +46,11 @@ class LlamaGenModel(ImageModel):
     """
 
     module: LlamaGen
+
+    _captions: Tensor | None = field(default=None, metadata=row_layout(axis=1))
+    """[2, B, T, dim] of a request for captions, the unconditional branch after the other."""
+    _prompt_length: Tensor | None = field(default=None, metadata=row_layout(axis=1))
+    """[2, B] int64; None for classes."""
 
     def __init__(
         self,
@@ -77,8 +82,6 @@ class LlamaGenModel(ImageModel):
             if key not in published:
                 raise ValueError(unknown("default", key, published))
         self.defaults = published | dict(defaults or {})
-        self._captions: Tensor | None = None  # [2 B, T, dim]
-        self._prompt_length: Tensor | None = None  # [2 B] int64; None for classes
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         own = self.module.config.grid
@@ -113,8 +116,8 @@ class LlamaGenModel(ImageModel):
         both = captions + [learned[-len(caption) :] for caption in captions]
         with torch.no_grad():
             bound = self._bound(
-                _captions=project(nn.utils.rnn.pad_sequence(both, batch_first=True)),
-                _prompt_length=torch.tensor([len(features) for features in both], device=self.device),
+                _captions=project(nn.utils.rnn.pad_sequence(both, batch_first=True)).unflatten(0, (2, -1)),
+                _prompt_length=torch.tensor([len(features) for features in both], device=self.device).view(2, -1),
             )
         rows = [list(range(vocab, vocab + len(caption))) for caption in captions]
         return ImageRequest(bound, _prompts(rows), _prompts(rows))
@@ -161,32 +164,7 @@ class LlamaGenModel(ImageModel):
     def _rows(self, query: Query) -> Tensor:
         if self._prompt_length is None:
             raise ValueError(f"{self.facts.name} reads captions: call it through the model that request() gives")
-        return branch_rows(query, len(self._prompt_length) // 2)
-
-    # ---- rows that come and go, of what `request` gives for captions ------------------------------------------------
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> LlamaGenModel:
-        """A copy that knows the captions of `rows` [N] alone."""
-        captions, lengths, every = self._of_branches(rows)
-        bound: LlamaGenModel = self._bound(
-            _captions=of_rows.taken(captions, every), _prompt_length=of_rows.taken(lengths, every)
-        )
-        return bound
-
-    def put(self, slots: np.ndarray, other: LlamaGenModel) -> None:
-        """Replace the captions of `slots` [N] by those of another request."""
-        captions, lengths, every = self._of_branches(slots)
-        theirs, their_lengths, _ = other._of_branches(slots[:0])
-        wide = max(captions.shape[1], theirs.shape[1])
-        captions = of_rows.fitted(captions, wide, 0.0)
-        of_rows.put(captions, every, of_rows.fitted(theirs, wide, 0.0))
-        of_rows.put(lengths, every, their_lengths)
-        self._captions = captions
-
-    def _of_branches(self, rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Captions [2 B, T, dim], their lengths [2 B], and where `rows` and their unconditional branches are."""
-        assert self._captions is not None and self._prompt_length is not None  # of a request for captions
-        return self._captions, self._prompt_length, np.concatenate((rows, rows + len(self._prompt_length) // 2))
+        return branch_rows(query, self._prompt_length.shape[1])
 
     def codebook(self) -> Tensor | None:
         return None if self.vq is None else self.vq.quantize.codes
@@ -202,13 +180,13 @@ class LlamaGenModel(ImageModel):
         else:
             rows = self._rows(query)
             assert self._captions is not None
-            given = take_rows(self._captions[rows], (ids - vocab).clamp(min=0))
+            given = take_rows(self._captions.flatten(0, 1)[rows], (ids - vocab).clamp(min=0))
         return torch.where(prompt.unsqueeze(-1), given, tokens)
 
     def cells(self, query: Query) -> Tensor:
         """[R, Q] int64: the raster index of each column's cell; negative for the condition's."""
         # a class label is one token; captions have lengths of their own
-        first = 1 if self._prompt_length is None else self._prompt_length[self._rows(query)].unsqueeze(1)
+        first = 1 if self._prompt_length is None else self._prompt_length.flatten()[self._rows(query)].unsqueeze(1)
         return query.positions - first
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:

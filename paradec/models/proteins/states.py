@@ -7,14 +7,17 @@ those that took another letter than the one they were evaluated with, for the le
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core import rows as of_rows
 from paradec.core.family_queries import AnyOrderQuery
+from paradec.core.rows import row_layout
 
 
+@dataclass(init=False, eq=False)
 class DecidedStates:
     """A store for `B` rows of `L` columns: the structure's own token, then its residues.
 
@@ -27,21 +30,19 @@ class DecidedStates:
         more: residues that a row has beside its columns, at most, where residues are tied.
     """
 
+    tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
+    """[B, L] int64: -1 after a row's end."""
+    decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
+    """[B, L] int64: as in the query that said it last."""
+    states: tuple[Tensor, ...] = field(metadata=row_layout(columns=1))
+    """[B, L - 1 + more, D] for each layer."""
+
     def __init__(
         self, rows: int, length: int, layers: int, width: int, device: torch.device, dtype: torch.dtype, more: int = 0
     ) -> None:
-        self.more = more
-        self.tokens = torch.full((rows, length), -1, device=device)
-        """[B, L] int64: -1 after a row's end."""
-        self.decided_at = torch.full((rows, length), -1, device=device)
-        """[B, L] int64: as in the query that said it last."""
-        self.states = [
-            torch.zeros((rows, self._residues(length), width), device=device, dtype=dtype) for _ in range(layers)
-        ]
-        """[B, L - 1 + more, D] for each layer."""
-
-    def _residues(self, length: int) -> int:
-        return length - 1 + self.more
+        self.tokens, self.decided_at = (torch.full((rows, length), -1, device=device) for _ in range(2))
+        shape = (rows, length - 1 + more, width)
+        self.states = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers))
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
         """Note what a query says, and return the whole rows that it is about: tokens and `decided_at` [R, L] int64, and
@@ -65,44 +66,13 @@ class DecidedStates:
     @property
     def peak_bytes(self) -> int:
         """Bytes that it takes, from the beginning on."""
-        return sum(tensor.nbytes for tensor, _ in self._tensors)
+        return sum(tensor.nbytes for tensor in (self.tokens, self.decided_at, *self.states))
 
     # ---- as the state of a request uses stores --------------------------------------------------------------------
-
-    @property
-    def _tensors(self) -> list[tuple[Tensor, int]]:
-        """Each, and what it holds where there is nothing."""
-        return [(self.tokens, -1), (self.decided_at, -1), *((each, 0) for each in self.states)]
-
-    def _of(self, tensors: list[Tensor]) -> DecidedStates:
-        other = object.__new__(DecidedStates)
-        other.more = self.more
-        other.tokens, other.decided_at, *other.states = tensors
-        return other
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
         """Nothing: see the class."""
 
-    def taken(self, rows: np.ndarray, length: int | None = None) -> DecidedStates:
-        """A copy of the `rows` [N] alone, with so many columns."""
-        found = [(of_rows.taken(tensor, rows), fill) for tensor, fill in self._tensors]
-        if length is None:
-            return self._of([tensor for tensor, _ in found])
-        sizes = (length, length, *(self._residues(length) for _ in self.states))
-        pairs = zip(found, sizes, strict=True)
-        return self._of([of_rows.fitted(tensor, size, fill) for (tensor, fill), size in pairs])
-
-    def put(self, slots: np.ndarray, other: DecidedStates) -> None:
-        """Replace the rows `slots` [N] by those of another one, which has as many columns at most."""
-        wide = other.taken(np.arange(len(slots)), self.tokens.shape[1])
-        for (own, _), (new, _) in zip(self._tensors, wide._tensors, strict=True):
-            of_rows.put(own, slots, new)
-
-    def wipe(self, rows: np.ndarray) -> None:
-        """Nothing that the `rows` [N] have stored is left."""
-        for tensor, fill in self._tensors:
-            tensor.index_fill_(0, torch.as_tensor(rows, device=tensor.device), fill)
-
     def release(self) -> None:
         """Give the memory back."""
-        self.states = []
+        self.states = ()

@@ -18,19 +18,19 @@ Shapes: `R` rows, `W` slots, at least as many as a row has positions.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core import orders
-from paradec.core import rows as of_rows
 from paradec.core.checks import shown
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.order_draws import keyed
 from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
+from paradec.core.rows import ROWS, resize_axis
 from paradec.request import Request
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
 from paradec.samplers.causal.stopping import AnswerTexts
@@ -152,21 +152,20 @@ class OrderedState(CausalState):
     """A `CausalState` whose `committed` counts by rank. `prompt_length` is the position of the first mask, `end` the
     position after a row's last token."""
 
-    order: np.ndarray = field(init=False)
+    order: np.ndarray = field(init=False, metadata=ROWS)
     """[B, W] int64 on the host: the position of each rank; after a row's end its own number."""
-    known: np.ndarray = field(init=False)
+    known: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: positions that are given."""
-    new: np.ndarray = field(init=False)
+    new: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: masks that were put after the prompt."""
-    reached: np.ndarray = field(init=False)
+    reached: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: positions that have been looked at for what ends a text."""
     ahead: int = field(init=False)
     """Drafts of a step, where there are as many positions."""
-    spoken: AnswerTexts | None = field(init=False, default=None)
+    spoken: AnswerTexts | None = field(init=False, default=None, metadata=ROWS)
     """Of a request with stop strings."""
 
     guesses: ClassVar[bool] = False
-    OF_ROWS: ClassVar[tuple[str, ...]] = (*CausalState.OF_ROWS, "order", "known", "new", "reached", "answer_start")
 
     @property
     def max_new_tokens(self) -> int:
@@ -200,7 +199,7 @@ class OrderedState(CausalState):
 
     def _where(self, flags: np.ndarray) -> Tensor:
         """[B, L] on the device, of flags [B, n]."""
-        found = of_rows.fitted(flags, self.context.shape[1], False)
+        found = resize_axis(flags, self.context.shape[1], False)
         return torch.as_tensor(found, device=self.context.device)
 
     # ---- ranks ----------------------------------------------------------------------------------------------------
@@ -287,6 +286,9 @@ class OrderedState(CausalState):
         ends = self.facts.eos_token_ids if self.request.eos_early_stop else ()
         if ends or self.spoken is not None:
             self._end(rows, np.array(ends, np.int64))
+        self._find_rows()
+
+    def _find_rows(self) -> None:
         self.rows = np.flatnonzero((self.committed < self.length) & (self.end == self.length))
 
     def _end(self, rows: np.ndarray, ends: np.ndarray) -> None:
@@ -307,30 +309,8 @@ class OrderedState(CausalState):
                 self.end[row], self.stopped[row] = end, stops[0]
                 self.context[row, end:] = self.facts.fill_token_id
 
-    # ---- rows that come and go ------------------------------------------------------------------------------------
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        other = super().taken(rows, columns)
-        other.spoken = None if self.spoken is None else self.spoken.taken(rows, columns)
-        return other
-
-    def put(self, slots: np.ndarray, other: Self) -> None:
-        super().put(slots, other)
-        if self.spoken is not None or other.spoken is not None:
-            made = self.spoken or other.spoken
-            assert made is not None
-            self.spoken = self.spoken or AnswerTexts((), made.tokenizer, self.batch)
-            self.spoken.put(slots, other.spoken or AnswerTexts((), made.tokenizer, other.batch))
-
-    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
-        super().dismiss(rows, wipe)
-        self.end[rows] = self.final(rows)
-
     def widen(self, width: int) -> None:
         self.width = max(self.width, width)
         self.memory.grow("slot", self.width)
         more = np.tile(np.arange(self.order.shape[1], self.width), (self.batch, 1))
         self.order = np.concatenate((self.order, more), 1)
-
-    def _named(self) -> None:
-        self.asked = self.length

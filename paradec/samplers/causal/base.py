@@ -271,6 +271,7 @@ class CausalSampler(Sampler):
         state.end[finished] = state.committed[finished] + written[ends > 0]
         made = np.zeros(state.batch, np.int64)
         made[proposal.rows] = written
+        state.last_accepted = made
         state.accepted.append(made)
         return count, written
 

@@ -76,8 +76,7 @@ class BranchedChain(ChainSampler):
             return super().query(state)
         rows = state.rows
         # what the last step made final was evaluated as a draft, which the store did not take
-        last = state.accepted[-1][rows] if state.accepted else 0
-        held = np.where(state.row_step[rows] > 0, state.committed[rows] - last, state.reused[rows])
+        held = np.where(state.row_step[rows] > 0, state.committed[rows] - state.last_accepted[rows], state.reused[rows])
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
         wanted = np.arange(tree.parents.shape[1])
         nodes = self._real_nodes(state, tree)

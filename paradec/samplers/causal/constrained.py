@@ -9,7 +9,7 @@ decoding with it. A slot after a draft that fits no text keeps the model's own d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar
-from paradec.core import rows as of_rows
+from paradec.core.rows import ROWS
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT
 from paradec.samplers.spans import Span, no_texts, refused, reserved_tokens, span_of
@@ -77,13 +77,13 @@ class SpanTexts:
 class TokenMasks:
     """The text of each row, and how far it has been read. `B` rows."""
 
-    texts: list[Texts]
+    texts: list[Texts] = field(metadata=ROWS)
     """[B]."""
-    first: np.ndarray
+    first: np.ndarray = field(metadata=ROWS)
     """[B] int64: where each answer begins."""
-    read: np.ndarray
+    read: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens of each answer that `state` is after."""
-    state: list[Any]
+    state: list[Any] = field(metadata=ROWS)
     """[B]."""
 
     @classmethod
@@ -121,18 +121,6 @@ class TokenMasks:
             )
         begin = [each.begin for each in texts]
         return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
-
-    def taken(self, rows: np.ndarray) -> TokenMasks:
-        """A copy that has the `rows` [N] alone."""
-        texts, state = ([each[row] for row in rows.tolist()] for each in (self.texts, self.state))
-        return TokenMasks(texts, self.first[rows], self.read[rows], state)
-
-    def put(self, slots: np.ndarray, other: TokenMasks) -> None:
-        """Replace the rows `slots` [N]."""
-        for slot, texts, state in zip(slots.tolist(), other.texts, other.state, strict=True):
-            self.texts[slot], self.state[slot] = texts, state
-        of_rows.exchange(self.first, slots, other.first)
-        of_rows.exchange(self.read, slots, other.read)
 
     # ---- masks ----------------------------------------------------------------------------------------------------
 

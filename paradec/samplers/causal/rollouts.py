@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.protocol import Proposal
 from paradec.core.rollouts import GIVEN, NEVER, Rollout, settings_of
+from paradec.core.rows import ROWS
 from paradec.samplers.causal.state import CausalState
 
 
@@ -41,9 +41,9 @@ def check_recorded(sampler: Any, model: Any, state: CausalState) -> None:
 class RecordedTokens:
     """Keeps the log-probabilities of the tokens that become final."""
 
-    said: LogProbs
+    said: LogProbs = field(metadata=ROWS)
     """At temperature 1."""
-    drawn: LogProbs
+    drawn: LogProbs = field(metadata=ROWS)
     """At the temperature of the request."""
     told: dict[str, Any]
     """The request's settings."""
@@ -74,15 +74,6 @@ class RecordedTokens:
         for own, temperature in ((self.said, 1.0), (self.drawn, state.request.temperature or 1.0)):
             found = StepLogProbs.of_logits(logits / temperature, tokens.clamp(min=0), 0)
             own.write(rows, proposal.positions, selected, found, steps)
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        """A copy that has the `rows` [N] alone, with so many columns."""
-        return replace(self, said=self.said.taken(rows, columns), drawn=self.drawn.taken(rows, columns))
-
-    def put(self, slots: np.ndarray, other: Self) -> None:
-        """Replace the rows `slots` [N] by those of another request."""
-        self.said.put(slots, other.said)
-        self.drawn.put(slots, other.drawn)
 
     def read(self, model: Any, state: CausalState) -> Rollout:
         """What was recorded until now."""

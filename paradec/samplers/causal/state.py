@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core import rows as of_rows
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
 from paradec.core.protocol import State
 from paradec.core.query import StoreCall
+from paradec.core.rows import ROWS, RowLayout, branch_rows, row_layout
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.stopping import AnswerTexts
@@ -76,43 +76,19 @@ class Drafting:
 
     model: DraftModel
     """Bound to this request's model."""
-    nfe: np.ndarray
+    nfe: np.ndarray = field(metadata=ROWS)
     """[B] int64: its forwards."""
-    fed: np.ndarray
+    fed: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens that it has read."""
-    held: np.ndarray
+    held: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens that the store of the model that verifies holds, of trees (of chains `committed - 1`)."""
-    store: KeyValueStore | None = None
-    features: Tensor | None = None
+    store: KeyValueStore | None = field(default=None, metadata=ROWS)
+    features: Tensor | None = field(default=None, metadata=ROWS)
     """[branches * B, F, D]: hidden states before the last tokens that it has read, for one that reads these again."""
-    broken: Tensor | None = None
+    broken: Tensor | None = field(default=None, metadata=ROWS)
     """[B] bool: whether it has returned NaN or infinite logits for a row."""
-    parents: Tensor | None = None
+    parents: Tensor | None = field(default=None, metadata=ROWS)
     """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
-
-    def taken(self, rows: np.ndarray, every: np.ndarray, columns: int | None) -> Drafting:
-        """A copy that has the `rows` [N] alone; `every` [branches * N] are those of the store."""
-        changes: dict[str, Any] = {
-            name: of_rows.kept(getattr(self, name), rows, None) for name in ("nfe", "fed", "held", "broken", "parents")
-        }
-        store = None if self.store is None else self.store.taken(every, columns)
-        changes["features"] = of_rows.kept(self.features, every, None)
-        return dataclasses.replace(self, **changes, store=store)
-
-    def put(self, slots: np.ndarray, every: np.ndarray, other: Drafting) -> None:
-        """Replace the rows `slots` [N]; `every` [branches * N] are those of the store."""
-        for name in ("nfe", "fed", "held", "parents"):
-            of_rows.exchange(getattr(self, name), slots, getattr(other, name))
-        if self.broken is not None or other.broken is not None:
-            none = self.nfe.astype(bool) & False
-            own, new = (
-                torch.as_tensor(none[: len(each.nfe)]) if each.broken is None else each.broken for each in (self, other)
-            )
-            self.broken = own.to(new.device).clone()
-            of_rows.put(self.broken, slots, new)
-        of_rows.exchange(self.features, every, other.features)
-        if self.store is not None and other.store is not None:
-            self.store.put(every, other.store)
 
 
 @dataclass
@@ -129,14 +105,14 @@ class CausalState(State):
     facts: ModelFacts
     request: Request
     pads: bool
-    context: Tensor
+    context: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[branches * B, L] int64 ids, conditional rows first; positions from `committed` on hold the fill id."""
-    shift: np.ndarray
+    shift: np.ndarray = field(metadata=row_layout(axis=1))
     """[branches, B] int64: how much further right a position lies in a branch, whose prompt may have another length."""
-    prompt_length: np.ndarray
-    length: np.ndarray
+    prompt_length: np.ndarray = field(metadata=ROWS)
+    length: np.ndarray = field(metadata=ROWS)
     """[B] int64 on the host: where each row ends."""
-    keys: Tensor
+    keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
     width: int
     """W: the sampler's window, or the whole answer where that is shorter; of a tree its nodes."""
@@ -151,17 +127,28 @@ class CausalState(State):
     grid: Grid | None = None
     layout: Tensor | None = None
     """[N] int64: what the grid prescribes at each offset after the prompt, -1 where the model chooses."""
-    store: KeyValueStore | None = None
+    store: KeyValueStore | None = field(default=None, metadata=ROWS)
     embeddings: Tensor | None = field(init=False, default=None)
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
-    drafting: Drafting | None = field(init=False, default=None)
+    drafting: Drafting | None = field(init=False, default=None, metadata=ROWS)
     """Of a request whose drafts another model makes."""
-    texts: AnswerTexts | None = field(init=False, default=None)
+    texts: AnswerTexts | None = field(init=False, default=None, metadata=ROWS)
     """Of a request with stop strings."""
-    masks: Any = field(init=False, default=None)
+    masks: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
-    rollout: Any = field(init=False, default=None)
+    rollout: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request for one: `paradec.samplers.causal.rollouts.RecordedTokens`."""
+    committed: np.ndarray = field(init=False, metadata=ROWS)
+    row_step: np.ndarray = field(init=False, metadata=ROWS)
+    drafted: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64 on the host: drafts in each row's window, where there may be fewer than slots for them."""
+    asked: np.ndarray = field(init=False, metadata=ROWS)
+    end: np.ndarray = field(init=False, metadata=ROWS)
+    answer_start: np.ndarray = field(init=False, metadata=ROWS)
+    stopped: np.ndarray = field(init=False, metadata=ROWS)
+    reused: np.ndarray = field(init=False, metadata=ROWS)
+    last_accepted: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64: how many tokens each row made final at the last step."""
 
     revises: ClassVar[bool] = False
     guesses: ClassVar[bool] = True
@@ -175,13 +162,13 @@ class CausalState(State):
         self.committed = self.prompt_length.copy()
         self.row_step = np.zeros(self.batch, np.int64)
         self.drafted = np.full(self.batch, ALL_SLOTS)
-        """[B] int64 on the host: drafts in each row's window, where there may be fewer than slots for them."""
         self.asked, self.end = self.length, self.length.copy()
         self.answer_start = self.prompt_length
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)
+        self.last_accepted = np.zeros(self.batch, np.int64)
         self.accepted: list[np.ndarray] = []
-        """[B] int64 per step: how many tokens each row made final."""
+        """[B] int64 per step: how many tokens each row made final; since rows have changed."""
 
     @property
     def draft_nfe(self) -> np.ndarray:
@@ -269,6 +256,9 @@ class CausalState(State):
             every = self.every(rows)
             # the last final token has not been evaluated
             self.store.forget(every, (self.committed[rows] + self.shift[:, rows] - 1).reshape(-1))
+        self._find_rows()
+
+    def _find_rows(self) -> None:
         self.rows = np.flatnonzero(self.committed < self.end)
 
     @property
@@ -376,11 +366,6 @@ class CausalState(State):
 
     # ---- rows that come and go ------------------------------------------------------------------------------------
 
-    OF_ROWS: ClassVar[tuple[str, ...]] = (
-        *("prompt_length", "length", "keys", "committed", "row_step", "drafted", "end", "stopped", "reused"),
-    )
-    """Arrays and tensors [B] or [B, n] that rows take along."""
-
     def fixed(self) -> str | None:
         if self.trace is not None:
             return "a trace is of the rows that it began with"
@@ -389,72 +374,20 @@ class CausalState(State):
             return "its drafter reads hidden states of an image model, which knows its rows by their place"
         return None
 
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
-        other, every = copy.copy(self), self.every(rows)
-        other.batch = len(rows)
-        for name in self.OF_ROWS:
-            setattr(other, name, of_rows.taken(getattr(self, name), rows))
-        other._named()
-        other.context = of_rows.taken(self.context, every)
-        if columns is not None:
-            other.context = of_rows.fitted(other.context, columns, self.facts.fill_token_id)
-        other.shift = of_rows.taken(self.shift, rows, 1)
-        other._counts, other._calls = of_rows.taken(self.counts, rows, 1), []
-        other.accepted = [of_rows.taken(made, rows) for made in self.accepted[-1:]]
-        other.memory = self.memory.taken(rows, columns)
-        other.store = None if self.store is None else self.store.taken(every, columns)
-        other.texts = None if self.texts is None else self.texts.taken(rows, columns)
-        other.masks = None if self.masks is None else self.masks.taken(rows)
-        other.drafting = None if self.drafting is None else self.drafting.taken(rows, every, columns)
-        other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
-        other.rollout = None if self.rollout is None else self.rollout.taken(rows, columns)
-        other.rows = np.flatnonzero(self.running[rows])
-        return other
+    def before_row_change(self, other: Self | None) -> None:
+        super().before_row_change(other)
+        if other is not None:
+            width = max(self.width, other.width)
+            self.widen(width)
+            other.widen(width)
 
-    def put(self, slots: np.ndarray, other: Self) -> None:
-        width = max(self.width, other.width)
-        self.widen(width)
-        other.widen(width)
-        self.counts, other.counts  # noqa: B018 - what was counted is summed now
-        running, every = self.running, self.every(slots)
-        for name in self.OF_ROWS:
-            of_rows.put(getattr(self, name), slots, getattr(other, name))
-        self._named()
-        index = torch.as_tensor(every, device=self.context.device)
-        self.context.index_fill_(0, index, self.facts.fill_token_id)
-        self.context.narrow(1, 0, other.context.shape[1]).index_copy_(0, index, other.context)
-        self.shift[:, slots], self._counts[:, slots] = other.shift, other._counts
-        self.accepted = self.accepted[-1:]  # nothing reads those before, and there is no end of them
-        self.memory.put(slots, other.memory)
-        if self.store is not None and other.store is not None:
-            self.store.put(every, other.store)
-        if self.texts is not None or other.texts is not None:
-            own, new = (state.texts or AnswerTexts((), self._tokenizer(other), state.batch) for state in (self, other))
-            own.put(slots, new)
-            self.texts = own
-        if self.masks is not None and other.masks is not None:
-            self.masks.put(slots, other.masks)
-        if self.drafting is not None and other.drafting is not None:
-            self.drafting.put(slots, every, other.drafting)
-        if self.logprobs is not None and other.logprobs is not None:
-            self.logprobs.put(slots, other.logprobs)
-        if self.rollout is not None and other.rollout is not None:
-            self.rollout.put(slots, other.rollout)
-        running[slots] = other.running
-        self.rows = np.flatnonzero(running)
-        self.commits += 1  # what was proposed before is of other rows
+    def after_row_change(self) -> None:
+        super().after_row_change()
+        self.accepted = []  # nothing reads those of rows that come and go, and there is no end of them
+        self._find_rows()
 
-    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
-        self.end[rows] = self.committed[rows]  # commits ask which rows have not reached their ends
-        self.rows = np.setdiff1d(self.rows, rows)
-        self.commits += 1
-        for store in self.stores():
-            if wipe and store is not None:
-                store.wipe(self.every(rows))
-        if wipe:  # memory may hold it too
-            for name, tensor in self.memory.tensors.items():
-                at = torch.as_tensor(rows, device=tensor.device)
-                self.memory.tensors[name] = tensor.index_fill(0, at, self.memory.specs[name].fill)
+    def finish(self, rows: np.ndarray) -> None:
+        self.end[rows] = self.final(rows)  # commits ask which rows have not reached their ends
 
     def final(self, rows: np.ndarray) -> np.ndarray:
         return np.minimum(self.committed[rows], self.end[rows])
@@ -477,14 +410,7 @@ class CausalState(State):
 
     def every(self, rows: np.ndarray) -> np.ndarray:
         """[branches * R]: the rows of the context and the store that are those of `rows` [R]."""
-        return (rows + self.batch * np.arange(self.branches)[:, None]).reshape(-1)
-
-    def _named(self) -> None:
-        """Names that mean the same array."""
-        self.asked, self.answer_start = self.length, self.prompt_length
-
-    def _tokenizer(self, other: Self) -> Any:
-        return next(state.texts.tokenizer for state in (self, other) if state.texts is not None)
+        return branch_rows(rows, self.batch, self.batch * self.branches)
 
     def stores(self) -> tuple[KeyValueStore | None, ...]:
         return self.store, None if self.drafting is None else self.drafting.store

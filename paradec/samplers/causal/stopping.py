@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from paradec.core.rows import row_layout
 
+
+@dataclass(init=False, eq=False)
 class AnswerTexts:
     """Find the token that completes one of some texts in a row's answer.
 
@@ -21,22 +25,13 @@ class AnswerTexts:
         rows: how many rows there are.
     """
 
+    texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
+    """Of each row; none of rows that have none."""
+    answers: list[list[int]] = field(metadata=row_layout(fill=[]))
+
     def __init__(self, texts: Sequence[str], tokenizer: Any, rows: int):
-        self.texts = [tuple(texts)] * rows
-        """Of each row; none of rows that have none."""
-        self.tokenizer = tokenizer
-        self.answers: list[list[int]] = [[] for _ in range(rows)]
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> AnswerTexts:
-        """See `paradec.core.rows.Rows`."""
-        other = AnswerTexts((), self.tokenizer, 0)
-        other.texts, other.answers = [self.texts[row] for row in rows], [list(self.answers[row]) for row in rows]
-        return other
-
-    def put(self, slots: np.ndarray, other: AnswerTexts) -> None:
-        """See `paradec.core.rows.Rows`."""
-        for slot, texts, answer in zip(slots.tolist(), other.texts, other.answers, strict=True):
-            self.texts[slot], self.answers[slot] = texts, list(answer)
+        self.texts, self.tokenizer = [tuple(texts)] * rows, tokenizer
+        self.answers = [[] for _ in range(rows)]
 
     def cut(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How many of the new tokens of each row are kept, and remember these.

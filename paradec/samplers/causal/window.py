@@ -137,7 +137,7 @@ class JacobiSampler(ChainSampler):
         """What was not committed is drafted next, with this step's p as its q; slots new to the window are guessed."""
         rows, p, drafts = proposal.rows, window.p, window.drafts
         if state.guesses:
-            self._put_noise(state, rows, state.accepted[-1][rows])
+            self._put_noise(state, rows, state.last_accepted[rows])
         slot = torch.arange(state.width, device=p.device)
         dense, source = p, slot.expand(len(rows), -1)
         if found.kept is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.core.blocks import Opening
+from paradec.core.rows import ROWS
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.masked.views import MaskedProposal
@@ -18,9 +19,8 @@ from paradec.samplers.masked.views import MaskedProposal
 class BlockEnds(Tracker):
     """Which rows have opened a block whose end is not read yet."""
 
-    opening: np.ndarray
+    opening: np.ndarray = field(metadata=ROWS)
 
-    per_row = {"opening": None}
     host_only = "blocks={state.blocks} end where the host reads it from the logits"
 
     def opened(self, state: MaskedState, rows: np.ndarray) -> None:

@@ -19,6 +19,7 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.checks import shown
 from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.query import WindowQuery
+from paradec.core.rows import ROWS
 from paradec.request import Request
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Ends, Tracker
@@ -29,12 +30,11 @@ from paradec.samplers.masked.views import Decision, MaskedProposal
 class CausalContext(Tracker):
     """Which rows are about to draw the first token of their block."""
 
-    seeding: np.ndarray
+    seeding: np.ndarray = field(metadata=ROWS)
     """[B] bool."""
     before: dict[str, Tensor] = field(default_factory=dict)
     """What the method remembered of the running rows before the step that is being committed."""
 
-    per_row = {"seeding": None}
     host_only = "blocks over causal context are seeded on the host"
 
     @classmethod

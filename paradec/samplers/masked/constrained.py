@@ -8,7 +8,7 @@ temperature 0 also when the block opens, without a forward. Above it, the block'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from torch import Tensor
 from paradec.constraints import passes
 from paradec.constraints.marginals import Marginals
 from paradec.core import rng
-from paradec.core import rows as of_rows
 from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowQuery
+from paradec.core.rows import ROWS, row_layout
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked import logits as stages
@@ -38,9 +38,9 @@ STREAM = 7
 class Constrained(Tracker):
     """The texts of each row, and what its draws have cost."""
 
-    spans: list[tuple[Span, ...]]
+    spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
     """[B]."""
-    log_weight: np.ndarray | None
+    log_weight: np.ndarray | None = field(metadata=ROWS)
     """[B] float64: see `paradec.Output.log_weight`; None at temperature 0."""
 
     host_only = "a constraint is asked on the host"
@@ -53,13 +53,8 @@ class Constrained(Tracker):
         if self.log_weight is not None:
             state.log_weight = self.log_weight
 
-    def taken(self, rows: np.ndarray, columns: int | None) -> Constrained:
-        return Constrained([self.spans[row] for row in rows], of_rows.kept(self.log_weight, rows, columns))
-
-    def put(self, slots: np.ndarray, other: Constrained) -> None:
-        for slot, spans in zip(slots.tolist(), other.spans, strict=True):
-            self.spans[slot] = spans
-        of_rows.exchange(self.log_weight, slots, other.log_weight)
+    def after_row_change(self) -> None:
+        self._drawn = {}
 
     # ---- candidates -----------------------------------------------------------------------------------------------
 

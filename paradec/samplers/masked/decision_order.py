@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.core.query import WindowQuery
+from paradec.core.rows import row_layout
 from paradec.samplers.masked.queries import tokens_of
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
@@ -19,9 +20,7 @@ from paradec.samplers.masked.trackers import Tracker
 class DecisionOrder(Tracker):
     """The row's step after which each position took its token, -1 where it was given or is undecided."""
 
-    decided_at: Tensor
-
-    per_row = {"decided_at": -1}
+    decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
 
     def asks(self, state: MaskedState, part: Part, query: WindowQuery, now: dict[str, Any]) -> None:
         rows = torch.as_tensor(query.rows, device=self.decided_at.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paradec.core.contract import CanvasState
 from paradec.core.logprobs import LogProbs, StepLogProbs
+from paradec.core.rows import ROWS
 from paradec.kernels.token_stats import path_for
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
@@ -20,9 +21,8 @@ from paradec.samplers.masked.views import Decision, MaskedProposal
 class KeptLogProbs(Tracker):
     """Keeps the log-probabilities of what is written."""
 
-    logprobs: LogProbs
+    logprobs: LogProbs = field(metadata=ROWS)
 
-    per_row = {"logprobs": None}
     host_only = "logprobs are kept step by step"
 
     def reads_window(self, state: MaskedState) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.caches.table import EXACT, verdict
 from paradec.core.checks import shown
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, settings_of
+from paradec.core.rows import row_layout
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
@@ -48,35 +48,17 @@ def _overrides(sampler: Any, name: str) -> bool:
     return method != f"MaskedSampler.{name}"
 
 
-class Writes:
-    """What steps wrote, row by row: [n, 5] float64 tensors of step, position, token and its two log-probabilities."""
-
-    def __init__(self, rows: list[list[Tensor]]):
-        self.rows = rows
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> Writes:
-        return Writes([list(self.rows[row]) for row in rows])
-
-    def put(self, slots: np.ndarray, other: Writes) -> None:
-        for slot, own in zip(slots, other.rows, strict=True):
-            self.rows[slot] = own
-
-    def joined(self) -> Tensor:
-        """[N, 6] float64: the row, and the others."""
-        found = [torch.nn.functional.pad(each, (1, 0), value=row) for row, own in enumerate(self.rows) for each in own]
-        return torch.cat([torch.empty(0, 6, dtype=torch.float64), *found])
-
-
 @dataclass
 class RecordedRollout(Tracker):
     """Keeps what is written, whatever becomes of it at a row's end, with its log-probabilities."""
 
-    tokens: Tensor
-    steps: Tensor
-    logp: Tensor
-    drawn: Tensor
-    kept_writes: Writes | None
-    """Of samplers that take back."""
+    tokens: Tensor = field(metadata=row_layout(columns=1))
+    steps: Tensor = field(metadata=row_layout(columns=1, fill=GIVEN))
+    logp: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
+    drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
+    kept_writes: list[list[Tensor]] | None = field(metadata=row_layout(fill=[]))
+    """Of samplers that take back: what steps wrote, row by row, [n, 5] float64 tensors of step, position, token and
+    its two log-probabilities."""
     told: dict[str, Any]
     """The request's settings."""
     version: int
@@ -84,13 +66,6 @@ class RecordedRollout(Tracker):
     approximation: str | None
     """What about the cache lets steps evaluate something else than whole rows."""
 
-    per_row = {
-        "tokens": 0,
-        "steps": GIVEN,
-        "logp": torch.nan,
-        "drawn": torch.nan,
-        "kept_writes": None,
-    }
     host_only = "rollouts are recorded step by step"
 
     @classmethod
@@ -105,7 +80,7 @@ class RecordedRollout(Tracker):
         column = torch.arange(canvas.shape[1], device=canvas.device)
         outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
         steps = torch.full_like(canvas, NEVER).masked_fill(state.given | outside, GIVEN)
-        writes = Writes([[] for _ in range(state.batch)]) if sampler.needs.revises else None
+        writes: list[list[Tensor]] | None = [[] for _ in range(state.batch)] if sampler.needs.revises else None
         told = settings_of(state.request, Rollout.named(state.facts, sampler))
         why = None if verdict(sampler, state.cache, state.facts).status == EXACT else f"cache={state.cache.name!r}"
         logp, version = torch.full_like(canvas, torch.nan, dtype=torch.float64), getattr(model, "weights_version", 0)
@@ -132,7 +107,7 @@ class RecordedRollout(Tracker):
             every = torch.stack((step, window.positions, decision.values), -1).double()
             every = torch.cat((every, chosen.unsqueeze(-1), drawn.unsqueeze(-1)), -1).cpu()
             for row, own, selected in zip(proposal.rows, every, decision.selected.cpu(), strict=True):
-                self.kept_writes.rows[row].append(own[selected])
+                self.kept_writes[row].append(own[selected])
 
     def record_forced(self, state: MaskedState, row: int, positions: Tensor, tokens: Tensor) -> None:
         """Record tokens [n] that are written at positions [n] of a row before its next step, without a forward."""
@@ -147,7 +122,11 @@ class RecordedRollout(Tracker):
         if state.suppressed is not None:
             own = state.suppressed.cpu()
             suppressed = torch.cat((suppressed, own if own.ndim == 2 else own.expand(state.batch, -1)), 1)
-        writes = None if self.kept_writes is None else self.kept_writes.joined()
+        writes: Tensor | None = None
+        if self.kept_writes is not None:
+            rows = enumerate(self.kept_writes)
+            every = [torch.nn.functional.pad(each, (1, 0), value=row) for row, own in rows for each in own]
+            writes = torch.cat([torch.empty(0, 6, dtype=torch.float64), *every])
         approximation = self.approximation or approximation_of(state)
         if getattr(model, "weights_version", 0) != self.version:
             approximation = "weights that changed on the way"

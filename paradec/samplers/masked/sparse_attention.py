@@ -29,6 +29,3 @@ class SparseAttention(Tracker):
 
     def committed(self, state: MaskedState, proposal: MaskedProposal, found: dict[str, np.ndarray]) -> None:
         self.attention_state.committed(state, proposal.cost.queries)
-
-    def release(self) -> None:
-        self.attention_state.release()

@@ -84,7 +84,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     canvas[(column >= lengths[:, None]) & (column < ends[:, None])] = mask
     rules: list[StopRule] = [*stop_rules]
     if request.eos_early_stop and facts.eos_token_ids:
-        rules.append(EndOfText(list(facts.eos_token_ids), mask, answers if holes else None))
+        rules.append(EndOfText(list(facts.eos_token_ids), mask, answers))
     if texts:
         rules.append(StopStrings(texts, model.tokenizer, mask, canvas, answers))
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,11 +17,13 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
-from paradec.core.contract import AttentionState, Kept, Window
+from paradec.core.contract import AttentionState, CanvasState, Kept, Window
 from paradec.core.facts import ModelFacts
+from paradec.core.logprobs import LogProbs
+from paradec.core.protocol import State
+from paradec.core.rows import ROWS, RowLayout, has_rows, row_layout
 from paradec.request import Request
 from paradec.samplers.masked.holes import Holes
-from paradec.samplers.masked.refilling import RefilledRows
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
 from paradec.samplers.masked.trackers import Tracker
 
@@ -51,7 +53,7 @@ class Tracked:
 
 
 @dataclass
-class MaskedState(Tracked, RefilledRows):
+class MaskedState(Tracked, CanvasState, State):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
     Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
@@ -62,24 +64,24 @@ class MaskedState(Tracked, RefilledRows):
     cache: Cache
     blocks: BlockPolicy
     pads: bool
-    canvas: Tensor
+    canvas: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[B, L] int64 ids; the mask id is at undecided positions and nowhere else."""
-    given: Tensor
+    given: Tensor = field(metadata=row_layout(columns=1))
     """[B, L] bool: what the user gave (masked in the unconditional branch of guidance)."""
-    prompt_length: np.ndarray
+    prompt_length: np.ndarray = field(metadata=ROWS)
     """[B] int64: the position of each row's first mask; all before it was given."""
-    answer_start: np.ndarray
+    answer_start: np.ndarray = field(metadata=ROWS)
     """[B] int64: the position after the last one that was given; beyond `prompt_length` where the prompt has holes."""
-    length: np.ndarray
+    length: np.ndarray = field(metadata=ROWS)
     """[B] int64: positions of each row; fewer than there were once the method has cut it off."""
-    asked: np.ndarray
+    asked: np.ndarray = field(metadata=ROWS)
     """[B] int64: the position after the last one that was asked for; before `length` where a block-causal model's last
     block reaches beyond it."""
     max_new_tokens: int
     """Masks that were appended to every row."""
-    keys: Tensor
+    keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
-    suppressed: Tensor | None
+    suppressed: Tensor | None = field(metadata={"rows": lambda state, _: suppressed_layout(state)})
     """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
     own, filled up with the mask id."""
     ends: Tensor
@@ -87,56 +89,56 @@ class MaskedState(Tracked, RefilledRows):
     revises: bool = False
     """Whether the sampler may take back what it decided in an open block."""
     causal_keys: bool = False
-    stop_rules: tuple[StopRule, ...] = ()
-    trackers: tuple[Tracker, ...] = ()
+    stop_rules: tuple[StopRule, ...] = field(default=(), metadata=ROWS)
+    trackers: tuple[Tracker, ...] = field(default=(), metadata=ROWS)
     """What the request needs beside canvas, blocks and counters, in the order in which the loop calls them."""
-    store: Any = None
-    cache_state: Kept = None
+    store: Any = field(default=None, metadata=ROWS)
+    cache_state: Kept = field(default=None, metadata=ROWS)
     """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
 
-    OF_ROWS: ClassVar[tuple[str, ...]] = (
-        *("prompt_length", "answer_start", "length", "asked", "keys", "block_start", "block_end", "remaining"),
-        *("masks_at_open", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
-    )
-    """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
-    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "masks_before")
-    """Those with a column for every position as well (`masks_before` for one more); None stays None."""
+    block_start: np.ndarray = field(init=False, metadata=ROWS)
+    block_end: np.ndarray = field(init=False, metadata=ROWS)
+    remaining: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64: undecided positions of the open block."""
+    masks_at_open: np.ndarray = field(init=False, metadata=ROWS)
+    running: np.ndarray = field(init=False, metadata=ROWS)
+    decided: np.ndarray = field(init=False, metadata=ROWS)
+    end: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
+    stopped: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] bool: rows that a stop rule ended."""
+    reused: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
+    logprobs: LogProbs | None = field(init=False, default=None)
+    """Of the tracker that keeps them."""
+    steps_per_block: np.ndarray | None = field(init=False, default=None, metadata=ROWS)
+    """[B] int64: steps planned for each block of a row; None plans one token a step."""
+    masked: np.ndarray = field(init=False, metadata=row_layout(columns=1))
+    """[B, L] bool: positions that were undecided at the start."""
+    _steps: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.block_start = self.prompt_length.copy()
         self.block_end = self.prompt_length.copy()
         self.remaining = np.zeros(self.batch, np.int64)
-        """Undecided positions of the open block."""
         self.masks_at_open = np.zeros(self.batch, np.int64)
         self.mask_id = self.facts.mask_id
         self.branches = 2 if self.request.guidance_scale != 1.0 else 1
         self._steps = np.zeros((2, self.batch), np.int64)
-        self.block_step, self.row_step = self._steps  # views
         self.running = np.ones(self.batch, bool)
-        self.level = bool((self.length == self.canvas.shape[1]).all())
-        """Whether all rows have one length."""
-        self.columns = np.tile(np.arange(self.canvas.shape[1]), (self.batch, 1))
-        """[B, L] int64: the position of every entry of the canvas."""
         self._running_rows = np.arange(self.batch).tobytes()
         self.decided = np.zeros(self.batch, np.int64)
         self.end = self.asked.copy()
-        """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
         self.stopped = np.zeros(self.batch, bool)
-        """Rows that a stop rule ended."""
         self.reused = np.zeros(self.batch, np.int64)
-        """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
         self._made_for_blocks: dict[Any, Any] = {}
         self._made_for_rows: dict[Any, Any] = {}
-        self.steps_per_block: np.ndarray | None = None
-        """[B] int64: steps planned for each block of a row; None plans one token a step."""
         if self.request.steps is not None:
             counts = block_counts(self.request.steps, self.blocks, self.prompt_length, self.length)
             self.steps_per_block = -(-self.request.steps // counts)
-        # undecided positions before each position, counted at the start
-        self.masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
-        self.masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
-        self.total = self.masks_before[:, -1]
+        self.masked = self.undecided.cpu().numpy()
+        self._follow_rows()
 
     def begin(self, trackers: Sequence[Tracker]) -> None:
         """Open the first blocks, with what the request needs beside them."""
@@ -276,6 +278,74 @@ class MaskedState(Tracked, RefilledRows):
         )
         self.nothing = torch.zeros_like(self.window.positions, dtype=torch.bool)
 
+    # ---- rows that come and go ------------------------------------------------------------------------------------
+
+    def fixed(self) -> str | None:
+        for tracker in self.trackers:
+            if tracker.fixed is not None:
+                return tracker.fixed
+        if self.trace is not None:
+            return "a trace is of the rows that it began with"
+        if self.cache_state is not None and not has_rows(self.cache_state, self.batch):
+            kept = type(self.cache_state).__name__
+            return f"cache {self.cache.name!r} keeps a {kept}, which is no dataclass with a field that has rows"
+        for rule in self.stop_rules:
+            if not has_rows(rule):
+                return f"stop={shown(rule)} is no dataclass with a field that has rows"
+        return None
+
+    def before_row_change(self, other: Self | None) -> None:
+        super().before_row_change(other)
+        if other is None:
+            return
+        self.reuses |= other.reuses
+        own, new = self.suppressed, other.suppressed
+        same = own is new if own is None or new is None else own.ndim == new.ndim == 1 and torch.equal(own, new)
+        if not same:  # each row has its own from here on
+            for state in (self, other):
+                own = torch.tensor([state.mask_id]).to(state.canvas) if state.suppressed is None else state.suppressed
+                state.suppressed = own.expand(state.batch, -1).clone()
+
+    def after_row_change(self) -> None:
+        super().after_row_change()
+        self._follow_rows()
+        self.attach_trackers()
+        self.forget_made()
+        self._make_window()
+
+    def _follow_rows(self) -> None:
+        """Make what follows from the rows that there are."""
+        size = self.canvas.shape[1]
+        self.block_step, self.row_step = self._steps  # views
+        self.level = bool((self.length == size).all())
+        self.columns = np.tile(np.arange(size), (self.batch, 1))
+        self.masks_before = np.zeros((self.batch, size + 1), np.int64)
+        self.masks_before[:, 1:] = self.masked.cumsum(1)
+        self.total = self.masks_before[:, -1]
+
+    def let_run(self, rows: np.ndarray) -> None:
+        """Let `rows` [N] alone take part in the next steps, and the others wait. For hosts that have not the
+        logits of all rows: none of them may be done, and it is theirs to remember who waits."""
+        running = np.zeros(self.batch, bool)
+        running[rows] = True
+        if (running != self.running).any():
+            self.running = running
+            self.commits += 1
+            self.forget_made()
+            self._make_window()
+
+    def final(self, rows: np.ndarray) -> np.ndarray:
+        undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
+        undecided &= np.arange(undecided.shape[1]) < self.end[rows, None]
+        final = np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
+        if self.revises:  # tokens of an open block may be taken back
+            final = np.where(self.running[rows], np.minimum(final, self.block_start[rows]), final)
+        found: np.ndarray = final
+        return found
+
+    def extent(self, rows: np.ndarray) -> int:
+        return int(np.maximum(self.length[rows], self.asked[rows]).max())
+
     @property
     def block_ends(self) -> Tensor:
         """[R, 1] int64: where the running rows' blocks end, on the device."""
@@ -299,7 +369,7 @@ class MaskedState(Tracked, RefilledRows):
         return self._made_for_rows[key]
 
     def stores(self) -> tuple[Any, ...]:
-        return self.store, *self.trackers
+        return self.store, self.attention_state
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""
@@ -312,6 +382,11 @@ class MaskedState(Tracked, RefilledRows):
         if self.reuses or not self.cache.facts.uses_store:
             return None  # it has won already, or there is none
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
+
+
+def suppressed_layout(state: MaskedState) -> RowLayout | None:
+    """Where `suppressed` has its rows; None where all rows have the same."""
+    return RowLayout(fill=state.mask_id) if state.suppressed is not None and state.suppressed.ndim == 2 else None
 
 
 def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

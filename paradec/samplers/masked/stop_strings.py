@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from paradec.core import rows as of_rows
 from paradec.core.contract import CanvasState
+from paradec.core.rows import ROWS, row_layout
 from paradec.samplers.masked.stopping import NEVER
 
 
+@dataclass(init=False, eq=False)
 class StopStrings:
     """End a row at the token that completes one of some texts, once nothing before it is undecided.
 
@@ -28,30 +29,17 @@ class StopStrings:
         first: [B] int64: the position from which on text counts.
     """
 
+    texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
+    """Of each row; none of rows that have none."""
+    canvas: np.ndarray = field(metadata=row_layout(columns=1, fill=-1))
+    """[B, L] int64 on the host, kept up to date from the windows."""
+    first: np.ndarray = field(metadata=ROWS)
+    read: np.ndarray = field(metadata=ROWS)
+    """[B] int64: the position up to which each row was read."""
+
     def __init__(self, texts: Sequence[str], tokenizer: Any, mask: int, canvas: np.ndarray, first: np.ndarray):
-        self.texts = [tuple(texts)] * len(canvas)
-        """Of each row; none of rows that have none."""
-        self.tokenizer = tokenizer
-        self.mask = mask
-        self.canvas = canvas.copy()  # on the host, kept up to date from the windows
-        self.first = first.copy()
-        self.read = first.copy()
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> StopStrings:
-        """See `paradec.core.rows.Rows`."""
-        other = copy.copy(self)
-        size = self.canvas.shape[1] if columns is None else columns
-        other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
-        other.texts = [self.texts[row] for row in rows]
-        other.first, other.read = self.first[rows], self.read[rows]
-        return other
-
-    def put(self, slots: np.ndarray, other: StopStrings) -> None:
-        """See `paradec.core.rows.Rows`."""
-        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
-        self.canvas[slots], self.first[slots], self.read[slots] = wide.canvas, wide.first, wide.read
-        for slot, texts in zip(slots.tolist(), wide.texts, strict=True):
-            self.texts[slot] = texts
+        self.texts, self.tokenizer, self.mask = [tuple(texts)] * len(canvas), tokenizer, mask
+        self.canvas, self.first, self.read = canvas.copy(), first.copy(), first.copy()
 
     def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
         rows = state.window.rows
@@ -71,11 +59,6 @@ class StopStrings:
                 ends[index] = next(stop for stop in range(self.read[row] + 1, end + 1) if self._holds(row, stop))
             self.read[row] = end
         return ends if (ends < NEVER).any() else None
-
-    def silent(self, state: CanvasState) -> StopStrings:
-        """The same without texts, for the rows of a state."""
-        canvas = state.canvas.cpu().numpy()
-        return StopStrings((), self.tokenizer, self.mask, canvas, state.answer_start)
 
     def _holds(self, row: int, end: int) -> bool:
         """Whether the answer of a row up to the position `end` (exclusive) holds one of the texts."""

@@ -7,12 +7,14 @@ text after it, ends nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
+from paradec.core.rows import ROWS
 
 NEVER = np.iinfo(np.int64).max
 """The end of a row that goes on."""
@@ -59,19 +61,19 @@ class EarlyRule(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class EndOfText:
     """End a row at its first end token, once nothing before it is undecided.
 
     Args:
         ids: the end tokens.
         mask: the mask id.
-        first: [B] int64: the position from which on an end token counts; None when that is where decoding starts.
+        first: [B] int64: the position from which on an end token counts.
     """
 
-    def __init__(self, ids: Sequence[int], mask: int, first: np.ndarray | None):
-        self.ids = ids
-        self.mask = mask
-        self.first = first
+    ids: Sequence[int]
+    mask: int
+    first: np.ndarray = field(metadata=ROWS)
 
     def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
         is_end = tokens == self.ids[0]
@@ -82,22 +84,10 @@ class EndOfText:
         window = state.window
         if window.host_valid is not None:
             is_end &= window.host_valid
-        if self.first is not None:
-            is_end &= window.host_positions >= self.first[window.rows, None]
+        is_end &= window.host_positions >= self.first[window.rows, None]
         column = (is_end | (tokens == self.mask)).argmax(1)  # the first of either
         stops = is_end[np.arange(len(column)), column]
         return np.where(stops, state.block_start[window.rows] + column + 1, NEVER) if stops.any() else None
-
-    def taken(self, rows: np.ndarray, columns: int | None = None) -> EndOfText:
-        """See `paradec.core.rows.Rows`."""
-        return EndOfText(self.ids, self.mask, None if self.first is None else self.first[rows])
-
-    def put(self, slots: np.ndarray, other: EndOfText) -> None:
-        """See `paradec.core.rows.Rows`."""
-        if self.first is None or other.first is None:
-            self.first = other.first = None  # `exchanged_rules` has seen to it that both say so or neither
-        else:
-            self.first[slots] = other.first
 
 
 def check_stop(value: Any, sampler: Any = None) -> tuple[tuple[StopRule, ...], tuple[EarlyRule, ...]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from paradec.caches.suffix import Suffix
+from paradec.core.rows import row_layout
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.trackers import Tracker
 
@@ -17,9 +18,8 @@ class SuffixWindow(Tracker):
     """What exists of each row while its open block is open."""
 
     suffix: Suffix
-    present: np.ndarray
+    present: np.ndarray = field(metadata=row_layout(columns=1))
 
-    per_row = {"present": False}
     host_only = "what exists of a suffix changes with the blocks, on the host"
 
     def opened(self, state: MaskedState, rows: np.ndarray) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from torch import Tensor
-
-from paradec.core import rows as of_rows
 
 TrackedState: TypeAlias = Any
 """The `MaskedState`, which knows this module."""
@@ -22,11 +18,9 @@ class Tracker:
 
     The loop calls those that there are, in their order, at the points below; here, nothing happens at any of them. A
     `proposal` is a `MaskedProposal`, a `decision` a `Decision`; R are the running rows, W the positions of the window.
+    A tracker's fields say which of them have rows (`paradec.core.rows`).
     """
 
-    per_row: ClassVar[Mapping[str, Any]] = {}
-    """What it keeps for each row, by name: values [B, ...], or something with `paradec.core.rows.Rows`. Of those with a
-    column for every position, what fills them up; None of the others."""
     fixed: ClassVar[str | None] = None
     """Why rows of a state that has it cannot leave, and others take their place; None where they can."""
     host_only: ClassVar[str | None] = None
@@ -69,20 +63,3 @@ class Tracker:
             tokens: [R, W], what the window holds.
         """
         return False
-
-    def taken(self, rows: np.ndarray, columns: int | None) -> Self:
-        """The same for the `rows` [N] alone, with so many columns (see `paradec.core.rows.Rows`)."""
-        other = copy.copy(self)
-        for name, fill in self.per_row.items():
-            value = of_rows.kept(getattr(self, name), rows, columns)
-            setattr(other, name, value if columns is None or fill is None else of_rows.fitted(value, columns, fill))
-        return other
-
-    def put(self, slots: np.ndarray, other: Self) -> None:
-        """Replace the rows `slots` [N] by all rows of another one."""
-        for name, fill in self.per_row.items():
-            own, new = getattr(self, name), getattr(other, name)
-            of_rows.exchange(own, slots, new if fill is None else of_rows.fitted(new, own.shape[1], fill))
-
-    def release(self) -> None:
-        """Give back memory when the request ends."""

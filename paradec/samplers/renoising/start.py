@@ -86,7 +86,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     canvas = padded(rows, longest, HOLE)
     given = canvas != HOLE
     if request.eos_early_stop and facts.eos_token_ids:
-        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else None))
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else np.zeros_like(answers)))
     if texts:
         stop_rules.append(StopStrings(texts, model.tokenizer, HOLE, canvas, answers))
     sizes = {"window": width, "hidden": model.hidden_size}

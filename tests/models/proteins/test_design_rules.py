@@ -16,6 +16,7 @@ from torch import Tensor
 import paradec
 from paradec.core import rng
 from paradec.core.protocol import decode
+from paradec.core.rows import replace_rows
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.rules import DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
@@ -175,7 +176,7 @@ def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
     alone = paradec.generate(some, prompts[0], **(given | {"seed": 5}))
     state = sampler.start(some, [prompts[1], prompts[2]], **asked)
     decode(sampler, some, state, lambda *_: True)
-    state.put(np.array([0]), sampler.start(some, prompts[0], **asked))
+    replace_rows(state, np.array([0]), sampler.start(some, prompts[0], **asked))
     decode(sampler, some, state)
     assert state.canvas[0, : len(prompts[0])].tolist() == alone.sequences[0].tolist()
 

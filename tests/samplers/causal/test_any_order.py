@@ -21,6 +21,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.order_draws import keyed
 from paradec.core.protocol import decode
 from paradec.core.query import Query
+from paradec.core.rows import replace_rows
 from paradec.models.adapter import Opaque
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
@@ -308,7 +309,7 @@ def test_a_shorter_row_takes_the_place_of_a_longer_one(model: ProteinMPNNModel) 
     alone = paradec.generate(model, model.prompt("pair"), sampler=sampler, **asked)
     state = sampler.start(model, [model.prompt("gaps"), model.prompt("two")], **asked)
     decode(sampler, model, state, lambda *_: True)
-    state.put(np.array([0]), sampler.start(model, model.prompt("pair"), **asked))
+    replace_rows(state, np.array([0]), sampler.start(model, model.prompt("pair"), **asked))
     decode(sampler, model, state)
     assert state.canvas[0, :3].tolist() == alone.sequences[0].tolist() and state.final(np.array([0])) == 3
 

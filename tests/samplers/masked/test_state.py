@@ -17,6 +17,7 @@ from torch import Tensor
 from paradec import caches, samplers
 from paradec.core.contract import CanvasState
 from paradec.core.memory import Memory, MemorySpec
+from paradec.core.rows import select_rows
 from paradec.samplers.masked.ahead.draft_layout import Ahead
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
@@ -61,7 +62,7 @@ def test_rows_at_work_are_those_of_the_window() -> None:
     assert state.rows.tolist() == [0, 1, 2]
     only(state, 0, 2)
     assert state.rows.tolist() == state.window.rows.tolist() == [0, 2]
-    assert state.taken(np.array([2, 1])).rows.tolist() == [0]
+    assert select_rows(state, np.array([2, 1])).rows.tolist() == [0]
     while not state.done:
         sampler.commit(state, sampler.step(MODEL, state))
     assert state.rows.tolist() == []

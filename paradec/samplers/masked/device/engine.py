@@ -13,6 +13,7 @@ from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
+from paradec.core.rows import replace_rows, select_rows
 from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.device.graphs import StepLayout, captured
 from paradec.samplers.masked.holes import keep_ends_out
@@ -97,7 +98,7 @@ class DeviceEngine(CanvasState):
     def load(self, model: Any, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
         """Copy a request into the tensors. table: its `block_table`."""
         self.empty(model)
-        self.put(np.arange(self.batch), state, table)
+        self.replace_rows(np.arange(self.batch), state, table)
 
     def empty(self, model: Any) -> None:
         """Hold nothing; `model` evaluates what will be put in."""
@@ -110,7 +111,7 @@ class DeviceEngine(CanvasState):
         self._clear(torch.arange(self.batch, device=self.device))
         self._note_flags()
 
-    def put(self, slots: np.ndarray, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
+    def replace_rows(self, slots: np.ndarray, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
         """Copy a request's rows, which nobody has stepped, into `slots` [N]. table: its `block_table`."""
         (blocks, count), index = table, torch.as_tensor(slots, device=self.device)
         steps = np.zeros(len(slots), np.int64) if state.steps_per_block is None else state.steps_per_block
@@ -148,10 +149,10 @@ class DeviceEngine(CanvasState):
         for name in ("_given", "counts", "_progress"):
             getattr(self, name)[:, :count] = getattr(other, name)[:, index]
         if self.store is not None:
-            self.store.put(np.arange(count), other.store.taken(rows))
+            replace_rows(self.store, np.arange(count), select_rows(other.store, rows))
         self._note_flags()
 
-    def dismiss(self, rows: np.ndarray) -> None:
+    def stop_rows(self, rows: np.ndarray) -> None:
         """Take `rows` [N] out of the steps to come."""
         index = torch.as_tensor(rows, device=self.device)
         self.running.index_fill_(0, index, False)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from paradec.core.protocol import NotFinite
+from paradec.core.rows import clear_rows
 from paradec.samplers.masked.device.engine import DeviceEngine
 from paradec.samplers.masked.device.graphs import StepLayout, block_table
 from paradec.samplers.masked.device.step import fingerprint, give_back, take_out
@@ -35,13 +36,13 @@ class DeviceRows:
         self.engine, self.module = self._engine(self._layout(state, slots))
 
     @torch.inference_mode()
-    def put(self, slot: int, state: MaskedState) -> None:
+    def replace_row(self, slot: int, state: MaskedState) -> None:
         """Let a row into a slot, which nobody has stepped."""
         table, old = block_table(state), self.engine
         layout = old.layout.holding(self._layout(state, old.batch))
         if layout != old.layout or fingerprint(self.model) != self.module:  # graphs hold on to the weights that were
             self._move(np.arange(old.batch), layout)
-        self.engine.put(np.array([slot]), state, table)
+        self.engine.replace_rows(np.array([slot]), state, table)
 
     @torch.inference_mode()
     def arrange(self, rows: np.ndarray, slots: int) -> None:
@@ -76,11 +77,11 @@ class DeviceRows:
             self.engine.write_back(state, rows)
 
     @torch.inference_mode()
-    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
+    def stop_rows(self, rows: np.ndarray, wipe: bool = False) -> None:
         """Take `rows` [N] out of the steps to come; `wipe` overwrites what they have stored."""
-        self.engine.dismiss(rows)
+        self.engine.stop_rows(rows)
         if wipe and self.engine.store is not None:
-            self.engine.store.wipe(rows)
+            clear_rows(self.engine.store, rows)
 
     def close(self) -> None:
         """Leave the engine and its graphs to the model, for the next rows of their kind."""
