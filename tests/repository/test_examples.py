@@ -6,10 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from PIL import Image
 from places import ROOT
 from scripts import load_script
 
@@ -104,19 +102,6 @@ def test_examples_run_offline() -> None:
     for output, tokens in zip(images, (49, 33, 38, 16), strict=True):
         forwards = [int(count) for count in re.findall(r": (\d+) forwards", output)]
         assert len(forwards) == 2 and forwards[1] < forwards[0] == tokens
-
-
-def test_the_animation_of_the_readme_is_what_the_script_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """But for the letters, which are those of the installed pillow; and it is small."""
-    stored = ROOT / "docs" / "assets" / "threshold.gif"
-    monkeypatch.setattr(sys, "argv", ["watch_a_run.py", "--gif", str(tmp_path / "x.gif"), "--html", ""])
-    load_script("examples/watch_a_run.py").main()
-    assert "threshold: 4 forwards" in capsys.readouterr().out
-    assert stored.stat().st_size < 1_000_000
-    with Image.open(stored) as one, Image.open(tmp_path / "x.gif") as other:
-        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (9, (720, 117))
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:

@@ -257,26 +257,6 @@ def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Ten
     assert not torch.equal(plain[0], plain[1])
 
 
-def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tensor) -> None:
-    """When the first layer has kept its keys, and the second has not."""
-    plain, calls = run(pipe, ids), 0
-
-    def fail(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("out of memory, say")
-
-    with paradec.accelerate(pipe, cache="block"):
-        handle = pipe.model.model.model.layers[-1].register_forward_pre_hook(fail)
-        try:
-            with pytest.raises(RuntimeError, match="out of memory, say"):
-                run(pipe, ids)
-        finally:
-            handle.remove()
-        assert torch.equal(run(pipe, ids), plain)
-
-
 def test_block_causal_modules_attend_as_their_model_does() -> None:
     """Also where the wrapped module's own attention is another one, which would add a mask of truth values."""
     model = tiny(2, "block_causal")
@@ -410,38 +390,6 @@ def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
         assert torch.equal(together(lambda: run(pipe, ids))[0], plain)
         (error,) = together(lambda: run(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
         assert str(error) == "mid-run" and torch.equal(run(pipe, ids), plain)
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda thing: pickle.loads(pickle.dumps(thing))])
-def test_a_copied_scheduler_has_no_run(how: Any, pipe: Any, ids: Tensor) -> None:
-    pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
-    plain, copies = run(pipe, ids), []
-
-    def second() -> None:
-        copies.append(how(pipe.scheduler))
-        assert torch.equal(run(LLaDA2Pipeline(pipe.model, copies[0]), ids), plain)
-
-    pipe.scheduler.set_timesteps(2, block_length=BLOCK)
-    copies.append(how(pipe.scheduler))
-    assert "driver" not in vars(copies.pop())
-    if how is not copy.copy:  # which shares what the run remembers
-        assert torch.equal(run(pipe, ids, callback_on_step_end=after(1, second)), plain)
-
-
-def test_loops_over_schedulers_in_threads() -> None:
-    """Steps of a thread that did not begin the run are refused while that goes on, and taken if it was only begun."""
-    scheduler = schedulers.ThresholdScheduler(block_length=4)
-    logits, sample = torch.randn(1, 4, 9), torch.full((1, 4), 8)
-    step = lambda index: scheduler.step(logits, index, sample, mask_token_id=8)  # noqa: E731
-    scheduler.set_timesteps(4)
-    (found,) = together(lambda: step(0))
-    assert not isinstance(found, Exception)
-    scheduler.set_timesteps(4)
-    step(0)
-    for refused in together(lambda: step(1), lambda: scheduler.set_timesteps(2)):
-        assert "ThresholdScheduler is in the middle of a run, in another thread" in str(refused)
-    scheduler.set_timesteps(4)
-    assert scheduler.num_inference_steps == 4
 
 
 # ---- AmusedPipeline -------------------------------------------------------------------------------------------------
@@ -591,66 +539,6 @@ def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipel
             assert [some for some, _ in session.report().cells[before:]] == expected[:-1]
             expected[:] = [16]
     assert uneven
-
-
-def test_what_others_put_on_top_of_a_recap_session_stays(amused: AmusedPipeline) -> None:
-    pipeline = copy.deepcopy(amused)
-    pipeline.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    attention = pipeline.transformer.transformer_layers[0].attn1
-    plain = latents(pipeline)
-    session = paradec.accelerate(pipeline, paradec.samplers.create("recap"))
-    attention.processor = theirs = type(amused.transformer.transformer_layers[0].attn1.processor)()
-    session.detach()
-    assert attention.processor is theirs and torch.equal(latents(pipeline), plain)
-
-
-def test_recap_session_serves_its_schedulers_run_alone(amused: AmusedPipeline) -> None:
-    """Direct calls, a second pipeline with the same transformer, a second run, a broken one, copies."""
-    amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    beside = AmusedPipeline(**amused.components | {"scheduler": AmusedScheduler(mask_token_id=IMAGE_MASK)})
-    beside.set_progress_bar_config(disable=True)
-    plain = latents(beside, 5)
-    tokens = torch.full((2, 8, 8), IMAGE_MASK)
-    given = {
-        "micro_conds": torch.ones(2, 5),
-        "pooled_text_emb": torch.ones(2, 8),
-        "encoder_hidden_states": torch.ones(2, 8, 8),
-    }
-    direct = amused.transformer(tokens, **given).detach()
-    checked: list[Any] = []
-
-    def nested(step: int, timestep: Tensor, found: Tensor) -> None:
-        if step == 3:
-            checked.append(torch.equal(amused.transformer(tokens, **given), direct))
-            checked.append(torch.equal(latents(beside, 5), plain))
-            checked.extend(torch.equal(result, plain) for result in together(lambda: latents(beside, 5)))
-            (error,) = together(lambda: latents(amused))
-            checked.append("RecapScheduler is in the middle of a run, in another thread" in str(error))
-            with pytest.raises(RuntimeError, match="is in the middle of a run, and this call comes from inside of it"):
-                latents(amused)
-            checked.append(torch.equal(latents(AmusedPipeline(**beside.components), 5), plain))
-
-    with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
-        first, calls = latents(amused), len(session.report().cells)
-        assert torch.equal(latents(amused, callback=nested), first) and checked == [True] * 5
-        assert session.report().cells[:calls] == session.report().cells[calls:]
-        with pytest.raises(RuntimeError, match="mid-run"):
-            latents(amused, seed=9, callback=_raise)
-        assert torch.equal(amused.transformer(tokens, **given), direct)
-        assert torch.equal(together(lambda: latents(amused))[0], first)
-        beside.transformer = copy.deepcopy(amused.transformer)
-        assert torch.equal(latents(beside, 5), plain)
-        beside.transformer = pickle.loads(pickle.dumps(amused.transformer))
-        assert torch.equal(latents(beside, 5), plain)
-        copied = copy.deepcopy(amused)
-        assert isinstance(copied.scheduler, schedulers.RecapScheduler)
-        calls = len(session.report().cells)
-        assert latents(copied).shape == first.shape and len(session.report().cells) == calls
-        with pytest.raises(ValueError, match="transformer is accelerated already; detach that session first"):
-            paradec.accelerate(amused, paradec.TaylorSeer())
-    with paradec.accelerate(amused, paradec.TaylorSeer()):
-        with pytest.raises(ValueError, match="transformer is accelerated already; detach that session first"):
-            paradec.accelerate(amused, paradec.samplers.create("recap"))
 
 
 @pytest.mark.parametrize("cls", [AmusedScheduler, *IMAGE], ids=lambda cls: cls.__name__)
