@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
@@ -355,20 +353,6 @@ def test_blocks_may_write_into_what_their_branches_return(target: str, basis: st
     assert torch.equal(*ends)
 
 
-def test_blocks_that_share_their_weights() -> None:
-    module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
-    module.blocks = nn.ModuleList([module.blocks[0], module.blocks[1], module.blocks[0]])
-    times = [torch.full((2,), step) for step in range(9)]
-    expected = [module(latent, time) for time in times]
-    for target, hooked in (("module", 4), ("block", 2)):
-        with accelerate(module, TaylorSeer(refresh=Every(3, 3), target=target)) as session:
-            for step, time in enumerate(times):
-                torch.testing.assert_close(module(latent, time), expected[step], rtol=1e-10, atol=1e-10)
-        assert len(session.report().modules["Drift"]) == hooked
-        assert session.report().calls[-1].evaluated + session.report().calls[-1].forecast == hooked * 3 // 2
-    assert torch.equal(module(latent, times[-1]), expected[-1])
-
-
 # ---- pipelines ------------------------------------------------------------------------------------------------------
 
 
@@ -512,19 +496,6 @@ def test_two_transformers_of_one_pipeline() -> None:
         assert kinds == {("transformer", 0), ("transformer_2", 4), ("transformer_2", 8)}
         assert torch.equal(pipe(), first) and not torch.equal(first, expected)
     assert torch.equal(pipe(), expected)
-
-
-def test_a_copied_scheduler_is_plain(dit: Any) -> None:
-    with accelerate(dit, TaylorSeer(interval=2)) as session:
-        dit.scheduler.set_timesteps(5)
-        runs, latent = session.clock.run, torch.randn(1, 4, 8, 8)
-        copied = copy.deepcopy(dit.scheduler)
-        copied.set_timesteps(8)
-        copied.step(latent, copied.timesteps[0], latent)
-        assert (session.clock.run, session.clock.index) == (runs, 0) and len(dit.scheduler.timesteps) == 5
-        dit.scheduler.step(latent, dit.scheduler.timesteps[0], latent)
-        assert (session.clock.run, session.clock.index) == (runs, 1)
-        assert type(dit.scheduler).from_config(dit.scheduler.config).config == dit.scheduler.config
 
 
 # ---- refresh rules, BAC, memory -------------------------------------------------------------------------------------
@@ -728,16 +699,6 @@ def settings_of(sampler: TaylorSeer) -> dict[str, Any]:
     return {key: value for key, value in sampler.to_dict().items() if key != "sampler"}
 
 
-def test_output_mode_takes_a_tenth_of_the_memory(flux: Any) -> None:
-    taken = {}
-    for target in TARGETS:
-        with accelerate(flux, TaylorSeer(interval=5, target=target)) as session:
-            run_flux(flux)
-            taken[target] = session.report().bytes
-    assert taken["output"] * 10 <= taken["module"] and taken["block"] < taken["module"]
-    assert taken["output"] == 2 * 64 * 4 * 4  # two orders of one latent
-
-
 # ---- others on the same modules -------------------------------------------------------------------------------------
 
 
@@ -764,22 +725,6 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
         assert session.report().full_steps == [0, 1, 4]
         session.detach()  # beneath other hooks too
         assert torch.equal(denoise(module, inputs, 5), plain)
-
-
-def test_hooks_of_accelerate_that_come_and_go() -> None:
-    """Pipelines with model offloading put them on anew after every run."""
-    module, inputs = model("Wan")
-    plain = denoise(module, inputs, 5)
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
-        expected = denoise(module, inputs, 5)
-    add_hook_to_module(module, ModelHook())
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
-        for _ in range(2):
-            assert torch.equal(denoise(module, inputs, 5), expected)
-            assert session.report().full_steps == [0, 1, 4]
-            remove_hook_from_module(module, recurse=True)
-            add_hook_to_module(module, ModelHook())
-    assert torch.equal(denoise(module, inputs, 5), plain)
 
 
 @pytest.mark.full

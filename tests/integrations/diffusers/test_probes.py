@@ -14,7 +14,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks.mag_cache import nearest_interp
 from module_attributes import attributes
-from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model, run_flux, run_wan, wan_pipeline
+from tiny_pipelines import MODELS, denoise, flux_pipeline, model, run_flux, run_wan, wan_pipeline
 from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate
@@ -452,32 +452,6 @@ def test_a_run_that_fails_leaves_nothing(flux: Any) -> None:
         small = run_flux(flux, height=8, width=8)
         assert kinds(session)[0] == "F" and small.shape != expected.shape
         assert torch.equal(run_flux(flux), expected)
-
-
-def test_pipelines_side_by_side_and_copies(flux: Any) -> None:
-    """Two sessions take turns step by step; copies are plain, and take sessions of their own."""
-    pairs = [loop_pipeline("FLUX"), loop_pipeline("Wan")]
-    rules = [DiCache(9.0, retention_ratio=0.4), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
-    expected = []
-    for (pipe, inputs), rule in zip(pairs, rules, strict=True):
-        with accelerate(pipe, rule) as session:
-            expected.append(pipe(inputs))
-            assert "." in kinds(session)
-    with accelerate(pairs[0][0], rules[0]) as outer, accelerate(pairs[1][0], rules[1]):
-        inner: list[Tensor] = []
-
-        def other(pipe: Any, step: int, *rest: Any) -> None:
-            if step == 2:
-                inner.append(pairs[1][0](pairs[1][1]))
-
-        assert torch.equal(pairs[0][0](pairs[0][1], callback_on_step_end=other), expected[0])
-        assert torch.equal(inner[0], expected[1])
-        twin = pickle.loads(pickle.dumps(copy.deepcopy(pairs[0][0].transformer)))
-        with pytest.raises(ValueError, match="accelerated already"):
-            accelerate(pairs[0][0], FirstBlock())
-        assert outer.report().runs == 1
-    assert attributes(twin).keys() == attributes(pairs[0][0].transformer).keys()
-    assert not any("_paradec" in key for child in attributes(twin).values() for key in child)
 
 
 def test_compiled_blocks_stay_compiled() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import io
 import pickle
 import threading
@@ -20,7 +19,6 @@ from tiny_pipelines import (
     MODELS,
     LoopPipeline,
     denoise,
-    dit_pipeline,
     flux_pipeline,
     loop_pipeline,
     model,
@@ -115,7 +113,6 @@ OTHERS = pytest.mark.parametrize(
 )
 """What is the session's: by default with three of them."""
 SOME = pytest.mark.parametrize("case", ["SD3", "FluxPipeline", "WanPipeline"], indirect=True)
-LOOPS = pytest.mark.parametrize("case", [name for name in MODELS if name not in TWO_CALLS], indirect=True)
 
 
 @pytest.fixture
@@ -172,19 +169,6 @@ def test_a_second_run_of_one_pipeline_is_refused(case: Case, session: Any) -> No
     assert torch.equal(run(), case.fast) and torch.equal(in_thread(run), case.fast)
 
 
-@pytest.mark.parametrize("case", ["FluxPipeline"], indirect=True)
-def test_a_pipeline_that_calls_itself_before_its_run_begins(case: Case) -> None:
-    class Again(type(case.pipe)):  # type: ignore[misc]
-        def __call__(self, *args: Any, again: bool = True, **kwargs: Any) -> Any:
-            return self(*args, again=False, **kwargs) if again else super().__call__(*args, **kwargs)
-
-    pipe = Again(**case.beside().components)
-    pipe.set_progress_bar_config(disable=True)
-    with accelerate(pipe, SAMPLER):
-        assert torch.equal(case.run(pipe), case.fast) and torch.equal(case.run(pipe), case.fast)
-    assert torch.equal(case.run(pipe), case.plain)
-
-
 @OTHERS
 def test_two_pipelines_with_one_transformer(case: Case, session: Any) -> None:
     """One accelerated, one plain, each with its scheduler: a whole run of one between two steps of the other."""
@@ -199,36 +183,6 @@ def test_two_pipelines_with_one_transformer(case: Case, session: Any) -> None:
     assert torch.equal(results[2], case.fast)
 
 
-@SOME
-def test_pipelines_with_one_transformer_at_the_same_time(case: Case, session: Any) -> None:
-    """Step by step in any order; a run of the accelerated pipeline in a third thread is right or refused."""
-    others = [case.beside(), case.beside()]
-    for _ in range(2):
-        found = together(*(lambda pipe=pipe: case.run(pipe) for pipe in (case.pipe, *others, case.pipe)))
-        assert torch.equal(found[1], case.plain) and torch.equal(found[2], case.plain)
-        mine = [result for result in (found[0], found[3]) if isinstance(result, Tensor)]
-        refused = [result for result in (found[0], found[3]) if not isinstance(result, Tensor)]
-        assert mine and all(torch.equal(result, case.fast) for result in mine)
-        assert all(type(error) is RuntimeError and "in the middle of a run" in str(error) for error in refused)
-
-
-@SOME
-def test_calls_while_the_transformer_is_in_a_forecast_step(case: Case, session: Any) -> None:
-    """A direct call in another thread, begun and ended inside a call of the run."""
-    direct, expected = case.direct, case.expected
-    found: list[Any] = []
-    block = case.pipe.transformer.get_submodule(session.transformers[0].taps[-1].place.block)
-
-    def meanwhile(module: Any, args: tuple) -> None:
-        if session.transformers[0].inside == threading.get_ident():
-            found.append(in_thread(direct))
-
-    handle = block.register_forward_pre_hook(meanwhile)
-    assert torch.equal(case.run(case.pipe), case.fast)
-    handle.remove()
-    assert len(found) >= STEPS and all(torch.equal(result, expected) for result in found)
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MODELS)
 def test_bare_transformers_in_two_threads(name: str) -> None:
@@ -239,24 +193,6 @@ def test_bare_transformers_in_two_threads(name: str) -> None:
         expected = run()
         assert all(torch.equal(result, expected) for result in together(run, run))
         assert torch.equal(in_thread(run), expected) and torch.equal(run(), expected)
-
-
-def test_budgets_in_two_threads() -> None:
-    """Runs of unequal sizes, which the same budget gives unequal targets."""
-    module, inputs = model("PixArt")
-    small = {key: value[:1] for key, value in inputs.items()}
-    with accelerate(module, SAMPLER) as session:
-        denoise(module, inputs, STEPS)
-        budget = session.report().bytes // 2
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2), max_memory=budget)) as session:
-        expected, chosen = [], []
-        for given in (inputs, small):
-            expected.append(denoise(module, given, STEPS))
-            chosen.append(session.report().settings["PixArtTransformer2DModel"])
-        assert (chosen[0].target, chosen[0].order) != (chosen[1].target, chosen[1].order)
-        for _ in range(3):
-            found = together(lambda: denoise(module, inputs, STEPS), lambda: denoise(module, small, STEPS))
-            assert all(map(torch.equal, found, expected))
 
 
 # ---- runs that break off, and calls that are no run's ---------------------------------------------------------------
@@ -284,37 +220,6 @@ def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
     assert torch.equal(case.run(case.pipe), case.fast)
 
 
-@SOME
-def test_a_run_that_breaks_off_before_its_first_step(case: Case, session: Any) -> None:
-    direct, expected = case.direct, case.expected
-
-    def fail(module: Any, args: tuple) -> None:
-        raise ValueError("in the first call")
-
-    handle = case.pipe.transformer.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="in the first call"):
-        case.run(case.pipe)
-    handle.remove()
-    assert torch.equal(direct(), expected) and torch.equal(case.run(case.pipe), case.fast)
-    set_timesteps = case.pipe.scheduler.set_timesteps
-
-    @functools.wraps(set_timesteps)
-    def and_fail(*args: Any, **kwargs: Any) -> None:
-        set_timesteps(*args, **kwargs)
-        raise ValueError("after set_timesteps")
-
-    case.pipe.scheduler.set_timesteps = and_fail
-    try:
-        with pytest.raises(ValueError, match="after set_timesteps"):
-            case.run(case.pipe)
-    finally:
-        case.pipe.scheduler.set_timesteps = set_timesteps
-    for _ in range(3):
-        assert torch.equal(direct(), expected)
-    assert session.transformers[0].nbytes == 0
-    assert torch.equal(case.run(case.pipe), case.fast)
-
-
 @pytest.mark.thinned
 @EVERY
 def test_direct_calls_are_plain(case: Case, session: Any) -> None:
@@ -332,59 +237,6 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     gradients = case.gradient(), in_thread(case.gradient)
     session.detach()
     assert all(torch.equal(gradient, case.gradient()) for gradient in gradients)
-
-
-@pytest.mark.thinned
-@LOOPS
-def test_loops_of_ones_own(case: Case, session: Any) -> None:
-    """A function, and generators whose steps alternate: over the accelerated pipeline, and over one beside it."""
-
-    @torch.no_grad()
-    def loop(pipe: Any) -> Iterator[Tensor]:
-        latent = case.inputs["hidden_states"]
-        pipe.scheduler.set_timesteps(STEPS)
-        yield latent
-        for t in pipe.scheduler.timesteps:
-            time = t.expand(len(latent))
-            given = case.inputs | {"hidden_states": latent, "timestep": time.long() if case.name == "DiT" else time}
-            output = pipe.transformer(**given, return_dict=False)[0][:, : latent.shape[1]]
-            latent = pipe.scheduler.step(output, t, latent, return_dict=False)[0]
-            yield latent
-
-    ending = loop(case.pipe)
-    for _ in range(STEPS + 1):  # all steps; the function that drives them is still there
-        last = next(ending)
-    assert torch.equal(last, case.fast) and session.transformers[0].nbytes == 0
-    *_, last = loop(case.beside())
-    assert torch.equal(last, case.plain)
-    for first, second in ((case.pipe, case.beside()), (case.beside(), case.pipe)):
-        pairs = list(zip(loop(first), loop(second), strict=True))
-        expected = (case.fast, case.plain) if first is case.pipe else (case.plain, case.fast)
-        assert all(map(torch.equal, pairs[-1], expected))
-    left = loop(case.pipe)  # left in the middle
-    for _ in range(3):
-        next(left)
-    assert torch.equal(case.run(case.pipe), case.fast)
-
-
-def test_a_loop_prepared_in_another_thread() -> None:
-    """The steps tell whose run it is."""
-    pipe, inputs = loop_pipeline("PixArt")
-
-    @torch.no_grad()
-    def loop() -> Tensor:
-        latent = inputs["hidden_states"]
-        for t in pipe.scheduler.timesteps:
-            output = pipe.transformer(**inputs | {"hidden_states": latent, "timestep": t.expand(2)}).sample[:, :4]
-            latent = pipe.scheduler.step(output, t, latent, return_dict=False)[0]
-        return latent
-
-    with accelerate(pipe, TaylorSeer(interval=1)) as session:
-        pipe.scheduler.set_timesteps(STEPS)
-        assert torch.equal(in_thread(loop), pipe(inputs, STEPS))
-        pipe.scheduler.set_timesteps(STEPS)
-        assert in_thread(loop).isfinite().all()
-        assert len(session.report().calls) == STEPS - 1  # all but the one before the first step
 
 
 # ---- a second session, and detaching --------------------------------------------------------------------------------
@@ -407,44 +259,6 @@ def test_detach_in_the_middle(case: Case) -> None:
         assert torch.equal(found, case.plain)  # nothing was forecast so far
         assert torch.equal(case.run(case.pipe), case.plain)
         assert not [key for key in vars(case.pipe.transformer) if key in ("_call_impl", "__getstate__")]
-
-
-@pytest.mark.parametrize("case", ["FLUX", "FluxPipeline"], indirect=True)
-def test_detach_waits_for_a_call(case: Case) -> None:
-    """A block's modules must not change sides within one call: a stand-in would meet the real module that it feeds."""
-    between = case.pipe.transformer.single_transformer_blocks[-1].act_mlp
-    threads: list[threading.Thread] = []
-
-    def meanwhile(module: Any, args: tuple) -> None:
-        if session.clock.index == 2 and not threads:
-            threads.append(threading.Thread(target=session.detach))
-            threads[0].start()
-            threads[0].join(0.05)
-
-    handle = between.register_forward_pre_hook(meanwhile)
-    try:
-        with accelerate(case.pipe, SAMPLER) as session:
-            found = case.run(case.pipe)
-            threads[0].join(60)
-    finally:
-        handle.remove()
-    assert found.isfinite().all() and session.report().calls[-1].step == 2
-    assert torch.equal(case.run(case.pipe), case.plain)
-
-
-@SOME
-def test_sessions_of_two_pipelines_come_off_in_any_order(case: Case) -> None:
-    other = copy.deepcopy(case.pipe)
-    for order in ((0, 1), (1, 0)):
-        sessions = [accelerate(case.pipe, SAMPLER), accelerate(other, SAMPLER)]
-        found = together(lambda: case.run(case.pipe), lambda: case.run(other))
-        assert all(torch.equal(result, case.fast) for result in found)
-        pipes = [case.pipe, other]
-        sessions[order[0]].detach()
-        assert torch.equal(case.run(pipes[order[0]]), case.plain)
-        assert torch.equal(case.run(pipes[order[1]]), case.fast)
-        sessions[order[1]].detach()
-        assert torch.equal(case.run(pipes[order[1]]), case.plain)
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
@@ -510,35 +324,6 @@ def test_a_copied_pipeline_is_plain(case: Case, session: Any) -> None:
 
 
 @SOME
-def test_shallow_copies_and_pickles_of_what_a_pipeline_is_made_of(case: Case, session: Any) -> None:
-    runs, shallow = session.clock.run, case.beside()
-    shallow.transformer, shallow.scheduler = copy.copy(case.pipe.transformer), copy.copy(case.pipe.scheduler)
-    assert torch.equal(case.run(shallow), case.plain)
-    for scheduler in (pickled(case.pipe.scheduler), saved(case.pipe.scheduler)):
-        shallow.scheduler = scheduler
-        assert torch.equal(case.run(shallow), case.plain)
-    other = pickled(case.pipe)
-    assert type(other) in type(case.pipe).__bases__ and torch.equal(case.run(other), case.plain)
-    assert session.clock.run == runs and torch.equal(case.run(case.pipe), case.fast)
-
-
-def test_copies_do_not_keep_the_original_alive() -> None:
-    pipe, inputs = loop_pipeline("DiT")
-    session = accelerate(pipe, SAMPLER)
-    pipe(inputs)
-    other = copy.deepcopy(pipe)
-    seen = [id(thing) for thing in (pipe.transformer, session)]
-    reached, left = set(), [other]
-    while left:
-        thing = left.pop()
-        if id(thing) in reached or isinstance(thing, type) or type(thing).__name__ in ("module", "function"):
-            continue
-        reached.add(id(thing))
-        left += gc.get_referents(thing)
-    assert not reached.intersection(seen)
-
-
-@SOME
 def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> None:
     """The weights, and a pipeline that loads as a plain one."""
     case.run(case.pipe)
@@ -554,66 +339,6 @@ def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> N
         other.set_progress_bar_config(disable=True)
         torch.testing.assert_close(case.run(other), case.plain)
     assert torch.equal(case.run(case.pipe), case.fast)
-
-
-@SOME
-def test_pipelines_made_of_an_accelerated_one(case: Case, session: Any) -> None:
-    """With its scheduler they are accelerated with it, with one of their own they are plain; detaching ends both."""
-    made = [type(case.pipe)(**case.pipe.components)]
-    if case.name not in MODELS:
-        made.append(type(case.pipe).from_pipe(case.pipe))
-    results: list[Any] = []
-    for other in made:
-        other.set_progress_bar_config(disable=True)
-        assert torch.equal(case.run(other), case.fast)
-        found = case.run(case.pipe, at(2, lambda other=other: in_thread(lambda: case.run(other)), results))
-        assert torch.equal(found, case.fast)
-        assert isinstance(results[-1], RuntimeError) and "in the middle of a run" in str(results[-1])
-    assert torch.equal(case.run(case.beside()), case.plain)
-    session.detach()
-    assert all(torch.equal(case.run(other), case.plain) for other in made)
-
-
-def test_another_dtype_while_accelerated() -> None:
-    pipe, inputs = loop_pipeline("SD3")
-    fast = {}
-    wide = {key: value.double() for key, value in inputs.items()}
-    expected = copy.deepcopy(pipe).to(torch.float64)(wide, STEPS)
-    with accelerate(pipe, SAMPLER):
-        fast[torch.float32] = pipe(inputs, STEPS)
-        pipe.to(torch.float64)
-        fast[torch.float64] = pipe(wide, STEPS)
-        assert torch.equal(pipe.to("cpu")(wide, STEPS), fast[torch.float64])
-    torch.testing.assert_close(fast[torch.float64].float(), fast[torch.float32], rtol=1e-4, atol=1e-4)
-    with accelerate(pipe, TaylorSeer(interval=1)):
-        assert torch.equal(pipe(wide, STEPS), expected)
-
-
-def test_a_pipeline_without_callbacks() -> None:
-    """Two threads over diffusers' DiT: pictures that are right, or the one error."""
-    pipe = dit_pipeline()
-    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
-    other = type(pipe)(**pipe.components | {"scheduler": scheduler})
-    other.set_progress_bar_config(disable=True)
-
-    def run(pipe: Any) -> Tensor:
-        draw = torch.Generator().manual_seed(3)
-        return torch.as_tensor(pipe([1, 2], num_inference_steps=8, generator=draw, output_type="np").images)
-
-    plain = run(pipe)
-    with accelerate(pipe, TaylorSeer(interval=3)) as session:
-        fast = run(pipe)
-        assert not torch.equal(fast, plain)
-        for _ in range(4):
-            found = together(*(lambda pipe=pipe: run(pipe) for pipe in (pipe, pipe, other)))
-            assert torch.equal(found[2], plain) and any(isinstance(result, Tensor) for result in found[:2])
-            for result in found[:2]:
-                if isinstance(result, Tensor):
-                    assert torch.equal(result, fast)
-                else:
-                    assert "the accelerated DiTPipeline is in the middle of a run" in str(result)
-        assert "DiTPipeline" not in str(session.report())
-    assert torch.equal(run(copy.deepcopy(pipe)), plain)
 
 
 def test_calibration_measures_the_runs_calls_alone() -> None:

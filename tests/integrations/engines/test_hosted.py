@@ -17,9 +17,8 @@ from torch import Tensor
 import paradec
 from paradec import samplers
 from paradec.core.facts import ModelFacts
-from paradec.integrations.engines.hosted import FIELDS, Hosted, refusal
+from paradec.integrations.engines.hosted import Hosted, refusal
 from paradec.models.adapter import Model
-from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler
 
 HOSTED = [name for name in samplers.names() if refusal(samplers.create(name)) is None]
@@ -233,25 +232,6 @@ def test_copies_go_on_by_themselves(duplicate: Any) -> None:
         assert all(one[key].tokens.equal(two[key].tokens) for key in one)
 
 
-def test_contexts_may_change_between_steps() -> None:
-    torch.manual_seed(0)
-    logits = [torch.randn(4, VOCAB) for _ in range(8)]
-    found = []
-    for contexts in ([torch.no_grad] * 3, [torch.inference_mode, torch.enable_grad, torch.inference_mode]):
-        hosted = Hosted("saber", FACTS)
-        with contexts[0]():
-            hosted.open(0, [1, 2, 3, 4], 4, seed=0, temperature=0.7)
-            hosted.step({0: logits[0].clone()})
-        with contexts[1]():
-            hosted.step({0: logits[1].clone().requires_grad_(torch.is_grad_enabled())})
-        with contexts[2]():
-            for given in logits[2:]:
-                if not hosted.done(0):
-                    hosted.step({0: given.clone()})
-        found.append(hosted.answer(0))
-    assert found[0] == found[1]
-
-
 def test_what_is_handed_over_is_not_written_to() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         hosted = Hosted("credit", FACTS)
@@ -309,10 +289,6 @@ def test_every_masked_sampler_is_hosted_or_says_why() -> None:
             why = refusal(samplers.create(name))
             assert (why is None) == (name in HOSTED) and (why is None or why.startswith("it "))
     assert {"threshold", "credit", "saber", "editing", "learn2pd", "random"} <= {*HOSTED}
-
-
-def test_fields_are_those_of_a_request() -> None:
-    assert {*FIELDS} <= {*Request.__dataclass_fields__}
 
 
 def test_bad_input_is_named_before_anything_happens() -> None:

@@ -237,17 +237,6 @@ def test_logits_that_are_not_finite_name_the_request() -> None:
     assert batch.input_ids.tolist() == [1, 9, 9, 9, 2, 8, 8, 8]
 
 
-def test_requests_that_are_taken_back_leave_nothing() -> None:
-    algorithm = made("ParadecThreshold", True, threshold=1.0)
-    batch = batch_of([[1, MASK, MASK, MASK]] * 3, ["a", "b", "c"], [4] * 3)
-    states = algorithm.init_step_state(batch)
-    algorithm.step(batch, logits_of(*[[9] * 4] * 3), states)
-    assert len(algorithm._hosted) == 3
-    del states[1]
-    gc.collect()
-    assert len(algorithm._hosted) == 2
-
-
 def test_of_many_requests_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.integrations.engines.sglang.MOST_BETWEEN", 2)
     algorithm = made("ParadecSaber")

@@ -27,7 +27,7 @@ from paradec.batching.slots import Cancelled
 from paradec.integrations.server import asked, gate
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.gate import Gate
-from paradec.integrations.server.hosts import CALL, HttpCall
+from paradec.integrations.server.hosts import CALL
 from paradec.integrations.server.metrics import Metrics
 
 PROMPTS = [
@@ -277,15 +277,6 @@ def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
     assert server.engine.steps - steps < 300
 
 
-def test_a_client_that_left_before_its_prompt_is_in_the_batch(server: Running) -> None:
-    ended: list[Any] = []
-    call = HttpCall(server.engine)
-    call.end()
-    call.add(server.engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
-    wait(lambda: len(ended) == 1)
-    assert isinstance(ended[0].output.error, Cancelled)
-
-
 def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
@@ -373,27 +364,6 @@ def test_the_tokens_asked_for_are_limited(model: Any) -> None:
         assert server.post(chat(max_tokens=20))[0] == 200
         wire.close()
         wait(lambda: server.post(chat(max_tokens=440))[0] == 200)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_connection_frees_its_row_within_one_step(model: Any, stream: bool) -> None:
-    with running(model, batch_size=2) as server:
-        cancelled, steps = server.engine.batch.cancel, []
-
-        def cancel(ticket: Any) -> bool:
-            steps.append(server.engine.steps)
-            return cancelled(ticket)
-
-        server.engine.batch.cancel = cancel
-        ended: list[int] = []
-        wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
-        wait(lambda: server.engine.occupied == 1)
-        (ticket,) = [ticket for group in server.engine.batch._groups for ticket in group.tickets if ticket]
-        told = ticket.on_done
-        ticket.on_done = lambda ticket: (ended.append(server.engine.steps), told(ticket))
-        wire.close()
-        wait(lambda: len(ended) == 1)
-        assert ended[0] - steps[0] <= 1 and server.engine.occupied == 0
 
 
 def test_an_engine_that_stops_says_so(model: Any) -> None:
@@ -490,19 +460,6 @@ def test_a_step_that_fails_now_and_then_does_not_end_the_engine(model: Any, monk
     wait(lambda: len(ended) == 1)
     assert len(calls) > 6 and ended[0].output.error is None and engine.alive
     engine.close()
-
-
-def test_the_engine_may_be_closed_by_whom_it_answers(model: Any) -> None:
-    engine = Engine(model)
-    ended: list[Any] = []
-
-    def on_done(ticket: Any) -> None:
-        ended.append(ticket)
-        engine.close()
-
-    engine.submit(SORT, on_done=on_done)
-    engine.submit(SORT, on_done=on_done, sampler="low_confidence", max_new_tokens=200)
-    wait(lambda: len(ended) == 2 and not engine._thread.is_alive())
 
 
 def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:

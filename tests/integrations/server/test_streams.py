@@ -67,24 +67,6 @@ def test_a_stream_gives_the_text_of_its_ids(tokenizer: Any) -> None:
     asyncio.run(run())
 
 
-def test_threads_reach_the_queue_in_order(tokenizer: Any) -> None:
-    ids = tokenizer("kiwi apple fig", add_special_tokens=False)["input_ids"]
-
-    async def run() -> None:
-        stream = TextStream(tokenizer, ["fig"])
-
-        def decode() -> None:
-            stream.put(torch.tensor([[5]]))
-            for token in ids:
-                stream.put(torch.tensor([[token]]))
-            stream.finish("kiwi apple fig")
-
-        await asyncio.to_thread(decode)
-        assert [await asyncio.wait_for(stream.queue.get(), 5) for _ in range(4)] == ["kiwi", " apple", " ", None]
-
-    asyncio.run(run())
-
-
 def test_drafts_wait_for_their_reader(tokenizer: Any) -> None:
     mask = tokenizer.convert_tokens_to_ids("[MASK]") if tokenizer.mask_token_id is None else tokenizer.mask_token_id
 
