@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import END, MASK, VOCAB, tiny
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from tiny_models import MASK, tiny
 
 import paradec
 from paradec import Suffix, caches, samplers
@@ -48,10 +45,6 @@ def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str
         alone = paradec.generate(model, [prompt], **asked)
         assert rows_of(alone) == [rows_of(out)[row]]
         assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
-
-
-def test_the_pairs_that_always_run_leave_nothing_out() -> None:
-    assert {cache for cache, _ in SOME} == set(WITH) and {str(window) for _, window in SOME} == set(map(str, WINDOWS))
 
 
 # ---- unequal rows, templates, batches that are refilled --------------------------------------------------------------
@@ -124,42 +117,7 @@ def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: 
     assert sum(second.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_a_prefix_of_a_request_with_a_window_serves_one_without(window: Any) -> None:
-    model = tiny(1)
-    asked = ASKED | {"cache": "d2", "sampler": "low_confidence"}
-    first = paradec.generate(model, ROWS, keep_prefix=True, suffix=window, **asked)
-    turn = [[*row, 7] for row in rows_of(first)]
-    second = paradec.generate(model, turn, prefix=first.prefix, **asked)
-    assert rows_of(second) == rows_of(paradec.generate(model, turn, **asked))
-
-
 # ---- threads, copies, streams ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cache", WITH)
-def test_threads_share_a_model_a_sampler_a_cache_and_a_window(cache: str) -> None:
-    model, rule, kept, window = tiny(2), samplers.create("threshold"), caches.create(cache), Suffix(7, "gaussian")
-    asked = ASKED | {"sampler": rule, "cache": kept, "suffix": window, "temperature": 0.7}
-    expected = [rows_of(paradec.generate(model, [prompt], **asked)) for prompt in ROWS]
-    found: dict[int, list[Any]] = {}
-
-    def work(row: int) -> None:
-        found[row] = [rows_of(paradec.generate(model, [ROWS[row]], **asked)) for _ in range(3)]
-
-    threads = [threading.Thread(target=work, args=(row,)) for row in range(len(ROWS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {row: [answer] * 3 for row, answer in enumerate(expected)}
-
-
-@pytest.mark.parametrize("window", WINDOWS[1:], ids=str)
-def test_copies_and_pickles(window: Suffix) -> None:
-    for other in (copy.deepcopy(window), pickle.loads(pickle.dumps(window)), Suffix.of(window.to_dict())):
-        assert other == window and hash(other) == hash(window)
-    assert eval(repr(window)) == window
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -181,63 +139,7 @@ def test_a_state_of_d2_goes_on_as_its_copies_do(window: Any) -> None:
     assert len(set(evaluated)) == 1
 
 
-@pytest.mark.parametrize(("cache", "window"), SOME)
-def test_streams(cache: str, window: Any) -> None:
-    """What a streamer gets, in the order in which it comes, is the answer."""
-
-    class Heard:
-        def __init__(self) -> None:
-            self.puts: list[Tensor] = []
-
-        def put(self, value: Tensor) -> None:
-            self.puts.append(value)
-
-        def end(self) -> None:
-            pass
-
-    heard = Heard()
-    asked = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1}
-    out = paradec.generate(tiny(2), [ROWS[2]], streamer=heard, **asked)
-    assert torch.cat([put.reshape(-1) for put in heard.puts]).tolist() == out.sequences[0].tolist()
-    assert len(heard.puts) > 2
-
-
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cache", WITH)
-def test_bfloat16(cache: str) -> None:
-    """A window that covers the answer changes no bit; one that does not decodes all rows, and saves what it saves."""
-    model = tiny(2)
-    model.module.to(torch.bfloat16)
-    asked = ASKED | {"cache": cache, "sampler": "low_confidence"}
-    plain = paradec.generate(model, ROWS, **asked)
-    assert torch.equal(paradec.generate(model, ROWS, suffix=NEW, **asked).sequences, plain.sequences)
-    for window in WINDOWS[1:]:
-        out = paradec.generate(model, ROWS, suffix=window, **asked)
-        assert not (out.sequences == MASK).any()
-        assert sum(out.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens) or cache == "d2"
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize(("cache", "window"), SOME)
-def test_a_mask_with_id_0(cache: str, window: Any) -> None:
-    """The same model with its tokens renamed, so that the mask is 0: the same answers, renamed."""
-    name = torch.arange(VOCAB)
-    name[0], name[MASK] = MASK, 0
-    old = tiny(2)
-    module = LlamaForCausalLM(old.module.config).double()
-    weights = old.module.state_dict()
-    weights |= {part: weights[part][name] for part in ("model.embed_tokens.weight", "lm_head.weight")}
-    module.load_state_dict(weights)
-    new = paradec.wrap(module, mask_token_id=0, eos_token_id=END, topology="bidirectional", prediction="same")
-    asked = ASKED | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
-    renamed = [name[torch.tensor(row)].tolist() for row in HOLES + ROWS]
-    expected = rows_of(paradec.generate(old, HOLES + ROWS, **asked))
-    found = rows_of(paradec.generate(new, renamed, **asked))
-    if window is None or window.density == "cut":  # what is drawn depends on the prompt's ids
-        assert [name[torch.tensor(row)].tolist() for row in found] == expected
-    assert all(0 not in row for row in found)
 
 
 @pytest.mark.thinned

@@ -59,18 +59,6 @@ def test_records_say_what_was_written_and_when() -> None:
     assert stale.sum(1).tolist() == [1, 1] and (written[stale] == MASK).all()
 
 
-def test_a_repeated_step_rewrites_the_same_values() -> None:
-    model = tiny(2)
-    for cache in ("dual", "dkv_decode", "vicinity"):
-        state, query = inside_a_block(model, [[1, 2, 3], [4, 5]], steps=3, cache=cache)
-        with torch.inference_mode():
-            first = model(query, state.store)
-            before = contents(state.store)
-            again = model(query, state.store)
-        assert torch.equal(first, again)
-        assert all(torch.equal(a, b) for a, b in zip(before, contents(state.store), strict=True))
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_drafts_are_evaluated_as_if_written_and_leave_no_trace(topology: str) -> None:
     """Several rows over one row of the store, against writing each into a copy of its own."""
@@ -114,21 +102,6 @@ def test_a_tree_of_drafts_is_the_drafts_one_by_one(topology: str) -> None:
     start, stop = int(state.block_start[0]), int(state.block_end[0])
     if topology == "bidirectional":
         assert torch.equal(state.store.token_at_write[0, start:stop], drafts[0])
-
-
-def test_padding_in_a_draft_changes_nothing() -> None:
-    model = tiny(2)
-    state, query = inside_a_block(model, [[1, 2, 3, 4, 5]])
-    padded = query.but(
-        tokens=torch.cat((query.tokens, torch.full((1, 3), 7)), 1),
-        positions=torch.cat((query.positions, query.positions[:, -1:].expand(1, 3)), 1),
-        valid=torch.tensor([[True] * query.tokens.shape[1] + [False] * 3]),
-        wanted=None,
-        store=query.store.but(slots=None),
-    )
-    with torch.inference_mode():
-        plain = model(query.but(store=padded.store, wanted=None), state.store)
-        torch.testing.assert_close(model(padded, state.store)[:, : plain.shape[1]], plain, rtol=0, atol=1e-12)
 
 
 def test_rows_that_are_no_slice_of_the_store() -> None:
@@ -177,12 +150,3 @@ def test_a_store_beyond_the_machine_is_refused_before_it_is_made() -> None:
     with pytest.raises(ValueError, match="more than max_memory"):
         check_memory(2048, torch.device("cpu"), 2047, "a store")
     check_memory(2048, torch.device("cpu"), 2048, "a store")
-
-
-def test_the_store_can_be_written_outside_inference_mode() -> None:
-    """A state that was decoded under inference mode may go on without it."""
-    model = tiny(2)
-    state, query = inside_a_block(model, [[1, 2, 3]])
-    with torch.inference_mode():
-        expected = model(query, state.store).clone()
-    assert torch.equal(model(query, state.store), expected)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -169,49 +168,6 @@ def test_given_text_after_the_window_is_context(cache: str) -> None:
     assert torch.equal(wide, paradec.generate(model, [holes], **asked | {"suffix": None}).sequences)
 
 
-@pytest.mark.parametrize("suffix", SOME[1:3], ids=str)
-def test_rows_that_take_others_places(suffix: Suffix) -> None:
-    model = tiny(2)
-    asked: Any = ASKED | {"sampler": "threshold", "cache": "dual", "suffix": suffix}
-    prompts = [*ROWS, [3, 1], [2] * 11]
-    many = {out.index: out for out in paradec.generate_many(model, prompts, batch_size=2, **asked)}
-    assert len(many) == len(prompts)
-    for index, prompt in enumerate(prompts):
-        alone = paradec.generate(model, [prompt], **asked)
-        assert many[index].sequences[0, -NEW:].tolist() == answers(alone)[0]
-
-
-def test_copies_and_pickles_of_a_state_go_on_as_it_does() -> None:
-    model, sampler = tiny(2), samplers.create("low_confidence")
-    state = sampler.start(model, ROWS, cache="prefix", suffix=Suffix(9, "gaussian"), **ASKED)
-    for _ in range(6):
-        sampler.commit(state, sampler.step(model, state))
-    others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
-    for each in (state, *others):
-        while not each.done:
-            sampler.commit(each, sampler.step(model, each))
-    assert all(torch.equal(each.canvas, state.canvas) for each in others)
-
-
-def test_a_step_repeated_is_the_step_and_changes_nothing() -> None:
-    model, sampler = tiny(2), samplers.create("threshold")
-    state = sampler.start(model, ROWS, cache="none", suffix=Suffix(9, "gaussian"), temperature=1.0, **ASKED)
-    while not state.done:
-        there = state.present.copy()
-        first, second = sampler.step(model, state), sampler.step(model, state)
-        assert torch.equal(first.scores, second.scores) and torch.equal(first.values, second.values)
-        assert np.array_equal(there, state.present)
-        sampler.commit(state, second)
-
-
-def test_drafts_are_the_base_with_a_suffix() -> None:
-    model = tiny(2)
-    asked = ASKED | {"suffix": Suffix(9, "gaussian"), "cache": "dual"}
-    plain = paradec.generate(model, ROWS, sampler="low_confidence", **asked)
-    drafted = paradec.generate(model, ROWS, sampler=samplers.create("freedave", base="low_confidence"), **asked)
-    assert answers(plain) == answers(drafted)
-
-
 def test_blocks_that_the_logits_end() -> None:
     """What exists is chosen where the block opens, and stays when it is cut."""
     model, blocks = tiny(1), paradec.AdaptiveBlocks(length=4, delimiters=(7, 8, 9), delimiter_threshold=0.01)
@@ -338,12 +294,6 @@ def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
     refused(opaque, "takes no position ids", suffix="gaussian:4", block_length=4, rows=[[1, 2]])
     out = paradec.generate(opaque, [[1, 2]], suffix=4, block_length=4, max_new_tokens=12, sampler="low_confidence")
     assert out.cost.forwarded_tokens == [4 * (10 + 14 + 14)]
-
-
-def test_every_other_cache_is_named() -> None:
-    assert set(caches.names()) - set(WITH) == {
-        *("delayed", "dkv_decode", "dkv_greedy", "dkv_prefill", "dkv_pd", "block", "hierarchical", "recap")
-    }
 
 
 def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:

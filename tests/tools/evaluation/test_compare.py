@@ -265,25 +265,6 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def test_two_runs_agree_apart_from_the_times(
-    packaged: Model, small: Comparison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spent: list[float] = []
-
-    def timed(*given: Any, **request: Any) -> Any:
-        output = paradec.generate(*given, **request)
-        spent.append(output.seconds)
-        return output
-
-    monkeypatch.setattr(sys.modules["paradec.tools.evaluation.compare"], "generate", timed)
-    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
-    again = evaluation.compare(packaged, questions=questions, batch=3, **SMALL)
-    assert len(spent) == 3 * len(again.results)
-    assert [r.seconds for r in again.results] == [pytest.approx(sum(spent[k : k + 3])) for k in range(0, len(spent), 3)]
-    again.machine["batch"] = 8
-    assert without_times(again.to_dict()) == without_times(small.to_dict())
-
-
 def test_seeds_and_blocks_are_those_of_generate(packaged: Model) -> None:
     """Draws; and rows with unequal numbers of blocks, whose steps are shared out over the most."""
     facts = packaged.facts
@@ -352,14 +333,6 @@ def test_answers_are_kept_and_what_was_lost(packaged: Model, small: Comparison, 
     (tmp_path / "cut.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match="cut.json.*answers and counts differ"):
         Comparison.from_json(tmp_path / "cut.json")
-
-
-def test_every_column_has_a_name_of_its_own(small: Comparison) -> None:
-    """Without a curve there is no area under it."""
-    assert len({*small.columns()}) == len(small.columns())
-    alone = replace(small, results=small.results[:2])
-    assert alone.aup() == {} and [*alone.columns(), "AUP"] == small.columns()
-    assert [len(cells) for cells in alone.table()] == [len(alone.columns())] * 2
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -723,29 +696,6 @@ def test_a_cache_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert refused.exit_code == 2 and "must be a class of a cache" in refused.stderr
 
 
-def test_progress_is_in_prompts(monkeypatch: pytest.MonkeyPatch, small: Comparison, packaged: Model) -> None:
-    """How many were answered, of how many, with what was resumed; the rate is of those that this run answered."""
-    seen: list[tuple[int, int]] = []
-    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
-    resume = replace(small, results=small.results[:2])
-    evaluation.compare(packaged, questions=questions, batch=4, resume=resume, progress=(
-        lambda comparison, *_: seen.append((comparison.asked, comparison.to_ask))), **SMALL)  # fmt: skip
-    assert seen == [(asked, 56) for asked in range(20, 57, 4)]
-    clock = iter([0.0, 0.0, 2.0, 4.0])
-    monkeypatch.setattr(show.time, "monotonic", lambda: next(clock))
-    told: list[str] = []
-    monkeypatch.setattr(show.Bar, "_is_due", lambda bar: True)
-    monkeypatch.setattr(show.Bar, "_show", lambda bar, what, *_: told.append(what))
-    bar = show.Bar()
-    for asked in (20, 24, 36):
-        bar.work("klass", asked / 56, asked, 56)
-    assert told == [
-        "klass: 20 of 56 prompts",
-        "klass: 24 of 56 prompts, 2.0 prompts/s",
-        "klass: 36 of 56 prompts, 4.0 prompts/s",
-    ]
-
-
 def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show.Bar, "work", stop_after(3))
     file = tmp_path / "results.json"
@@ -759,32 +709,6 @@ def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert Comparison.from_json(file).complete
 
 
-def test_the_command_says_which_rows_decided_padding(tmp_path: Path) -> None:
-    """On standard error: the table has standard output for itself."""
-    few = ("--tasks", "copy", "--limit", 1, "--samplers", "low_confidence", "--max-new-tokens", 12)
-    file = tmp_path / "results.json"
-    result = run(*few, "--out", file)
-    found = Comparison.from_json(file)
-    assert len(result.stdout.splitlines()) == 1 + len(found.results)
-    assert result.stderr.splitlines() == padding_lines(found.results) and "low_confidence: " in result.stderr
-
-
-def test_the_file_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends the process: the configurations that were finished are in the file."""
-    file, seen = tmp_path / "results.json", []
-
-    def work(*_: object) -> None:
-        seen.append(json.loads(file.read_text()) if file.exists() else {"results": []})
-        if len(seen) == 4:
-            raise MemoryError("the machine gives up")
-
-    monkeypatch.setattr(show.Bar, "work", work)
-    assert isinstance(run(*FEW, "--out", file).exception, MemoryError)
-    assert [len(data["results"]) for data in seen] == [0, 1, 2, 3]
-    found = Comparison.from_json(file)
-    assert len(found.results) == 3 and not found.complete
-
-
 def test_the_plot(small: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from paradec.tools.evaluation.plot import frontier
@@ -792,21 +716,6 @@ def test_the_plot(small: Comparison, tmp_path: Path) -> None:
     file = tmp_path / "frontier.png"
     frontier(small, file)
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
-
-
-def test_intervals_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the lower end to the upper one, read off the figure's own bars; points may come in any order."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    from paradec.tools.evaluation.plot import Panel, draw
-
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    points = [(4.0, 50.0, 20.0, 60.0), (1.0, 80.0, 75.0, 99.0), (2.0, 70.0, 70.0, 71.0)]
-    draw([Panel("one", {"factor": points}, points[1])], tmp_path / "bars.png", "x", "y")
-    (bars,) = drawn[0].axes[0].containers
-    line, _, (spans,) = bars.lines
-    for (x, y, low, high), point, span in zip(sorted(points), line.get_xydata(), spans.get_segments(), strict=True):
-        assert point.tolist() == [x, y] and span.ravel().tolist() == pytest.approx([x, low, x, high])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import decode
-from paradec.core.trace import Trace, TraceStep, spans
+from paradec.core.trace import Trace, TraceStep
 from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import Tree
 
@@ -333,10 +333,6 @@ def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in .json .*, .html"):
         trace.save(tmp_path / "run.hmtl")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_spans() -> None:
-    assert spans([]) == [] and spans([4]) == [(4, 5)] and spans([3, 1, 2, 7, 9, 8]) == [(1, 4), (7, 10)]
 
 
 def test_one_token_and_mask_id_zero() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -150,24 +148,6 @@ def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
     assert not goes_on((0.0, 2.0), places, 3, 1.0), "as proposals some would have been stopped"
 
 
-def test_a_study_whose_last_start_is_interrupted_goes_on_with_it(
-    model: Model, answers: list[list[int]], tmp_path: Path
-) -> None:
-    file, calls = tmp_path / "study.db", 0
-    few = {**SMALL, "samplers": ["threshold"], "trials": 0, "study": file}
-
-    def stop(what: str, share: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(paradec.Interrupted):
-        paradec.tune(model, PROMPTS, answers=answers, progress=stop, **few)
-    found = paradec.tune(model, PROMPTS, answers=answers, **few)
-    assert found.complete and found.trials["measured"] == 3 and found.trials["under way"] == 0
-
-
 def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     two = {**SMALL, "samplers": ["low_confidence", "threshold"]}
     found = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
@@ -260,17 +240,6 @@ def test_a_checker_judges(model: Model) -> None:
     assert all(prompt in PROMPTS for prompt in seen) and not found.by_truth
 
 
-def test_the_report_fits_80_columns(tuned: Tuning) -> None:
-    for text in (
-        str(tuned),
-        str(paradec.tools.tuning.Tuning(**{**vars(tuned), "points": [], "chosen": None, "hand": None})),
-    ):
-        assert all(len(line) <= 80 for line in text.splitlines())
-    text = str(tuned)
-    assert "one token per step" in text and "chosen" in text and "alike" in text
-    assert json.loads(json.dumps(tuned.to_dict()))["points"][tuned.chosen or 0]["chosen"] is True
-
-
 def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
     first, second = (
         paradec.tune(model, PROMPTS[:8], temperature=0.7, top_k=5, **{**SMALL, "trials": 2}) for _ in range(2)
@@ -358,51 +327,12 @@ def test_what_was_set_by_hand_stays_so_where_a_proposal_came_first(
     assert timeless(again) | {"trials": {}} == timeless(expected) | {"trials": {}} and again.hand.by_hand
 
 
-@pytest.mark.full
-def test_what_a_dead_process_left_is_gone_on_with(
-    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path
-) -> None:
-    file, calls = tmp_path / "study.db", 0
-
-    def stop(what: str, share: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(paradec.Interrupted):
-        paradec.tune(model, PROMPTS, answers=answers, study=file, progress=stop, **SMALL)
-    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
-    running = [trial for trial in study.trials if trial.state.name == "RUNNING"]
-    assert len(running) == 1
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    attributes = optuna.trial.Trial(study, running[0]._trial_id)
-    host = os.uname().nodename
-    attributes.set_user_attr("owner", f"{host} {dead.pid} 0")
-    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
-    assert timeless(again) == timeless(tuned)
-
-
 def test_a_run_that_ended_in_this_process_is_at_work_no_more() -> None:
     """Its trial was not released, as where the study's file could not be written."""
     with Study(None, {"schema": 1}, ["maximize", "minimize"], 0) as study:
         trial, _ = study.next_trial([{}])
         assert not study.left_behind(study.trials()[0])
     assert study.left_behind(study.trials()[0]) and study.next_trial([{}])[0].number == trial.number
-
-
-@pytest.mark.full
-def test_another_s_trial_is_left_to_it(model: Model, answers: list[list[int]], tmp_path: Path) -> None:
-    file = tmp_path / "study.db"
-    few = {**SMALL, "samplers": ["threshold"], "trials": 0}
-    paradec.tune(model, PROMPTS, answers=answers, study=file, **few)
-    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
-    theirs = study.ask()
-    theirs.set_user_attr("owner", "elsewhere 1 0")
-    found = paradec.tune(model, PROMPTS, answers=answers, study=file, **{**few, "trials": 2})
-    assert found.trials["under way"] == 1
-    assert found.trials["measured"] + found.trials["stopped early"] == 5
 
 
 @pytest.mark.parametrize(
@@ -426,31 +356,6 @@ def test_another_study_is_refused_by_name(
     few = {**SMALL, "trials": 0, "study": by_hand[0]}
     with pytest.raises(ValueError, match=word):
         paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
-
-
-@pytest.mark.full
-def test_two_threads_with_a_study_each_and_with_one(
-    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path
-) -> None:
-    found: list[Any] = []
-
-    def work(file: Path | None) -> None:
-        try:
-            found.append(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL))
-        except BaseException as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=work, args=(None,)) for _ in range(2)]
-    threads += [threading.Thread(target=work, args=(tmp_path / "one.db",)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(isinstance(entry, Tuning) for entry in found), found
-    alone = [entry for entry in found if timeless(entry) == timeless(tuned)]
-    assert len(alone) >= 2, "those with a study of their own found what one thread finds"
-    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{tmp_path / 'one.db'}")
-    assert not [trial for trial in study.trials if trial.state.name == "RUNNING"]
 
 
 @pytest.mark.parametrize(

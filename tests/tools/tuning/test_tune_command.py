@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
 from typer.testing import CliRunner
-from waiting import finished, wait_for
 
 import paradec
 from paradec.cli import app
@@ -88,28 +82,6 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
     assert run("--help").exit_code == 0 and "--study" in run("--help").stdout
     done = run("--limit", "1")
     assert done.exit_code == 2 and "install paradec's extra 'tune'" in done.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_a_command_that_is_stopped_goes_on(tmp_path: Path, end: signal.Signals) -> None:
-    study, preset = tmp_path / "study.db", tmp_path / "preset.json"
-    command = [sys.executable, "-m", "paradec", "tune", "--limit", "2", "--study", str(study), "--out", str(preset)]
-    command += ["--samplers", "threshold,factor,klass", "--trials", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(study, 3, process)
-    process.send_signal(end)
-    out, err = process.communicate(timeout=300)
-    if end == signal.SIGINT:
-        assert process.returncode == 130 and "the same command goes on" in err and "Incomplete" in out
-    before = {trial.number: trial.user_attrs for trial in finished(study)}
-    assert 3 <= len(before) < 13
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0 and "chosen" in done.stdout and "Incomplete" not in done.stdout
-    assert paradec.Request.load(preset).changes()
-    after = {trial.number: trial.user_attrs for trial in finished(study)}
-    assert all(after[number] == attributes for number, attributes in before.items())
 
 
 # ---- the steps of a pipeline ----------------------------------------------------------------------------------------

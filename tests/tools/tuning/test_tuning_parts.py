@@ -27,7 +27,6 @@ from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
 from paradec.tools.tuning.result import Point, choose, grouped_bootstrap, pareto, surely_below, thinned
 from paradec.tools.tuning.scoring import Scorer, agreement, truth
 from paradec.tools.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
-from paradec.tools.tuning.study import differs
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
@@ -382,11 +381,3 @@ def test_a_grouped_bootstrap_draws_whole_groups() -> None:
     assert grouped_bootstrap([0.5] * 4, list("abcd")) == (0.5, 0.5)
     single = grouped_bootstrap(list(np.linspace(0, 1, 40)), [str(k) for k in range(40)])
     assert single[0] == pytest.approx(0.5 - 1.96 * 0.3 / 40**0.5, abs=0.02)
-
-
-def test_what_differs_is_named() -> None:
-    was = {"model": "a", "space": {"caches": {"threshold": ["none"]}}, "prompts": {"text": "1"}}
-    assert differs(was, json.loads(json.dumps(was))) is None
-    assert differs(was, {**was, "model": "b"}) == "model: 'a' there, 'b' here"
-    other = {**was, "space": {"caches": {"threshold": ["none", "dual"]}}}
-    assert "space of 'caches' of 'threshold'" in str(differs(was, other))
