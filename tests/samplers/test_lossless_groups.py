@@ -66,19 +66,6 @@ def sequential(model: LPDModel, label: int, order: Tensor, key: Tensor, request:
     return codes
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_networks_hear_of_codes_and_of_the_class(name: str) -> None:
-    """Else the other tests would show nothing."""
-    model = MODELS[name]()
-    size, count = model.module.config.grid**2, model.facts.vocab_size
-    codes, order = torch.arange(size) % count, torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    other = codes.clone()
-    other[order[0]] += 1
-    found = [law(model, *given, order, 1.0, False).softmax(-1) for given in ((0, codes), (0, other), (1, codes))]
-    assert (found[0] - found[1])[1:].abs().max() > 0.1 and (found[0] - found[2]).abs().max() > 0.1
-    assert torch.equal(found[0][0], found[1][0])
-
-
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.0, "guidance_scale": 3.0},

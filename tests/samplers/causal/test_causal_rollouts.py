@@ -169,18 +169,6 @@ def test_rows_of_generate_many_files_copies_and_threads(tmp_path: Path) -> None:
         assert_same(found[at], together.row(at))
 
 
-def test_a_state_in_flight_is_copied_with_its_record() -> None:
-    model, sampler = causal(1), create("sjd")
-    whole = paradec.generate(model, ROWS, **DRAWN).rollout
-    state: Any = sampler.start(model, ROWS, **{name: value for name, value in DRAWN.items() if name != "sampler"})
-    sampler.commit(state, sampler.step(model, state))
-    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state):
-        paradec.decode(sampler, model, other)
-        found = other.rollout.read(model, other)
-        found.settings = whole.settings
-        assert_same(found, whole)
-
-
 def test_older_weights_and_rows_that_fail() -> None:
     model = causal(1)
     model = paradec.wrap(copy.deepcopy(model.unwrap()), topology="causal", prediction="shifted", eos_token_id=END)

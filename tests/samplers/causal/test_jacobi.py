@@ -19,9 +19,8 @@ import paradec
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
-from paradec.samplers.causal import chain
 from paradec.samplers.causal.gsd import GSD
-from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
+from paradec.samplers.causal.lantern import NodeRule, neighbours, relaxed
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import CausalState
@@ -432,19 +431,6 @@ def test_groups_and_neighbours_at_their_bounds() -> None:
         assert float(relaxed(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
 
 
-def test_presets_have_the_published_settings() -> None:
-    assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().guess_distribution) == (
-        7,
-        0.15,
-        0.5,
-        "one_hot",
-    )
-    assert (Lantern().k, Lantern().delta) == (1000, 0.1)
-    assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
-    assert Lantern().guess_distribution == LanternPlusPlus().guess_distribution == "one_hot"
-    assert chain.WINDOW == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"
-
-
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 
@@ -517,15 +503,6 @@ def test_images_are_greedy_at_temperature_0() -> None:
         state = sampler.start(model, [[3, 1], [2]], grid=GRID, temperature=0, seed=1)
         decode(sampler, model, state)
         assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_greedy_jacobi_makes_no_noise(temperature: float) -> None:
-    sampler = paradec.samplers.create("jacobi", window=3)
-    state = sampler.start(MODEL, [[1]], max_new_tokens=4, temperature=temperature)
-    while not state.done:
-        sampler.commit(state, sampler.step(MODEL, state))
-    assert bool(state.memory["noise"].any()) == (temperature > 0)
 
 
 def test_sample_inits_copy_the_likeliest_token() -> None:

@@ -293,28 +293,6 @@ def test_images_have_their_structure() -> None:
 # ---- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_iterate_is_drawn_from_the_text_so_far() -> None:
-    """Rows by themselves, from prompt and answer; ids that may not be drawn are not guessed."""
-    sampler = Jacobi(group=6)
-    prompts = [[5, 6, 7, 39], [9]]
-    state = sampler.start(MODEL, prompts, max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=3)
-    seen: list[set[int]] = [set(), set()]
-    while not state.done:
-        if (state.memory["iteration"] == 0).all() and state.commits:
-            for row in range(2):
-                guesses = state.memory["drafts"][row][: state.width - 1].tolist()
-                text = {*state.canvas[row, : state.committed[row]].tolist()}
-                assert {*guesses} - text <= ({*range(41)} if row == 0 and 39 in text else set()) and 39 not in guesses
-                seen[row] |= {*guesses}
-        sampler.commit(state, sampler.step(MODEL, state))
-    assert all(len(each) > 2 for each in seen)
-    again = sampler.start(MODEL, prompts[:1], max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=3)
-    first = sampler.start(MODEL, prompts, max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=3)
-    assert torch.equal(again.memory["drafts"][0], first.memory["drafts"][0])
-    other = sampler.start(MODEL, prompts[:1], max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=4)
-    assert not torch.equal(again.memory["drafts"], other.memory["drafts"])
-
-
 def test_the_store_holds_the_block_between_blocks_alone() -> None:
     """A block leaves the store after every iteration but its last, and a step repeated changes nothing."""
     sampler = Jacobi(group=5)

@@ -153,11 +153,6 @@ def test_settings_travel() -> None:
     assert data["drafter"]["max_matching_ngram_size"] == 3 and Speculative.from_dict(data) == sampler(7, 3)
 
 
-def test_a_preset_keeps_it(tmp_path: Any) -> None:
-    paradec.Request(sampler=sampler(7, 3)).save(tmp_path / "mine.preset")
-    assert paradec.Request.load(tmp_path / "mine.preset").sampler == sampler(7, 3)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

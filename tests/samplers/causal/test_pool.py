@@ -135,11 +135,6 @@ def test_rows_copies_and_repeated_steps() -> None:
     assert state.memory["pool"].shape == (4, 64, 4) and (state.memory["pool"] >= 0).any()
 
 
-@pytest.mark.filterwarnings("error")
-def test_many_branches_are_no_reason_to_advise_a_cache() -> None:
-    paradec.generate(tiny_base(), PROMPTS, sampler=Jacobi(window=6, pool=3), max_new_tokens=12, seed=1)
-
-
 def test_over_llamagen_with_guidance() -> None:
     model = tiny_llamagen()
     given = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}

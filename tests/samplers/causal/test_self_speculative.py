@@ -18,8 +18,6 @@ from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor
 
 import paradec
-from paradec import samplers
-from paradec.core.protocol import decode
 from paradec.models.base import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers.causal.self_speculative import SelfSpeculative
@@ -300,27 +298,6 @@ def test_the_adapter_changes_drafts_alone() -> None:
     assert drafts[0] != drafts[1]
     assert all(torch.equal(before[name], weight) for name, weight in model.module.named_parameters())
     assert not any(part._forward_hooks for name, part in model.module.named_modules() if name.endswith("o_proj"))
-
-
-def test_another_name() -> None:
-    """`speculative` with itself as the drafter."""
-    made = samplers.create("speculative", drafter="self")
-    assert made == SelfSpeculative()
-    assert samplers.create("speculative", drafter="self", window=3) == SelfSpeculative(3)
-    assert samplers.registry.from_dict(made.to_dict()) == made
-
-
-def test_a_state_that_is_stopped_goes_on(tmp_path: Path) -> None:
-    """A copy of half a decoding ends as the whole one."""
-    import copy
-
-    model, sampler = causal(), SelfSpeculative()
-    state = sampler.start(model, PROMPTS, max_new_tokens=9, temperature=1.0, seed=5)
-    for _ in range(2):
-        sampler.commit(state, sampler.step(model, state))
-    other = copy.deepcopy(state)
-    other.drafting.model = model
-    assert torch.equal(decode(sampler, model, state).canvas, decode(sampler, model, other).canvas)
 
 
 @pytest.mark.parametrize(

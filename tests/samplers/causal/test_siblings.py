@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 from eagle_drafters import NEGATIVE, PROMPTS, answers, tiny_base
-from image_models import tiny_llamagen
-from jacobi_runs import GRID, TableModel, exactness
+from jacobi_runs import TableModel, exactness
 from recorded import golden, read_json, replays
 
 import paradec
 from paradec.core import rng
-from paradec.core.protocol import decode
 from paradec.samplers.causal.base import DRAFT_STREAM
 from paradec.samplers.causal.scd import SCD
-from paradec.samplers.causal.siblings import RULE, nearest, sibling_tree
+from paradec.samplers.causal.siblings import RULE, sibling_tree
 from paradec.samplers.causal.sjd_pac import SJDPAC
 from paradec.samplers.causal.window import Jacobi
 
@@ -348,13 +346,6 @@ def test_one_sibling_and_temperature_0_are_the_window_alone() -> None:
         assert len(answers(SJDPAC(siblings=2, branching=5), base, PROMPTS, max_new_tokens=new)[0][0]) == new
 
 
-def test_siblings_of_noise_are_the_tokens_of_largest_sum() -> None:
-    q = torch.tensor([[[0.5, 0.0, 0.3, 0.2], [1.0, 0.0, 0.0, 0.0]]], dtype=torch.float64)
-    noise = torch.tensor([[[0.0, 9.0, 1.0, 0.1], [0.0, 1.0, 2.0, 3.0]]], dtype=torch.float64)
-    assert nearest(q, noise, 3).tolist() == [[[2, 0, 3], [0, -1, -1]]]
-    assert nearest(q, noise, 9).shape == (1, 2, 4)
-
-
 @pytest.mark.parametrize("refresh", ["maximal", "gumbel"])
 def test_rows_neighbours_and_generate_many(refresh: str) -> None:
     base, method = tiny_base(), SCD(window=6, refresh=refresh, siblings=3, branching=2)
@@ -388,21 +379,6 @@ def test_answers_have_the_model_s_distribution(refresh: str, siblings: int, bran
 def test_twenty_thousand_answers_have_the_model_s_distribution(sampler: SCD, temperature: float) -> None:
     found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
     assert min(found["p_values"]) > 0.01 / 12
-
-
-def test_over_llamagen_with_guidance_and_over_a_grid_of_lines() -> None:
-    model = tiny_llamagen()
-    given = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}
-    found = paradec.generate_images(model, sampler=SCD(siblings=3, branching=2), **given)
-    assert torch.equal(found.tokens, paradec.generate_images(model, sampler=Jacobi(), **given).tokens)
-    table, sampler = TableModel.random(10, seed=4), SJDPAC(window=5, siblings=3, branching=2)
-    state = sampler.start(table, [[0, 1]], grid=GRID, seed=1)
-    decode(sampler, table, state)
-    layout = GRID.layout
-    made = state.canvas[0, 2:]
-    assert (
-        torch.equal(made[layout >= 0], layout[layout >= 0]) and ((made[layout < 0] >= 2) & (made[layout < 0] < 8)).all()
-    )
 
 
 @pytest.mark.parametrize(

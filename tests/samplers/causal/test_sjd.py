@@ -113,12 +113,6 @@ def test_drafters_stop_one_token_before_the_end(name: str) -> None:
         assert left == 0 and state.draft_nfe.tolist() == [calls]
 
 
-def test_top_k_of_one_is_greedy() -> None:
-    model = wrapped()
-    found, _ = answers(made("sjd"), model, PROMPTS, max_new_tokens=9, temperature=0.7, top_k=1, seed=3)
-    assert found == [greedy(model.module, prompt, 9) for prompt in PROMPTS]
-
-
 def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
     """At temperature 0 a distribution has one token: groups and neighbours of another draft add nothing but it."""
     model = wrapped()
@@ -190,18 +184,6 @@ def test_steps_over_the_store_evaluate_the_window_alone() -> None:
     prompt = np.array(list(map(len, PROMPTS)))
     assert (state.full_forwards == 1).all()
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
-
-
-def test_branches_of_other_lengths_count_their_mean() -> None:
-    """One token a step: the first one evaluates both prompts, the others a token of each branch."""
-    negative = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
-    _, state = answers(
-        paradec.samplers.create("sjd", window=1), wrapped(), PROMPTS, max_new_tokens=4, guidance_scale=3.0, seed=0,
-        negative_prompt=negative,
-    )  # fmt: skip
-    means = [-(-(len(prompt) + len(other)) // 2) for prompt, other in zip(PROMPTS, negative, strict=True)]
-    assert any((len(prompt) + len(other)) % 2 for prompt, other in zip(PROMPTS, negative, strict=True))
-    assert state.forwarded_tokens.tolist() == [2 * (mean + 3) for mean in means]
 
 
 # ---- contracts ------------------------------------------------------------------------------------------------------
@@ -303,24 +285,6 @@ def test_generate_stops_at_the_end_of_text(name: str) -> None:
     assert paradec.generate(
         model, input_ids=[6], sampler=made(name), max_new_tokens=9, logits_eos_inf=True, seed=1
     ).finished == [False]
-
-
-def test_generate_streams_what_is_final() -> None:
-    class Collected:
-        def __init__(self) -> None:
-            self.ids: list[int] = []
-
-        def put(self, ids: Tensor) -> None:
-            self.ids += ids[0].tolist()
-
-        def end(self) -> None:
-            self.ids.append(-1)
-
-    streamer = Collected()
-    out = paradec.generate(
-        wrapped(), input_ids=PROMPTS[0], sampler="sjd", max_new_tokens=9, temperature=1.0, seed=2, streamer=streamer
-    )
-    assert streamer.ids == [*out.sequences[0].tolist(), -1]
 
 
 def test_generate_that_is_cut_short_says_what_is_missing() -> None:

@@ -426,28 +426,6 @@ def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, dra
     assert state.nfe.tolist() == [5, 5] and state.draft_nfe.tolist() == [6, 6]
 
 
-def test_a_run_has_all_kinds_of_tokens(model: MARModel, near: MARModel) -> None:
-    kinds, scores = set(), []
-
-    def note(state: Any, commit: Any) -> None:
-        if commit.scores is not None:
-            scores.extend(commit.scores.flatten().tolist())
-
-    for scale in (1.0, 2.0):
-        sampler = CSpD(near, num_draft=3, head_steps="4,1", inner_temperature=0.5, max_rounds=1)
-        state = sampler.start(model, [3, 1, 2], steps=8, guidance_scale=scale, seed=4)
-        while not state.done:
-            proposal = sampler.step(model, state)
-            verdict = proposal.verdict
-            if verdict is not None:
-                kinds |= {"accepted"} if verdict.accepted.any() else set()
-                kinds |= {"drawn"} if (verdict.settled & ~verdict.accepted).any() else set()
-                kinds |= {"its own"} if not verdict.settled.all() else set()
-            note(state, sampler.commit(state, proposal))
-        assert not (state.tokens == 0).all(-1).any()
-    assert kinds == {"accepted", "drawn", "its own"} and all(0 <= score <= 1 for score in scores)
-
-
 def test_a_step_changes_nothing_and_proposals_go_stale(model: MARModel, near: MARModel) -> None:
     sampler = CSpD(near, num_draft=3, head_steps="3,1")
     state = sampler.start(model, [2, 4], steps=8, guidance_scale=1.5, seed=3)
@@ -495,25 +473,6 @@ def test_narrow_types(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     model, draft = make(0, dtypes[0]), make(1, dtypes[1], width=8, head_width=8)
     state = run(CSpD(draft, num_draft=3, head_steps="4,1"), model)
     assert state.tokens.dtype == torch.float32 and state.tokens.isfinite().all()
-
-
-def test_one_row_one_step_and_one_position_a_step(model: MARModel, near: MARModel) -> None:
-    for steps in (1, 16):
-        state = run(CSpD(near, head_steps="2,1"), model, [9], steps=steps, guidance_scale=1.0)
-        assert state.done and (state.tokens != 0).all()
-        assert state.row_forwards.tolist() == state.nfe.tolist()
-
-
-def test_contexts(model: MARModel, near: MARModel) -> None:
-    sampler = CSpD(near, num_draft=3, head_steps="3,1")
-    expected = run(sampler, model).tokens
-    with torch.inference_mode():
-        state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=4)
-    while not state.done:
-        sampler.commit(state, sampler.step(model, state))  # outside, where gradients are on
-    assert torch.equal(state.tokens, expected) and not state.tokens.requires_grad
-    with torch.autocast("cpu", torch.bfloat16):
-        assert run(sampler, model).tokens.isfinite().all()
 
 
 def test_threads_copies_and_pickles(model: MARModel, near: MARModel) -> None:

@@ -499,31 +499,6 @@ def test_the_loop_refreshes_by_accumulated_change() -> None:
     assert 3 < ends[1].nfe[0] < 20
 
 
-def test_a_linear_output_is_forecast_exactly() -> None:
-    class Linear:
-        """A model whose output is linear in the solver step."""
-
-        device = torch.device("cpu")
-
-        makes = "latent"
-
-        def conditions(self, latent: Tensor, given: dict, branches: int) -> dict:
-            return {}
-
-        def positions(self, latent: Tensor) -> int:
-            return 1
-
-        def __call__(self, query: object) -> Tensor:
-            return torch.full_like(query.latent, 2.0 + 0.25 * float(query.timestep))
-
-    sampler = {n: TaylorSeer(refresh=Every(n, 3), order=1) for n in (1, 4)}
-    ends = [
-        decoded(sampler[n], Linear(), noise(2, torch.float64), scheduler=FlowMatchEulerDiscreteScheduler()).latent
-        for n in (1, 4)
-    ]
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-3)
-
-
 # ---- contracts ------------------------------------------------------------------------------------------------------
 
 
@@ -545,23 +520,6 @@ def test_a_step_repeated_equals_the_step(scheduler: object) -> None:
     assert vars(scheduler).keys() == before.keys()
     assert all(vars(scheduler)[name] is value for name, value in before.items())
     assert torch.equal(latent, noise(3))
-
-
-@pytest.mark.parametrize("basis", list(BASES))
-@pytest.mark.parametrize("order", [0, 1])
-def test_what_is_written_into_a_proposal_stays_there(basis: str, order: int) -> None:
-    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=4, order=order, basis=basis)
-    state = sampler.start(model, noise(2), scheduler=DDIMScheduler(), num_inference_steps=8, class_labels=[1, 2])
-    with torch.inference_mode():
-        while not state.done:
-            kept = state.memory["history"].clone()
-            proposal = sampler.step(model, state)
-            values = proposal.values.clone()
-            proposal.values.mul_(7).add_(3)
-            assert torch.equal(state.memory["history"], kept)
-            again = sampler.step(model, state)
-            assert torch.equal(again.values, values)
-            sampler.commit(state, again)
 
 
 def _same(first: object, second: object) -> bool:
@@ -597,14 +555,6 @@ def test_stochastic_schedulers_draw_from_the_seed() -> None:
     ]
     assert not torch.equal(ends[0][0], ends[0][1])  # copies of a row draw different noise
     assert not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
-
-
-def test_memory_holds_every_row_and_can_be_reset() -> None:
-    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, order=2)
-    state = decoded(sampler, model, noise(3), class_labels=LABELS)
-    assert state.memory["history"].shape == (3, 3, 4, 8, 8) and state.notes["count"] == 3
-    state.memory.reset(np.array([1]), "sequence")
-    assert state.memory["history"][[0, 2]].any() and not state.memory["history"][1].any()
 
 
 def test_nan_outputs_are_refused() -> None:

@@ -3,11 +3,8 @@ every sampler and cache is in `test_masked_properties`, the traces of the public
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +19,6 @@ from typer.testing import CliRunner
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
 from paradec.caches.delayed import DelayedCache
-from paradec.core.memory import MemorySpec
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedSampler, View
@@ -303,47 +299,6 @@ def test_steps_have_no_meaning_there(model: Model) -> None:
             decode(model, sampler=sampler, blocks=PipelinedBlocks(4), steps=6)
 
 
-# ---- memory that moves along ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Witness(MaskedSampler):
-    """Remembers of every place of the window which position it was, and in how many steps it has been a candidate."""
-
-    threshold: float = 0.9
-
-    name = "witness"
-
-    def memory(self) -> Mapping[str, MemorySpec]:
-        return {
-            "at": MemorySpec(("window",), torch.int64, fill=-1),
-            "seen": MemorySpec(("window", 2), torch.int64),
-        }
-
-    def select(self, view: View) -> Tensor:
-        known = view.memory["at"] >= 0
-        assert (view.memory["at"] == view.positions)[known & view.candidates].all()
-        assert (view.memory["seen"][..., 1][~known] == 0).all()
-        return (view.scores >= self.threshold) | view.best()
-
-    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
-        seen = view.memory["seen"] + view.candidates.long().unsqueeze(-1)
-        return {"at": torch.where(view.candidates, view.positions, view.memory["at"]), "seen": seen}
-
-
-def test_what_is_remembered_stays_with_its_position(model: Model) -> None:
-    sampler = Witness()
-    state = sampler.start(model, ROWS, max_new_tokens=16, blocks=PipelinedBlocks(3, add=0.3), eos_early_stop=False)
-    moved = 0
-    with torch.inference_mode():
-        while not state.done:
-            start, end = state.block_start.copy(), state.block_end.copy()
-            proposal = sampler.step(model, state)
-            sampler.commit(state, proposal)
-            moved += int(((state.block_start > start) & (state.block_start < end))[state.running].sum())
-    assert moved > 2
-
-
 # ---- the delayed cache ----------------------------------------------------------------------------------------------
 
 
@@ -506,22 +461,6 @@ def test_rows_that_are_refilled_are_those_of_generate(model: Model) -> None:
         many = list(paradec.generate_many(model, rows, batch_size=2, cache=cache, **request))
         assert [out.new_tokens[0].tolist() for out in many] == [ids.tolist() for ids in whole.new_tokens]
         assert [out.nfe for out in many] == whole.row_nfe
-
-
-def test_states_and_settings_can_be_copied(model: Model) -> None:
-    blocks = PipelinedBlocks(3, add=0.3, full=0.5, forced="active")
-    for kind in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
-        assert kind(blocks) == blocks
-    sampler = samplers.create("credit")
-    state = sampler.start(model, ROWS, max_new_tokens=12, blocks=blocks, cache="delayed", eos_early_stop=False)
-    with torch.inference_mode():
-        for _ in range(3):
-            sampler.commit(state, sampler.step(model, state))
-        others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
-        for each in (state, *others):
-            while not each.done:
-                sampler.commit(each, sampler.step(model, each))
-    assert all(torch.equal(state.canvas, other.canvas) for other in others)
 
 
 def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:

@@ -175,18 +175,6 @@ def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
         Rollout.load(tmp_path / "nowhere")
 
 
-def test_a_state_in_flight_is_copied_with_its_record(model: Model) -> None:
-    sampler: Any = samplers.create("threshold")
-    whole = paradec.generate(model, ROWS, sampler=sampler, **DRAWN).rollout
-    state: Any = sampler.start(model, ROWS, **DRAWN)
-    sampler.commit(state, sampler.step(model, state))
-    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state):
-        paradec.decode(sampler, model, other)
-        found = other.rollout.read(model, other)
-        found.settings = whole.settings
-        assert_same(found, whole)
-
-
 def test_two_threads(model: Model) -> None:
     expected = [paradec.generate(model, [row], **DRAWN).rollout for row in ROWS]
     found: dict[int, Rollout] = {}
@@ -234,10 +222,6 @@ def test_a_row_of_nan_leaves_the_others_alone() -> None:
     assert [output.error is None for output in outputs] == [True, False, True]
     assert [int(output.rollout.decided.sum()) for output in outputs] == [10, 2, 10]
     assert (outputs[1].rollout.step_map == -2).sum() == 8
-
-
-def test_every_copy_has_a_rollout(model: Model) -> None:
-    assert len(paradec.generate(model, ROWS[0], num_return_sequences=2, **DRAWN).rollout) == 2
 
 
 CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template": paradec.Regex(r"x[0-9]\.x[0-9]ab")}

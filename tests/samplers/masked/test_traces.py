@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from places import GOLDEN, ROOT
+from places import GOLDEN
 from recorded import read_arrays, refuse_others, replay
 from replay import (
     PRECISIONS,
@@ -51,19 +51,12 @@ NAMES = [name for name in trace_names(*METHODS) if cache_of(head_of(name)) == "n
 ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Replayed by the other files of this kind."""
-LEFT_OUT = {"dawn", "elastic-cache", "sparse-dllm", "window-diffusion"}
-"""There is no such method here (docs/fidelity.md says why)."""
 
 
 def test_no_method_without_a_replay() -> None:
     """Cases of other methods are refused by name."""
     names = trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE)
     refuse_others("traces", [case for name in names for case, _ in some_cases(head_of(name) | {"file": name}, None)])
-
-
-def test_what_is_left_out_is_said() -> None:
-    page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").lower()
-    assert all(f"**{name}**" in page for name in LEFT_OUT)
 
 
 def test_what_is_replayed_often_has_every_two_settings() -> None:

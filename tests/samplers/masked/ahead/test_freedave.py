@@ -18,9 +18,7 @@ from torch import Tensor, nn
 import paradec
 from paradec import samplers
 from paradec.core.protocol import Sampler
-from paradec.core.query import WindowLogits
 from paradec.models.adapter import Model
-from paradec.samplers.masked.ahead.draft_layout import DraftLogits
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept
 from paradec.samplers.masked.base import MaskedSampler, Needs
 
@@ -194,15 +192,6 @@ def test_neighbours(mode: str, cache: str) -> None:
             [c[1:3] for c in s.commits] for s in alone.trace.steps
         ]
         assert [s.forwarded[row] for s in steps] == [s.forwarded[0] for s in alone.trace.steps]
-
-
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_one_draft_is_the_base_forward_for_forward(cache: str) -> None:
-    model = tiny(2)
-    arguments = {"max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True, "steps": 8}
-    base = paradec.generate(model, ROWS, sampler="low_confidence", **arguments)
-    found = paradec.generate(model, ROWS, sampler=FreeDave(draft_steps=1), **arguments)
-    assert found.trace.steps == base.trace.steps
 
 
 def test_text_ends_where_it_would_have() -> None:
@@ -476,51 +465,6 @@ def test_a_rule_of_ones_own_sees_every_step(denoisers: tuple[Model, list[list[in
             paradec.generate(model, prompts[:80], sampler=sampler, **arguments) for sampler in (base, FreeDave(base))
         )
         assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
-
-
-@pytest.mark.parametrize("mode", ["batch", "tree"])
-def test_what_is_counted(mode: str) -> None:
-    """One call with every draft of every row that has any; none of them is written to the store."""
-    model, sampler = tiny(2), FreeDave(draft_steps=3, draft_mode=mode)
-    state = sampler.start(model, ROWS, max_new_tokens=4, block_length=4, cache="dual")
-    with torch.inference_mode():
-        proposal = sampler.step(model, state)
-        kinds = [type(query.window) for query in proposal.cost.queries]
-        assert kinds == [WindowLogits, WindowLogits]  # nothing to draft from
-        sampler.commit(state, proposal)
-        stored = state.store.token_at_write.clone()
-        (query,) = sampler.query(state)
-        assert query.slots is None and query.window.copies.tolist() == [3, 3, 3]
-        assert isinstance(query.window, DraftLogits) and query.window.tree == (mode == "tree")
-        assert query.tokens.shape == ((9, 4) if mode == "batch" else (3, 12))
-        before = state.canvas.clone()
-        proposal = sampler.step(model, state)
-        assert torch.equal(before, state.canvas) and torch.equal(stored, state.store.token_at_write)
-        assert proposal.cost.nfe.tolist() == [1, 1, 1]
-        assert proposal.cost.row_forwards.tolist() == [3, 3, 3] and proposal.cost.forwarded.tolist() == [12, 12, 12]
-        commit = sampler.commit(state, proposal)
-    assert state.row_step.tolist() == [1 + sum(entry[0] == row for entry in commit.to_list()) for row in range(3)]
-
-
-def test_broken_logits_of_a_rejected_draft_end_nothing(llada64: Model) -> None:
-    """What the base never evaluates cannot stop it."""
-    sampler = FreeDave(draft_steps=4)
-    state = sampler.start(llada64, [1, 2, 3], max_new_tokens=8, block_length=8)
-    with torch.inference_mode():
-        sampler.commit(state, sampler.step(llada64, state))
-        while not state.done:
-            queries = sampler.query(state)
-            logits = [llada64(query) for query in queries]
-            clean = sampler.propose(state, [one.clone() for one in logits], queries)
-            drafts, written = (
-                np.stack([x.numpy() for x in tensors])
-                for tensors in ([a.tokens for a in clean.drafts], [t.written for t in clean.taken])
-            )
-            best, _ = accept(drafts, written, clean.copies, llada64.facts.mask_token_id, False)
-            logits[0][best[0] + 1 :] = torch.nan
-            sampler.commit(state, sampler.propose(state, [one.clone() for one in logits], queries))
-    base = paradec.generate(llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=8, block_length=8)
-    assert state.canvas[0, 3:].tolist() == base.new_tokens[0].tolist()
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

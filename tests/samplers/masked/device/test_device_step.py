@@ -22,7 +22,6 @@ from paradec import caches, samplers
 from paradec.api.generate import device_loop
 from paradec.caches import store
 from paradec.core.protocol import decode
-from paradec.kernels.token_stats import read as statistics
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs
@@ -247,43 +246,6 @@ def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None
             assert evaluated == found["evaluated"] and whole == found["whole"]
     ends = [(found["stopped"], found["end"] - len(row)) for found, row in zip(expected, rows, strict=True)]
     assert {stopped for stopped, _ in ends} == {False, True}
-
-
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_an_end_token_at_the_last_position_ends_the_text(cache: str) -> None:
-    """It was asked for: the text is finished, not cut off. Beside rows that end before it, and rows that do not end."""
-    model = tiny(2, seed=3, ends=tuple(range(0, 40, 3)))
-    rows = [[i, i + 1, i + 5] for i in range(4, 34)]
-    finished = []
-    for loop in (decode, partial(engine.decode, capture=False)):
-        method, state = start("low_confidence", model, prompt=rows, cache=cache, max_new_tokens=2, block_length=2)
-        loop(method, model, state)
-        ends = set(model.facts.eos_token_ids)
-        answers = [row[3:] for row in state.canvas.tolist()]
-        assert state.stopped.tolist() == [bool(set(answer) & ends) for answer in answers]
-        finished.append([answer[1] in ends and answer[0] not in ends for answer in answers])
-    assert finished[0] == finished[1] and any(finished[0]) and not all(state.stopped)
-
-
-def test_a_step_that_no_row_needs_changes_nothing() -> None:
-    model = MODELS["same"]
-    method, state = start("threshold", model, cache="dual")
-    with torch.inference_mode():
-        device = loaded(method, model, state)
-        device.step("full", 3, device.columns)
-        kept = ("canvas", "counts", "row_step", "block_step", "block_index", "running", "end", "flags")
-        before = {name: getattr(device, name).clone() for name in kept}
-        stored = [layer[:, :-1].clone() for layer in device.store.layer_keys.values()]
-        written = device.store.token_at_write.clone()
-        device.step("full", 3, device.columns)  # all rows are inside their block now
-        device.live.fill_(False)  # as while a graph is captured
-        device.step("window", 3, 4)
-    columns = device.columns
-    assert torch.equal(device.canvas[:, :columns], before["canvas"][:, :columns])
-    assert all(torch.equal(getattr(device, name), value) for name, value in before.items() if name != "canvas")
-    assert torch.equal(device.store.token_at_write, written)
-    kept_keys = [layer[:, :-1] for layer in device.store.layer_keys.values()]
-    assert all(torch.equal(a, b) for a, b in zip(kept_keys, stored, strict=True))
 
 
 def test_rows_of_one_phase_leave_the_others_alone() -> None:
@@ -586,44 +548,6 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_waits_for_nothing(sampler: str, cache: str, request_: dict) -> None:
     watched = steps_without_values(sampler, cache, "same" if cache == "prefix" else "shifted", **request_)
     assert {"embedding", "index", "index_copy_", "scatter_"} <= watched.operations
-
-
-@pytest.mark.usefixtures("capturing")
-@pytest.mark.parametrize("path", ["chunked", "triton"])
-def test_nor_do_large_vocabularies(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The statistics that serve them; kernels are not launched, but all that stands around them is done."""
-    launched = []
-    monkeypatch.setattr(statistics, "path_for", lambda logits, fields=None: path)
-    if path == "triton":
-        pytest.importorskip("triton")
-        from paradec.kernels.token_stats import triton as kernels
-
-        monkeypatch.setattr(kernels, "_programs", lambda device: 528)
-        for name in ("_partial_kernel", "_finish_kernel"):
-            launches = type("Launches", (), {"__getitem__": lambda self, grid: lambda *a, **k: launched.append(grid)})
-            monkeypatch.setattr(kernels, name, launches())
-    for sampler in ("threshold", "entropy"):
-        steps_without_values(sampler, "dual", "same", 9000, temperature=0.5)
-    assert bool(launched) == (path == "triton")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool((x > 0).any()),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.cpu(),
-        lambda x: x + torch.as_tensor(np.arange(3), device=x.device),
-        lambda x: torch.tensor(3.0, device=x.device) + x,
-        lambda x: x + torch.zeros(3),
-    ],
-)
-def test_what_waits_is_noticed(wrong: Any) -> None:
-    x = torch.zeros(3, device="meta")
-    with NothingNew(), OnTheDevice(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
-        wrong(x)
 
 
 def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -387,22 +386,6 @@ def test_a_row_moves_alone_as_beside_others(monkeypatch: pytest.MonkeyPatch) -> 
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("loop", "settings", "steps"), CASES)
-def test_memory_matters(loop: type[Loop], settings: dict, steps: int | None) -> None:
-    """A loop that forgets at every step goes another way: the tests above compare memories."""
-
-    class Forgetful(loop):
-        def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
-            self.open([*z])
-            return super().step(z, n)
-
-    differ = 0
-    for seed in range(8):
-        script = Script(seed, scale=2.5)
-        differ += looped(loop(**settings), script, steps) != looped(Forgetful(**settings), script, steps)
-    assert differ or settings.get("persist") == 1
-
-
 def same(a: paradec.Output, b: paradec.Output) -> bool:
     steps = [[[(r, p, t) for r, p, t, _ in step.commits] for step in out.trace.steps] for out in (a, b)]
     return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
@@ -440,12 +423,6 @@ def test_settings_at_which_samplers_coincide(
 ) -> None:
     ours = decode(llada64, name, settings)
     assert same(ours, decode(llada64, other, others))
-
-
-def test_defaults_go_their_own_way(llada64: Model) -> None:
-    names = ("threshold", "low_confidence", "entropy_threshold", "credit", "ccd", "ccd_agree", "klass", "persistence")
-    outs = {name: decode(llada64, name, {}) for name in names}
-    assert not any(same(outs[a], outs[b]) for i, a in enumerate(names) for b in names[i + 1 :])
 
 
 def test_dense_equals_slots_bit_for_bit() -> None:
@@ -567,62 +544,6 @@ def Stage_of(state: object) -> Stage:
     return Stage(undecided, window.positions, state.memory.read(window.rows, undecided.shape[1]))
 
 
-NAMES = ["credit", "ccd", "klass"]
-WITH_STORAGES = [("credit", {"storage": "dense"}), ("credit", {}), ("ccd", {}), ("klass", {}), ("union", {})]
-
-
-@pytest.mark.parametrize(("name", "settings"), WITH_STORAGES)
-def test_gathered_rows_go_on_as_before(name: str, settings: dict) -> None:
-    """The logits stage of some rows, in any order, with their part of the memory, is that stage of all rows."""
-    sampler, script, rows = samplers.create(name, **settings), Script(1, 2.5), torch.tensor([2, 0])
-    state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6, eos_early_stop=False)
-    for at in range(4):
-        script.at = at
-        logits, stage = script(sampler.query(state)[0]), Stage_of(state)
-        memory = {key: tensor[rows] for key, tensor in state.memory.tensors.items()}
-        some, updates = sampler.process_logits(
-            logits[rows], Stage(stage.undecided[rows], stage.positions[rows], memory)
-        )
-        whole, expected = sampler.process_logits(logits, stage)
-        assert torch.equal(some, whole[rows])
-        assert all(torch.equal(updates[key], expected[key][rows]) for key in expected)
-        sampler.commit(state, sampler.step(script, state))
-
-
-@pytest.mark.parametrize("name", ["credit", "ccd", "ccd_agree", "klass", "persistence", "union"])
-def test_nothing_is_left_for_the_next_block_or_request(name: str) -> None:
-    sampler, script = samplers.create(name), Script(1, 2.5)
-    first = played(sampler, script)
-    assert played(sampler, script) == first  # the sampler holds nothing
-    state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6, eos_early_stop=False)
-    fresh = {key: value.clone() for key, value in state.memory.tensors.items()}
-    written = 0
-    for script.at in range(12):
-        if state.done:
-            break
-        start = state.block_start.copy()
-        sampler.commit(state, sampler.step(script, state))
-        for row in range(ROWS):
-            clean = [bool((state.memory[key][row] == spec.fill).all()) for key, spec in state.memory.specs.items()]
-            if state.block_start[row] != start[row] and state.running[row]:
-                assert all(clean)
-            written += not all(clean)
-    assert written and fresh
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_proposing_twice_from_one_answer_is_the_same(name: str) -> None:
-    """The model's answer is not changed by credit or averages."""
-    sampler, script = samplers.create(name), Script(3, 2.5)
-    state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6)
-    for script.at in range(3):
-        queries = sampler.query(state)
-        outputs = [script(query) for query in queries]
-        first, second = (sampler.propose(state, outputs, queries) for _ in range(2))
-        assert torch.equal(first.scores, second.scores) and torch.equal(first.values, second.values)
-        sampler.commit(state, second)
-
-
 def test_credit_survives_bfloat16() -> None:
     """In bfloat16 a logit of 20 has steps of 0.125: credit must be added in more."""
     logits = torch.zeros(1, 1, VOCAB, dtype=torch.bfloat16)
@@ -637,41 +558,6 @@ def test_credit_survives_bfloat16() -> None:
         p = logits.double().softmax(-1)[0, 0, 2].item()
         assert fused[0, 0, 2].item() - 20 == pytest.approx(0.65 * math.log(1 + p**0.2), rel=1e-4)
         assert logits[0, 0, 2] == 20
-
-
-def test_steady_credit_is_bounded() -> None:
-    """A constant favourite collects p ** exponent / (1 - decay), and lifts its odds by no more than that allows."""
-    sampler = samplers.create("credit", threshold=1.0)
-    logits = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
-    logits[..., 1] = 3.0
-    memory = {"credit": torch.zeros(1, 1, 8), "tokens": torch.full((1, 1, 8), -1, dtype=torch.int32)}
-    for _ in range(200):
-        stage = Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory)
-        fused, memory = sampler.process_logits(logits, stage)
-    p = logits.softmax(-1)[0, 0, 1].item()
-    limit = p**0.2 / 0.3
-    assert memory["credit"].sum().item() == pytest.approx(limit, rel=1e-5)
-    odds = fused.softmax(-1)[0, 0, 1].item()
-    assert odds / (1 - odds) == pytest.approx(p / (1 - p) * (1 + limit) ** 0.65, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["credit", "klass", "persistence", "ccd_agree", "ccd"])
-def test_wide_blocks_of_adaptive_policies(name: str, llada64: Model) -> None:
-    """Blocks whose end is only known after their first step start from a clean memory as well: rows alone agree."""
-    blocks = paradec.AdaptiveBlocks(length=6, delimiters=(3, 5, 10), delimiter_threshold=0.05, window=0.5)
-    together = decode(llada64, name, {}, blocks=blocks, block_length=None)
-    for row, prompt in enumerate(PROMPTS):
-        alone = paradec.generate(llada64, prompt, sampler=name, max_new_tokens=24, blocks=blocks, eos_early_stop=False)
-        assert together.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
-
-
-@pytest.mark.parametrize("name", ["credit", "klass", "ccd", "credit+localleap"])
-def test_memory_can_be_forked(name: str, llada64: Model) -> None:
-    """FreeDave takes several steps of a sampler from one forward; its drafts carry the memory along."""
-    base = decode(llada64, name, {}) if name.isidentifier() else decode(llada64, "union", {})
-    drafted = decode(llada64, "freedave", {"base": name})
-    assert torch.equal(base.sequences, drafted.sequences)
-    assert sum(drafted.row_nfe) < sum(base.row_nfe)
 
 
 BAD = [
@@ -694,13 +580,3 @@ BAD = [
 def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         samplers.create(name, **settings)
-
-
-def test_presets() -> None:
-    create: Callable[..., Sampler] = samplers.create
-    dinfer, sglang = create("credit", preset="dinfer"), create("credit", preset="sglang")
-    assert (dinfer.decay, dinfer.exponent, dinfer.fusion, dinfer.storage) == (0.8, 0.2, 0.7, "dense")
-    assert (sglang.decay, sglang.exponent, sglang.fusion, sglang.threshold) == (0.65, 0.5, 0.7, 0.95)
-    assert (create("ccd", preset="llada").history, create("ccd").history) == (2, 3)
-    assert create("klass", preset="dream").kl_threshold == 0.001
-    assert create("klass", preset="llada") == create("klass", confidence_threshold=0.6, kl_threshold=0.015)

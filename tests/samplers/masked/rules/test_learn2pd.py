@@ -92,19 +92,6 @@ def test_feature_filter_knows_no_padding_and_no_other_row() -> None:
             assert not torch.allclose(alone, changed)
 
 
-def test_select_accepts_above_the_threshold_and_the_best_one() -> None:
-    inf = math.inf
-    rows = [[0.3, 0.9, -inf, 0.2], [0.1, -inf, 0.5, LAST], [-inf, -inf, LAST, LAST]]
-    scores = torch.tensor(rows, dtype=torch.float64)
-    acceptance = torch.tensor([[0.97, 0.5, 1.0, 0.96], [0.2, 1.0, 0.1, 1.0], [1.0, 1.0, 1.0, 1.0]]).double()
-    view = dataclasses.replace(view_of(scores), quantities={"confidence": scores, "acceptance": acceptance})
-    chosen = Learn2PD().select(view) & view.candidates
-    # "not before anything else" holds against the filter; the decided are no candidates
-    assert chosen.tolist() == [[True, True, False, False], [False, False, True, False], [False, False, True, False]]
-    loose = Learn2PD(filter_threshold=0.19).select(view) & view.candidates
-    assert loose.tolist() == [[True, True, False, True], [True, False, True, False], [False, False, True, False]]
-
-
 def test_the_filter_reads_the_block(llada64: Model, block_filter: str) -> None:
     """Acceptance is the filter of the confidences of the whole block, those of decided positions included."""
     sampler = samplers.create("learn2pd", filter=block_filter, eot="none")
@@ -330,25 +317,6 @@ def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -
         alone = paradec.generate(model, row, cache=cache, **request)
         assert alone.new_tokens[0].tolist() == cached.new_tokens[index].tolist()
         assert alone.nfe == cached.row_nfe[index] and alone.tokens == cached.tokens[index : index + 1]
-
-
-def test_greedy_takes_the_most_confident_prediction() -> None:
-    """By hand: the first committed end, else the masked position that predicts an end with the most confidence."""
-    scores = torch.tensor([[0.3, 0.9, -math.inf, 0.2]] * 4).double()
-    is_end = torch.tensor([[1, 0, 1, 1], [1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 1]]).bool()
-    selected = torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 0], [0, 1, 0, 0]]).bool()
-    confidence = torch.tensor([[0.3, 0.9, 0.99, 0.2]] * 4).double()
-    quantities = {"confidence": confidence, "is_end": is_end}
-    view = dataclasses.replace(view_of(scores), quantities=quantities)
-
-    def cuts(**settings: Any) -> list[int]:
-        found = Learn2PD(**settings).trim(view, selected)
-        return None if found is None else found.tolist()
-
-    assert cuts() == [UNCUT, 11, UNCUT, UNCUT]  # the view begins at position 7
-    assert cuts(eot="greedy") == [8, 11, UNCUT, 11]
-    assert cuts(eot="greedy", eot_confidence=0.25) == [8, 8, UNCUT, UNCUT]
-    assert cuts(eot="none") is None
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -73,17 +73,6 @@ def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | 
     assert out.row_nfe == [nfe for _, nfe in expected]
 
 
-def test_the_bars_were_met_at_several_stages(llada64: Model) -> None:
-    """The cases above end rows early, in the middle and late, or not at all."""
-    found = {
-        nfe
-        for gaps in [(7.3, 8.5, 9.2), (6.7, 4.6, 5.3)]
-        for p in PROMPTS
-        for nfe in [by_hand(llada64, p, gaps, None)[1]]
-    }
-    assert len(found) >= 4
-
-
 def test_a_gap_of_just_the_bar_is_enough() -> None:
     class Even(torch.nn.Module):
         config = SimpleNamespace(vocab_size=10)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from tiny_models import MASK, tiny
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
@@ -19,7 +18,6 @@ from transformers import BertConfig, BertForMaskedLM
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
-from paradec.cli.watch import UNDECIDED, LiveView
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.adapter import Model, take_columns
@@ -200,31 +198,6 @@ def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) ->
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 EAGER = {"threshold": 0.05, "threshold_back": 0.4, "cap_low": 1, "cap_high": 3}
-
-
-def test_shadow_is_a_leave_one_out_with_one_layer() -> None:
-    """What shadow i says is what a row without position i, with masks for the block, says at i: one layer's columns do
-    not depend on what other columns see."""
-    model, compared = tiny(1), 0
-    for state, proposal in steps_of(samplers.create("wino", **EAGER), model, ROWS, block_length=5):
-        for index, row in enumerate(proposal.rows):
-            ids = state.canvas[row, : state.length[row]].tolist()
-            block = range(state.block_start[row], state.block_end[row])
-            for column, i in enumerate(block):
-                if ids[i] == MASK:
-                    continue
-                left = [j for j in range(len(ids)) if j != i]
-                tokens = torch.tensor([[ids[j] for j in left] + [MASK] * len(block)])
-                places = torch.tensor([left + list(block)])
-                everything = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool)
-                read = model.module(tokens, attention_mask=everything, position_ids=places, use_cache=False)
-                logits = read.logits[0, len(left) + column]
-                logits[MASK] = -torch.inf
-                expected = logits.softmax(-1)[ids[i]].item()
-                found = proposal.updates["shadow_confidence"][index, column].item()
-                assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
-                compared += 1
-    assert compared > 30
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
@@ -450,20 +423,6 @@ def test_what_was_given_is_never_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REVISING)
-def test_adaptive_blocks(name: str) -> None:
-    """Blocks that end where a delimiter is predicted: a row does as it would alone, and keeps to its bound."""
-    blocks, sampler = paradec.AdaptiveBlocks(length=4, delimiters=(0, 1), window=0.6), samplers.create(name)
-    for seed in range(3):
-        model = Additive(seed, ends=(7,))
-        together = paradec.generate(model, PROMPTS, sampler=sampler, blocks=blocks, max_new_tokens=NEW)
-        for index, prompt in enumerate(PROMPTS):
-            alone = paradec.generate(model, [prompt], sampler=sampler, blocks=blocks, max_new_tokens=NEW)
-            assert alone.new_tokens[0].tolist() == together.new_tokens[index].tolist()
-            assert alone.nfe == together.row_nfe[index] <= sampler.most_steps(np.ones(NEW, np.int64)).sum()
-        assert not (together.new_tokens == HOLE).any()
-
-
-@pytest.mark.parametrize("name", REVISING)
 def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
     """A row ends inside a block once a step has left everything up to its end token as it was."""
     inside = 0
@@ -486,21 +445,6 @@ def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
                     assert stood
                     inside += 1
     assert inside
-
-
-@pytest.mark.parametrize("name", REVISING)
-def test_rows_end_at_their_end_token(name: str) -> None:
-    ended = 0
-    for seed in range(6):
-        model = Additive(seed, ends=(7,))
-        out = paradec.generate(model, PROMPTS, sampler=name, max_new_tokens=NEW, block_length=4)
-        for index in range(len(PROMPTS)):
-            answer, count = out.new_tokens[index].tolist(), out.tokens[index]
-            assert out.finished[index] == (7 in answer)
-            if out.finished[index]:
-                assert answer.index(7) == count - 1 and answer[count:] == [7] * (NEW - count)
-                ended += 1
-    assert ended > 3
 
 
 class Recorder:
@@ -540,20 +484,6 @@ def test_what_is_streamed_stays(name: str, ends: tuple[int, ...]) -> None:
     assert changed  # drafts did change
 
 
-@pytest.mark.parametrize("name", REVISING)
-def test_the_live_view_shows_what_was_taken_back(name: str) -> None:
-    console = Console(width=400, color_system=None)
-    shown = 0
-    view = LiveView(None, console)
-    for state, _ in steps_of(samplers.create(name), Additive(1), [PROMPTS[0]], block_length=NEW):
-        with console.capture() as capture:
-            console.print(view.draw(state))
-        _, *rows, _ = capture.get().splitlines()  # the state of things, and a legend
-        shown += "\n".join(rows).count(UNDECIDED)
-        assert "\n".join(rows).count(UNDECIDED) == int(state.undecided.sum())
-    assert shown
-
-
 BAD = [
     ("wino", {"threshold": 1.5}, r"threshold=1.5 must be a number in \[0, 1\]"),
     ("wino", {"threshold_back": None}, r"threshold_back=None must be a number in \[0, 1\]"),
@@ -571,12 +501,3 @@ BAD = [
 def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         samplers.create(name, **settings)
-
-
-def test_presets_and_round_trip() -> None:
-    assert samplers.create("editing", preset="dllm") == samplers.create(
-        "editing", threshold=0.95, editing_threshold=0.9, max_post_steps=16
-    )
-    for name in REVISING:
-        sampler = samplers.create(name)
-        assert type(sampler).from_dict(sampler.to_dict()) == sampler
