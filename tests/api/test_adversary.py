@@ -8,7 +8,6 @@ committed is compared with a plain loop over a plain module. Cases for draft and
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -528,31 +527,3 @@ def test_trees_of_drafts() -> None:
         np.testing.assert_allclose(normalized(found.weights)[0].numpy(), probs, atol=1e-9)
         assert int(found.tokens[0, accepted]) == inverse(probs, uniform[accepted, -1])
     assert all(ended.values())
-
-
-# ---- requests at the same time -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_threads_share_a_model(cache: str, llada: Any) -> None:
-    """Requests of other lengths, from threads: what one call wants is no business of another."""
-    prompts = [[4, 5, 6, 7][: 1 + i] * 3 for i in range(4)]
-
-    def decode(i: int) -> list[int]:
-        out = paradec.generate(
-            llada, input_ids=[prompts[i]], cache=cache, max_new_tokens=16, block_length=4 + 4 * (i % 2)
-        )
-        return out.sequences[0].tolist()
-
-    expected = [decode(i) for i in range(4)]
-    found: list[Any] = [None] * 4
-
-    def run(i: int) -> None:
-        found[i] = [decode(i) for _ in range(3)]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[tokens] * 3 for tokens in expected]

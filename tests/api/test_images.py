@@ -15,14 +15,12 @@ from scripts import load_script
 from typer.testing import CliRunner
 
 import paradec
-from paradec.api import pictures
-from paradec.api.images import ImageOutput, contact_sheet, step_pictures
+from paradec.api.images import ImageOutput, contact_sheet
 from paradec.cli import app
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.samplers.causal.sjd import SJD
 
 RUNNER = CliRunner()
-DATA = Path(paradec.__file__).parent / "assets"
 digit_quality = load_script("benchmarks/digit_quality.py")
 frechet_distance, moments = digit_quality.frechet_distance, digit_quality.moments
 load_classifier = digit_quality.load_classifier
@@ -86,19 +84,6 @@ def test_steps_agree_with_the_trace(tiny: LlamaGenModel) -> None:
     for row in range(3):
         assert np.array_equal(np.bincount(from_trace[row].ravel()), out.accepted[: out.row_nfe[row], row])
     assert (np.diff(from_trace.reshape(3, -1)) >= 0).all()
-
-
-def test_pictures_of_steps(tiny: LlamaGenModel) -> None:
-    out = make(tiny)
-    for steps, picture in zip(out.steps, step_pictures(out, pixels=3), strict=True):
-        assert picture.size == (12, 12)
-        pixels = np.asarray(picture).reshape(4, 3, 4, 3, 3)
-        assert (pixels == pixels[:, :1, :, :1]).all()
-        colours = {int(step): tuple(pixels[y, 0, x, 0]) for (y, x), step in np.ndenumerate(steps)}
-        assert len(set(colours.values())) == len(colours) == len(np.unique(steps))
-        assert colours[0] == pictures.RAMP[0] and (
-            max(colours) < out.nfe - 1 or colours[out.nfe - 1] == pictures.RAMP[-1]
-        )
 
 
 def test_contact_sheet() -> None:
@@ -171,11 +156,6 @@ def test_bad_requests(tiny: LlamaGenModel, request_: dict[str, Any], error: type
         make(tiny, **request_)
 
 
-def test_window_0() -> None:
-    with pytest.raises(ValueError, match="window=0 must be an integer from 1"):
-        paradec.samplers.create("sjd", window=0)
-
-
 def test_another_model_is_refused(llada: Any) -> None:
     with pytest.raises(
         TypeError, match="takes an autoregressive .*; llada-tiny is a language model .*paradec.generate$"
@@ -239,19 +219,6 @@ def test_a_smaller_model_drafts(condition: str) -> None:
 # ---- the packaged model ---------------------------------------------------------------------------------------------
 
 
-def test_packaged_files_are_small() -> None:
-    folders = ("digits", "digits-ar", "digits-ar-drafter")
-    files = [file for folder in folders for file in (DATA / folder).iterdir()]
-    assert {file.name for file in files} >= {"vq.safetensors", "classifier.safetensors", "model.safetensors"}
-    scales = DATA / "digits" / "multi_scale_vq.safetensors"
-    assert sum(file.stat().st_size for file in files if file != scales) < 3_500_000
-    scaled = [scales, *(file for name in ("digits-var", "digits-var-small") for file in (DATA / name).iterdir())]
-    assert sum(file.stat().st_size for file in scaled) < 3_000_000
-    assert (DATA / "digits-lpd" / "model.safetensors").stat().st_size < 1_800_000
-    for small in ("digits/classifier.safetensors", "digits-ar-drafter/model.safetensors"):
-        assert (DATA / small).stat().st_size < 300_000
-
-
 def test_packaged_model_draws_what_is_asked_for() -> None:
     model, classifier = paradec.load("digits-ar"), load_classifier()
     assert model.vq.config.codebook_size >= 256 and model.vq.config.encoder
@@ -287,16 +254,6 @@ def test_packaged_drafter(shape: dict[str, Any]) -> None:
         depth = sampler.window - 1 if sampler.tree is None else len(sampler.tree)
         steps = np.array(out.row_nfe)
         assert (np.array(out.draft_nfe) <= depth * steps).all() and (np.array(out.draft_nfe) > steps).all()
-
-
-def test_frechet_distance_in_closed_form() -> None:
-    mean, root = torch.zeros(3).double(), torch.tensor([[2.0, 0, 0], [1, 1, 0], [0, 1, 3]]).double()
-    covariance = root @ root.T
-    assert frechet_distance((mean, covariance), (mean, covariance)) == pytest.approx(0, abs=1e-9)
-    assert frechet_distance((mean, covariance), (mean + 2, covariance)) == pytest.approx(12)
-    assert frechet_distance((mean, covariance), (mean, 4 * covariance)) == pytest.approx(float(covariance.trace()))
-    with pytest.raises(ValueError, match="at least 2 images, not 1"):
-        moments(torch.zeros(1, 3))
 
 
 def test_command(tmp_path: Path) -> None:

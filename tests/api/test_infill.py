@@ -281,17 +281,6 @@ def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
     assert not torch.isin(out.sequences[out.filled], torch.tensor(ending.facts.eos_token_ids)).any()
 
 
-def test_an_interrupt_keeps_what_was_filled(llada64: Model) -> None:
-    def stop(state: Any, commit: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(paradec.Interrupted) as raised:
-        paradec.infill(llada64, masked(llada64, HOLES[0]), sampler="low_confidence", callback=stop)
-    out = raised.value.output
-    assert (out.sequences == llada64.facts.mask_token_id).sum() == HOLES[0].count(_) - 1
-    assert out.tokens == [1]
-
-
 def test_guidance_masks_what_was_given(llada64: Model) -> None:
     """The unconditional branch of an infill sees nothing but masks: its logits are those of an empty canvas."""
     seen = []
@@ -474,10 +463,3 @@ def test_masked_language_models(kind: str) -> None:
     with torch.inference_mode():
         logits = module(ids).logits[0, 4]
     assert out.sequences[1, -2] == 5 + logits[5:].argmax()
-
-
-def test_masked_language_models_at_once(packaged: Model) -> None:
-    """A threshold of 0 fills all holes with one forward."""
-    sampler = paradec.samplers.create("threshold", threshold=0.0)
-    out = paradec.infill(packaged, "fox <mask> cow <mask:3> fox", sampler=sampler)
-    assert (out.nfe, out.tokens, out.tokens_per_forward) == (1, [4], 4.0)

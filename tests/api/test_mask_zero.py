@@ -5,7 +5,6 @@ Everything is compared with the same weights under an explicit `pad_token_id`, w
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
 from paradec.models.adapter import Model
-from paradec.samplers.masked.device import step as engine
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 PAD, NEW = 7, 6
@@ -87,18 +85,6 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
         commits = [(step.commits, step.forwarded) for step in out.trace.steps]
         found.append((out.new_tokens.tolist(), out.row_nfe, out.tokens, out.tokens_per_forward, commits, seen))
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_the_device_side_step_counts_the_same(models: tuple[Model, Model], cache: str) -> None:
-    sampler = samplers.create("threshold")
-    expected = paradec.generate(models[0], RAGGED, max_new_tokens=NEW, sampler=sampler, cache=cache)
-    state = sampler.start(models[0], RAGGED, max_new_tokens=NEW, cache=cache)
-    engine.decode(sampler, models[0], state, capture=False)
-    assert state.done
-    assert state.progress == (NEW * len(RAGGED),) * 2
-    assert not state.undecided.any()
-    assert state.nfe.tolist() == expected.row_nfe
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -190,39 +176,3 @@ def test_transformers_own_generate_pads_with_no_mask() -> None:
     expected = paradec.generate(wrapped(), input_ids=ids, attention_mask=attention, max_new_tokens=NEW)
     assert torch.equal(out.sequences[:, 5:], expected.new_tokens)
     assert out.tokens_per_forward == expected.tokens_per_forward
-
-
-def test_schedulers_of_masks_with_id_0() -> None:
-    """A pipeline's scheduler fills the masks of its block and leaves other tokens, 0 or not, alone."""
-    pytest.importorskip("diffusers")
-    from paradec.schedulers import ThresholdScheduler
-
-    scheduler = ThresholdScheduler()
-    scheduler.set_timesteps(4)
-    torch.manual_seed(0)
-    block, logits = torch.tensor([[0, 5, 0, 0], [1, 2, 3, 0], [4, 4, 4, 4]]), torch.randn(3, 4, 9)
-    steps = 0
-    while (block == 0).any():
-        out = scheduler.step(logits, scheduler.timesteps[steps], block, mask_token_id=0)
-        kept = block != 0
-        assert torch.equal(out.prev_sample[kept], block[kept])
-        block, steps = out.prev_sample, steps + 1
-    assert steps <= 3
-
-
-def test_modules_that_take_no_padding() -> None:
-    """An opaque module's rows are never padded, its output is all the same."""
-
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(vocab_size=9)
-            self.table = torch.nn.Parameter(torch.randn(9, 9, generator=torch.Generator().manual_seed(0)))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table[ids]
-
-    model = paradec.wrap(Plain(), mask_token_id=0, prediction="same", topology="bidirectional")
-    out = paradec.generate(model, [[1, 2, 3], [4]], max_new_tokens=3)
-    assert not (out.sequences == 0).any()
-    assert out.tokens == [3, 3]

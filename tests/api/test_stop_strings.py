@@ -18,7 +18,6 @@ from transformers import StopStringCriteria
 import paradec
 from paradec.models.adapter import Model
 from paradec.samplers.masked.stop_strings import StopStrings
-from paradec.samplers.masked.stopping import EndOfText
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:
@@ -120,37 +119,6 @@ def test_words_and_batches_of_the_packaged_model() -> None:
     out = paradec.generate(model, prompts, stop_strings=["fig"])
     assert out.text == ["apple fig", "kiwi apple fig", "pear grape kiwi"]
     assert out.tokens == [2, 3, 4] and out.finished == [True] * 3
-
-
-def test_nothing_is_asked_when_nothing_can_stop(llada: Model) -> None:
-    sampler = paradec.samplers.create("threshold")
-    state = sampler.start(llada, [1, 2], max_new_tokens=4, eos_early_stop=False)
-    assert state.stop_rules == ()
-    state = sampler.start(llada, [1, 2], max_new_tokens=4)
-    assert [type(rule) for rule in state.stop_rules] == [EndOfText]
-    packaged = paradec.load()
-    state = sampler.start(packaged, [1, 2], max_new_tokens=4, stop_strings=["fig"], eos_early_stop=False)
-    assert [type(rule) for rule in state.stop_rules] == [StopStrings]
-
-
-def test_prefixes_are_read_once() -> None:
-    """The answer is decoded when its decided prefix has grown, not at every step."""
-    calls = []
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(TOKENIZER, name)
-
-        def decode(self, ids: Any, **options: Any) -> str:
-            calls.append(len(np.atleast_1d(ids)))
-            return TOKENIZER.decode(ids, **options)
-
-    ids = ids_of(TEXT)[:12]
-    model = reciting(ids, tokenizer=Counting())
-    out = paradec.generate(model, [10, 10], sampler="low_confidence", max_new_tokens=12, stop_strings="no such text")
-    assert out.nfe == 12
-    reads = calls[:-1]  # the last one makes Output.text
-    assert reads == sorted(set(reads)) and reads[-1] == 12
 
 
 def test_text_that_is_taken_back_is_read_again() -> None:

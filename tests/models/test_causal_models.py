@@ -311,40 +311,6 @@ def test_a_class_that_is_causal_by_name_alone_is_refused() -> None:
         paradec.wrap(transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes)), topology="causal")
 
 
-class Extended(transformers.LlamaForCausalLM):
-    """A class of one's own that extends one of transformers'."""
-
-
-class ByIdsAlone(transformers.LlamaForCausalLM):
-    """The same, with a forward that takes nothing else."""
-
-    def forward(self, input_ids: Any, use_cache: bool = False) -> Any:  # type: ignore[override]
-        return super().forward(input_ids=input_ids, use_cache=use_cache)
-
-
-def test_a_class_that_extends_one_is_taken_as_that() -> None:
-    """Without its causal mask too: as transformers' own class answers."""
-    facts: dict[str, Any] = {"mask_token_id": 3, "prediction": "same", "topology": "bidirectional"}
-    own = module_of("llama")
-    extended = Extended(own.config).double().eval()
-    extended.load_state_dict(own.state_dict())
-    answers = [paradec.generate(paradec.wrap(each, **facts), ROWS, max_new_tokens=8) for each in (own, extended)]
-    assert torch.equal(answers[0].sequences, answers[1].sequences)
-    assert paradec.wrap(extended).supports_store
-    assert paradec.generate(paradec.wrap(extended), ROWS[0], sampler="sjd", max_new_tokens=12).new_tokens[
-        0
-    ].tolist() == greedy(own, ROWS[0])
-    narrow = ByIdsAlone(own.config).double().eval()
-    narrow.load_state_dict(own.state_dict())
-    with pytest.raises(ValueError, match="not available for ByIdsAlone: its causal mask cannot be taken off"):
-        paradec.wrap(narrow, **facts)
-    alone = paradec.wrap(narrow)
-    assert not alone.supports_store
-    assert paradec.generate(alone, ROWS[0], sampler="sjd", max_new_tokens=12).new_tokens[0].tolist() == greedy(
-        own, ROWS[0]
-    )
-
-
 def test_experts_without_a_kernel() -> None:
     module = module_of("qwen3_moe")
     assert module.config._experts_implementation == "grouped_mm"

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from every_model import EVERY, IMAGE_MODELS, decoded, expected, make, shared, started
+from every_model import EVERY, IMAGE_MODELS, decoded, expected, make, shared
 from fitting import taken, topology_of
-from shared_modules import Dropping, wrapping
 from tiny_models import tiny
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 from wrapped_models import ROWS
 
 import paradec
@@ -35,32 +31,6 @@ def test_inference_mode_changes_nothing(kind: str) -> None:
     assert not expected(kind).requires_grad
     with torch.inference_mode():
         assert torch.equal(decoded(shared(kind), kind), expected(kind))
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("inside", ["start", "step", "commit", "all but the start"])
-@pytest.mark.parametrize(
-    "kind", ["llada", "Bert", "Llama causal", "diffusion_gemma", "llamagen-t2i", "anole", "mar", "dit"]
-)
-def test_a_state_is_at_home_in_and_out_of_inference_mode(kind: str, inside: str) -> None:
-    """Whoever drives the steps may be in inference mode in any of them and not in others."""
-
-    def mode(name: str) -> AbstractContextManager[Any]:
-        taken = name != "start" if inside == "all but the start" else name == inside
-        return torch.inference_mode() if taken else nullcontext()
-
-    model = shared(kind)
-    sampler, made_of, state, end = started(model, kind)
-    whole = end(decode(sampler, made_of, state))
-    with mode("start"):
-        sampler, made_of, state, end = started(model, kind)
-    while not state.done:
-        with mode("step"):
-            proposal = sampler.step(made_of, state)
-        with mode("commit"):
-            sampler.commit(state, proposal)
-    assert torch.equal(end(state), whole)
-    assert not end(state).requires_grad
 
 
 @pytest.mark.thinned
@@ -152,23 +122,6 @@ def test_autocast_changes_no_method(name: str) -> None:
     assert torch.equal(found, run(cast_alone(model)))
 
 
-def test_autocast_leaves_the_owners_gradients() -> None:
-    """Weights that a request cast are cast anew where gradients are asked for."""
-    module = single("Llama bidirectional").module
-    ids = torch.tensor([[8, 9, 10]])
-
-    def gradients(decodes: bool) -> list[Tensor]:
-        module.zero_grad()
-        with half():
-            if decodes:
-                decoded(single("Llama bidirectional"), "Llama bidirectional")
-            module(ids).logits.float().square().sum().backward()
-        return [parameter.grad.clone() for parameter in module.parameters()]
-
-    assert all(map(torch.equal, gradients(True), gradients(False)))
-    module.zero_grad(set_to_none=True)
-
-
 # ---- forks ----------------------------------------------------------------------------------------------------------
 
 
@@ -208,58 +161,3 @@ def test_a_forked_process_decodes(kind: str) -> None:
     model, whole = shared(kind), expected(kind)
     assert in_child(lambda: decoded(model, kind).tolist()) == whole.tolist()
     assert torch.equal(decoded(model, kind), whole)
-
-
-class Decoding(Dataset[list[int]]):
-    """Samples that are decoded where they are asked for."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def __len__(self) -> int:
-        return len(ROWS)
-
-    def __getitem__(self, index: int) -> list[int]:
-        return paradec.generate(self.model, [ROWS[index]], max_new_tokens=4).new_tokens[0].tolist()
-
-
-@needs_fork
-def test_workers_of_a_data_loader_decode() -> None:
-    data = Decoding(shared("Llama bidirectional"))
-    context = multiprocessing.get_context("fork")
-    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
-    assert list(loader) == [data[index] for index in range(len(data))]
-
-
-@needs_fork
-def test_a_fork_in_the_middle_of_another_threads_call() -> None:
-    """The child has its modes and its locks, whatever the threads that it lacks were about."""
-    module = Dropping().eval()
-    model = wrapping("opaque", module)
-    tokens = paradec.generate(model, ROWS, max_new_tokens=4).new_tokens.tolist()
-    module.train()
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait(*args: Any) -> None:
-        if threading.current_thread() is thread:
-            inside.set()
-            go_on.wait(120)
-
-    handle = module.head.register_forward_hook(wait)
-    thread = threading.Thread(target=lambda: paradec.generate(model, ROWS[:1], max_new_tokens=1))
-    thread.start()
-    assert inside.wait(120)
-
-    def work() -> Any:
-        before = module.training, module.drop.training
-        found = paradec.generate(model, ROWS, max_new_tokens=4).new_tokens.tolist()
-        return before, found, (module.training, module.drop.training)
-
-    try:
-        assert in_child(work) == ((True, True), tokens, (True, True))
-        assert not module.drop.training
-    finally:
-        go_on.set()
-        thread.join()
-        handle.remove()
-    assert module.training and module.drop.training

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from every_model import EVERY, TEXT, decoded, expected, shared, started
 from fitting import fits, taken, topology_of
 from image_models import tiny_llamagen
 from tiny_models import tiny
-from transformers import AttentionInterface, AttentionMaskInterface
 from wrapped_models import IDS, ROWS, decoder
 
 import paradec
@@ -23,7 +21,6 @@ from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.prompts import encode
 from paradec.core.protocol import decode
-from paradec.samplers.masked.device import step as engine
 
 
 def pickled(value: Any) -> Any:
@@ -93,48 +90,6 @@ def test_the_original_may_be_unwrapped_first(way: str) -> None:
         decoded(late, "Llama")
 
 
-def test_a_shallow_copy_is_another_wrap_of_the_module() -> None:
-    module = decoder().eval()
-    model = paradec.wrap(module, prediction="same", topology="bidirectional", **IDS)
-    tokens = decoded(model, "Llama")
-    second = copy.copy(model)
-    assert second.module is module
-    model.unwrap()
-    assert torch.equal(decoded(second, "Llama"), tokens)
-    second.unwrap()
-    assert hooks(model) == 0
-
-
-def test_engines_are_not_copied() -> None:
-    model = paradec.wrap(decoder().eval(), prediction="same", topology="bidirectional", **IDS)
-    method = samplers.create("threshold")
-    with torch.inference_mode():
-        state = method.start(model, encode(model, ROWS[:1], None, None), max_new_tokens=4)
-        engine.decode(method, model, state, capture=False)
-    assert len(model.engines) == 1
-    for way in WAYS.values():
-        copied = way(model)
-        assert copied.engines == {} and copied.engines is not model.engines
-    assert len(model.engines) == 1
-
-
-def test_two_models_of_one_module_stay_so() -> None:
-    """In one copy, what was one module is one module."""
-    module = decoder().eval()
-    both = [
-        paradec.wrap(module, prediction="same", topology="bidirectional", **IDS),
-        paradec.wrap(module, prediction="shifted", topology="causal", **IDS),
-    ]
-    tokens = [decoded(model, kind) for model, kind in zip(both, ("Llama", "Llama causal"))]
-    for way in WAYS.values():
-        first, second = way(both)
-        assert first.module is second.module is not module
-        assert torch.equal(decoded(first, "Llama"), tokens[0])
-        first.unwrap()
-        assert torch.equal(decoded(second, "Llama causal"), tokens[1])
-        assert hooks(second) == 1
-
-
 def test_a_drafter_is_copied_with_its_base() -> None:
     base, drafter = tiny_llamagen(), tiny_llamagen(seed=1)
     sampler = samplers.create("speculative", drafter=drafter)
@@ -145,18 +100,6 @@ def test_a_drafter_is_copied_with_its_base() -> None:
         assert method.drafter is not drafter
         out = paradec.generate_images(other, sampler=method, **request)
         assert torch.equal(out.tokens, whole.tokens) and out.row_nfe == whole.row_nfe
-
-
-def test_a_process_that_registered_nothing_reads_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = paradec.wrap(decoder().eval(), prediction="same", topology="bidirectional", **IDS)
-    tokens, written = decoded(model, "Llama"), pickle.dumps(model)
-    monkeypatch.delitem(sys.modules, "paradec.models.attention")
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        known = {name: value for name, value in interface._global_mapping.items() if not name.startswith("paradec_")}
-        monkeypatch.setattr(interface, "_global_mapping", known)
-    with pytest.raises(KeyError, match="paradec_sdpa"):
-        decoded(model, "Llama")
-    assert torch.equal(decoded(pickle.loads(written), "Llama"), tokens)
 
 
 # ---- what a request is made of --------------------------------------------------------------------------------------
@@ -272,11 +215,3 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
 def test_copies_of_other_states_go_on(kind: str) -> None:
     sampler, model, state, end = started(shared(kind), kind)
     going_on(model, sampler, state, end)
-
-
-def test_a_state_with_a_generator() -> None:
-    model = paradec.wrap(decoder().eval(), prediction="same", topology="bidirectional", **IDS)
-    sampler = samplers.create("random")
-    prompts = encode(model, [[8, 9, 10]], None, None)
-    state = sampler.start(model, prompts, max_new_tokens=8, temperature=0.7, rng="reference", seed=3)
-    going_on(model, sampler, state, lambda state: state.canvas)

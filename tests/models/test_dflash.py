@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from eagle_drafters import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
@@ -22,11 +18,9 @@ from torch.nn.functional import silu
 
 import paradec
 from paradec.cli.work import load_draft_model
-from paradec.core.family_queries import CausalQuery
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter
-from paradec.models.layers import LayerOutputs
 from paradec.request import Request
 from paradec.samplers.causal.lantern import Lantern
 from paradec.samplers.causal.verification import token_distribution
@@ -291,40 +285,6 @@ def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
             method.commit(state, first)
 
 
-def test_copies_and_pickles_go_on(loaded: Any) -> None:
-    """Of the model with its drafter, and of a state."""
-    base = tiny_base(layers=4)
-    drafter = loaded(base)
-    expected = answers(speculative(drafter), base, PROMPTS, max_new_tokens=8, seed=1)[0]
-    for base_, drafter_ in (copy.deepcopy((base, drafter)), pickle.loads(pickle.dumps((base, drafter)))):
-        assert answers(speculative(drafter_), base_, PROMPTS, max_new_tokens=8, seed=1)[0] == expected
-    method = speculative(drafter)
-    state = method.start(base, PROMPTS, max_new_tokens=8, seed=1)
-    method.commit(state, method.step(base, state))
-    other = copy.deepcopy(state)
-    while not state.done:
-        method.commit(state, method.step(base, state))
-        method.commit(other, method.step(base, other))
-        assert torch.equal(state.canvas, other.canvas)
-
-
-def test_two_threads_share_model_and_drafter(loaded: Any) -> None:
-    base = tiny_base(layers=4)
-    method, found = speculative(loaded(base)), {}
-
-    def decode(seed: int) -> None:
-        with torch.inference_mode():
-            found[seed] = answers(method, base, PROMPTS, max_new_tokens=10, seed=seed)[0]
-
-    threads = [threading.Thread(target=decode, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed in range(3):
-        assert found[seed] == answers(method, base, PROMPTS, max_new_tokens=10, seed=seed)[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
     base = tiny_base(layers=4)
@@ -335,28 +295,6 @@ def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
     assert found.new_tokens.shape == (4, 9)
 
 
-def test_bfloat16_is_greedy_but_for_near_ties(loaded: Any) -> None:
-    """Every token is the best of the bfloat16 model's own logits for the text before it, one row and one call at a
-    time, or as good to within what bfloat16 tells apart."""
-    exact, tokens = 0, 0
-    for seed in range(6):
-        base = tiny_base(layers=4, seed=seed)
-        base.module.to(torch.bfloat16)
-        found, state = answers(speculative(loaded(base)), base, PROMPTS, max_new_tokens=16, temperature=0)
-        assert (state.nfe < 16).any()  # some draft was accepted
-        for prompt, new in zip(PROMPTS, found, strict=True):
-            assert len(new) == 16
-            for place, token in enumerate(new):
-                with torch.no_grad():
-                    logits = base.module(torch.tensor([prompt + new[:place]])).logits[0, -1].float()
-                best = float(logits.max())
-                # two steps of bfloat16, of logits whose sums were made in another order
-                assert best - float(logits[token]) <= 2 * 2**-7 * max(abs(best), 1)
-                exact += int(logits.argmax()) == token
-                tokens += 1
-    assert exact >= 0.97 * tokens
-
-
 def test_over_llamagen(loaded: Any) -> None:
     """An image model of ours, with guidance from both branches: the codes of decoding one by one."""
     model = tiny_llamagen()
@@ -365,33 +303,6 @@ def test_over_llamagen(loaded: Any) -> None:
     found = paradec.generate_images(model, sampler=speculative(drafter), **given)
     plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **given)
     assert torch.equal(found.tokens, plain.tokens)
-
-
-# ---- layers' outputs ------------------------------------------------------------------------------------------------
-
-
-def test_layers_outputs_are_those_of_transformers_and_leave_nothing_behind() -> None:
-    base = tiny_base(layers=3)
-    ids = torch.tensor([[1, 2, 3, 0]])
-    query = CausalQuery(np.arange(1), ids, torch.arange(4)[None], keep_hidden=True, keep_layers=(1, 2))
-    logits = base(query)
-    assert not any(layer._forward_hooks for layer in base.module.model.layers)
-    theirs = base.module(ids, output_hidden_states=True)
-    # the last layer's are those after the final norm
-    assert torch.equal(query.hidden, torch.cat((theirs.hidden_states[2], theirs.hidden_states[3]), -1).detach())
-    assert torch.equal(logits, theirs.logits.detach())
-
-
-def test_another_thread_s_call_is_not_looked_at() -> None:
-    base = tiny_base(layers=2)
-    layers = base.module.model.layers
-    with LayerOutputs(layers, [0]) as outputs:
-        other = threading.Thread(target=lambda: base.module(torch.tensor([[1, 2]])))
-        other.start()
-        other.join()
-        assert not outputs.found
-        base.module(torch.tensor([[3]]))
-        assert outputs.found[0].shape == (1, 1, 16)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from paradec.request import Request
 from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import TREES, DynamicTree, Tree, normalized, walk
+from paradec.samplers.causal.trees import DynamicTree, Tree, normalized, walk
 from paradec.samplers.causal.verification import token_distribution
 
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -196,12 +196,6 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
                 check_distributions(state, Tree.of((2, 1, 1)), weights, features_of, model.module.head, turned, False)
                 == 10
             )
-
-
-def test_published_tree() -> None:
-    tree = Tree.of("mc_sim_7b_63")
-    counts = np.bincount(tree.depths).tolist()
-    assert tree.size == 26 and counts == [1, 4, 8, 8, 3, 2] and (3, 0) in TREES["mc_sim_7b_63"]
 
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])

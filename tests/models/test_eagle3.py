@@ -82,15 +82,6 @@ def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, t
             torch.testing.assert_close(made, tensors[f"{key}/made"].float(), rtol=0, atol=1e-4)
 
 
-def test_layers_one_off_are_other_drafts(base: Model, tensors: dict[str, Tensor]) -> None:
-    """Layer numbers of this format count from inputs: outputs of those very numbers are read by nobody."""
-    drafter = paradec.load_drafter(RECORDED / NAMES[0], base=base)
-    drafter.keep_layers = tuple(layer + 1 for layer in drafter.keep_layers)
-    key = f"{NAMES[0]}/11/0.8"
-    _, q = drafts_after(drafter, base, tensors["ids"], CASES[key], 2)
-    assert (q[0] - tensors[f"{key}/q"][0]).abs().max() > 1e-3
-
-
 def test_the_last_layer_is_read_before_the_final_norm(base: Model, tmp_path: Path) -> None:
     """Number n is what a layer after the last one would read: no norm lies before it."""
     folder, count = RECORDED / NAMES[0], base.text_config.num_hidden_layers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import paradec
@@ -50,12 +48,6 @@ def test_many_answers_fail_all_at_once(packaged: Model, task: str) -> None:
     assert at_once <= one_by_one - 0.5 and per_forward > 3.0
 
 
-def test_size_and_files() -> None:
-    folder = Path(paradec.__file__).parent / "assets" / "tiny-llada"
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8e6
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-
-
 def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
     """Also where decoding goes on after it."""
     texts, (end, *_) = ["Sort: pear fig apple", "Reverse: kiwi fig"], packaged.facts.eos_token_ids
@@ -75,11 +67,3 @@ def test_text_in_text_out(packaged: Model) -> None:
     assert answers == ["apple fig pear"] * 3
     batch = paradec.generate(packaged, [text, "Reverse: kiwi fig"])
     assert batch.text[0] == "apple fig pear" and isinstance(batch.text, list) and len(batch.text) == 2
-
-
-def test_caches_answer_too(packaged: Model) -> None:
-    examples = load_prompts(["copy", "reverse"], limit=8)
-    for cache in ("prefix", "dual"):
-        out = paradec.generate(packaged, [e.prompt for e in examples], cache=cache, block_length=4, max_new_tokens=16)
-        checks = [TASKS[e.task].check(e, text) for e, text in zip(examples, out.text, strict=True)]
-        assert sum(checks) >= 0.8 * len(checks)

@@ -3,10 +3,7 @@ cache, in float64; and where such a model meets the rest."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
-import threading
 from typing import Any
 
 import numpy as np
@@ -136,36 +133,6 @@ def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
             ids = context + continuation[:number] + [MASK] * (end - number)
             total += float(plain_logits(model, ids, len(context))[len(context) + number].log_softmax(-1)[token])
         assert ours.value == pytest.approx(total, abs=1e-9)
-
-
-def test_batches_that_are_refilled_and_copies() -> None:
-    model = from_prompt()
-    rows = [[i + 1, *[2] * (i % 3)] for i in range(7)]
-    request: dict[str, Any] = {"max_new_tokens": 10, "sampler": "threshold", "cache": "block"}
-    whole = paradec.generate(model, rows, **request)
-    many = list(paradec.generate_many(model, rows, batch_size=2, **request))
-    assert [out.new_tokens[0].tolist() for out in many] == [ids.tolist() for ids in whole.new_tokens]
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.facts == model.facts
-        assert torch.equal(paradec.generate(other, rows, **request).sequences, whole.sequences)
-    found: list[Any] = [None] * 2
-
-    def run(number: int) -> None:
-        found[number] = paradec.generate(model, rows[number:], **request).new_tokens[0].tolist()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [whole.new_tokens[number].tolist() for number in range(2)]
-
-
-def test_adaptive_blocks_stay_inside_the_models() -> None:
-    model = from_prompt()
-    policy = paradec.AdaptiveBlocks(length=6, delimiters=(7,), window=1.0).for_model(model)
-    starts, prompts, ends = np.array([3, 4, 9]), np.array([3, 3, 5]), np.array([40, 40, 40])
-    assert policy.open(starts, prompts, ends).tolist() == [7, 7, 13]
 
 
 def test_what_does_not_know_where_a_prompt_ends_is_refused() -> None:

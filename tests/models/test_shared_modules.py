@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -24,7 +23,6 @@ from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
 import paradec
 from paradec.core.query import Query
 from paradec.models.adapter import Model
-from paradec.models.calls import Calling, Evaluation, ModuleCall
 
 IDS9 = random_ids(2, 9)
 
@@ -122,71 +120,11 @@ def test_a_module_that_load_made_wrapped_as_causal(llada64: Model) -> None:
     assert torch.equal(logits(llada64), before)
 
 
-def test_the_owner_may_choose_another_attention() -> None:
-    module = decoder().eval()
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    before = logits(model)
-    module.set_attn_implementation("users_own")
-    chosen = plain(module)
-    assert torch.equal(logits(model), before)
-    model.unwrap()
-    assert torch.equal(plain(module), chosen)
-    fresh = decoder().eval()
-    assert not torch.equal(plain(fresh), chosen)
-    fresh.set_attn_implementation("users_own")
-    assert torch.equal(plain(fresh), chosen)
-
-
-def test_two_modules_with_one_config_and_one_body() -> None:
-    """Only what is called through a wrap attends as the wrap says."""
-    module, other = decoder().eval(), decoder().eval()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-    other = type(module)(module.config).double().eval()
-    second = type(module)(module.config).double().eval()
-    second.model = module.model
-    assert other.config is module.config
-    own = [plain(part) for part in (module, other, second)]
-    first, both = (paradec.wrap(part, **TOPOLOGIES["bidirectional"], **IDS) for part in (module, second))
-    expected = [logits(first), logits(both)]
-    assert torch.equal(expected[0], alone("bidirectional", "sdpa"))
-    assert [torch.equal(plain(part), before) for part, before in zip((module, other, second), own)] == [True] * 3
-    first.unwrap()
-    assert torch.equal(logits(both), expected[1])
-    both.unwrap()
-    assert [torch.equal(plain(part), before) for part, before in zip((module, other, second), own)] == [True] * 3
-    assert sum(len(part._forward_hooks) for part in second.modules()) == 0
-
-
-def test_a_call_inside_a_call() -> None:
-    """What a hook of the owner's calls meanwhile is none of the outer call's business."""
-    module, other = decoder().eval(), decoder("Qwen2").eval()
-    outer = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    inner = paradec.wrap(other, **TOPOLOGIES["bidirectional"], **IDS)
-    own, expected, seen = plain(other), logits(inner), []
-    handle = module.model.layers[0].register_forward_hook(
-        lambda *_: seen.append((plain(other), logits(inner), plain(other)))
-    )
-    assert torch.equal(logits(outer), alone("bidirectional", "sdpa"))
-    handle.remove()
-    (before, middle, after) = seen[0]
-    assert torch.equal(before, own) and torch.equal(middle, expected) and torch.equal(after, own)
-
-
 def test_an_unwrapped_model_says_so() -> None:
     model = paradec.wrap(decoder(), **TOPOLOGIES["bidirectional"], **IDS)
     model.unwrap()
     with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
         logits(model)
-
-
-def test_a_refused_attention_leaves_nothing_behind() -> None:
-    module = decoder("GptOss", num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
-    module.config.sliding_window = None
-    with pytest.raises(ValueError, match="GptOssForCausalLM does not support an attention implementation"):
-        paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    assert sum(len(part._forward_hooks) for part in module.modules()) == 0
 
 
 def test_what_runs_past_the_attention_is_an_error() -> None:
@@ -209,45 +147,6 @@ def test_two_threads_on_one_model(kind: str) -> None:
     model = shared(kind)
     found = in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
     assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("implementation", ["sdpa", "users_own"])
-def test_wraps_hf_generate_and_the_owner_at_once(implementation: str, training: bool) -> None:
-    """Two wraps of other topologies, `hf_generate` twice, and transformers' own calls, on one module in five threads.
-    Where the module is in training mode its owner waits: modes are the module's, and no thread's."""
-    module = decoder(attention_dropout=0.5 if training else 0.0)
-    module.generation_config.pad_token_id = 1
-    module.set_attn_implementation(implementation)
-    module.train(training)
-    ids = torch.tensor([[8, 9, 10, 11]])
-    request = {"max_new_tokens": 6, "do_sample": False, "prediction": "same", "mask_token_id": 5}
-
-    def hf(seed: int) -> Tensor:
-        return module.generate(ids + seed, custom_generate=paradec.hf_generate, **request)
-
-    def as_wrap(topology: str, live: bool) -> Tensor:
-        model = paradec.wrap(module, **TOPOLOGIES[topology], **IDS)
-        kind = "Llama causal" if topology == "causal" else "Llama"
-        try:
-            return decoded(model, kind)
-        finally:
-            if not live:
-                model.unwrap()
-
-    works: list[Callable[[], Any]] = [
-        lambda: as_wrap("bidirectional", live=True),
-        lambda: as_wrap("causal", live=False),
-        lambda: hf(0),
-        lambda: hf(1),
-    ]
-    if not training:
-        works += [lambda: plain(module), lambda: module.generate(ids, max_new_tokens=6, do_sample=False)]
-    expected = [work() for work in works]
-    for _ in range(3):
-        assert all(map(torch.equal, in_threads(*works), expected))
-    assert module.config._attn_implementation == implementation
-    assert all(part.training == training for part in module.modules())
 
 
 # ---- modes ----------------------------------------------------------------------------------------------------------
@@ -309,84 +208,3 @@ def test_image_models_put_into_training_mode(kind: str) -> None:
     finally:
         model.module.eval()
         handle.remove()
-
-
-def test_calls_that_overlap_share_the_evaluation() -> None:
-    """The modes come back with the last call that needs them away, whichever that is."""
-    module = Dropping()
-    for order in ((0, 1), (1, 0)):
-        contexts = [Evaluation(module), Calling(module, ModuleCall())]
-        for context in contexts:
-            context.__enter__()
-        assert not module.drop.training
-        contexts[order[0]].__exit__()
-        assert not module.drop.training
-        contexts[order[1]].__exit__()
-        assert module.drop.training
-
-
-# ---- copies of a module that is wrapped ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("take", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_of_a_wrapped_module_is_not_wrapped(kind: str, take: Callable[[Any], Any]) -> None:
-    module = (encoder() if kind == "encoder" else decoder()).eval()
-    own = plain(module)
-    model = wrapping(kind, module)
-    expected = logits(model)
-    copied = take(module)
-    assert torch.equal(plain(copied), own)
-    assert all(type(part.config) is type(module.config) for part in copied.modules() if hasattr(part, "config"))
-    if kind == "decoder":
-        assert {id(part.config) for part in copied.modules() if hasattr(part, "config")} == {id(copied.config)}
-    again = wrapping(kind, copied)
-    model.unwrap()
-    assert torch.equal(logits(again), expected)
-    assert torch.equal(plain(module), own) and torch.equal(plain(copied), own)
-    again.unwrap()
-    assert sum(len(part._forward_hooks) for part in copied.modules()) == 0
-    assert torch.equal(plain(copied), own)
-
-
-def test_the_config_of_a_wrapped_part_is_a_config() -> None:
-    module = decoder().eval()
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    config = module.model.layers[0].self_attn.config
-    assert config == module.config and module.config == config and repr(config) == repr(module.config)
-    config.some_field = 3
-    assert module.config.some_field == 3
-    del config.some_field
-    assert not hasattr(module.config, "some_field") and not hasattr(config, "some_field")
-    assert type(copy.copy(config)) is type(module.config) and copy.copy(config) is not module.config
-    model.unwrap()
-    assert module.model.layers[0].self_attn.config is module.config
-
-
-def test_compiled_attention() -> None:
-    """torch.compile's guards see whether their thread is inside a call."""
-    module = decoder(num_hidden_layers=1).eval()
-    own = plain(module)
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    ours = logits(model)
-    model.unwrap()
-    module.model.layers[0].self_attn.compile(backend="eager")
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    for _ in range(2):
-        assert torch.equal(plain(module), own)
-        assert torch.equal(logits(model), ours)
-    assert all(map(torch.equal, in_threads(lambda: logits(model), lambda: plain(module)), (ours, own)))
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_compiled_module() -> None:
-    """The hook and the counters of a call work from inside compiled code as well."""
-    module = decoder(num_hidden_layers=1).eval()
-    own, model = plain(module), paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    tokens = paradec.generate(model, ROWS, max_new_tokens=4, block_length=2).new_tokens
-    module.compile(backend="eager")
-    for _ in range(2):
-        assert torch.equal(plain(module), own)
-        found = paradec.generate(model, ROWS, max_new_tokens=4, block_length=2).new_tokens
-        assert torch.equal(found, tokens)

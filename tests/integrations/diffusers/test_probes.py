@@ -386,26 +386,6 @@ def test_what_is_added_between_blocks_is_added_once() -> None:
     torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [FirstBlock(0.3), DBCache(2, 1, 0.3, 3), DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)],
-    ids=lambda rule: rule.name,
-)
-def test_blocks_may_write_into_their_input(rule: Any) -> None:
-    module, latent = toy()
-    with accelerate(module, rule) as session:
-        expected, made = toy_run(module, latent), kinds(session)
-    for block in module.blocks:
-        block.forward = lambda x, step, own=block.forward: x.copy_(own(x, step))
-    with accelerate(module, rule) as session, torch.no_grad():
-        found = toy_run(module, latent.clone(), [TIMES[0]])
-        for time in TIMES[1:]:
-            found += toy_run(module, found[-1].clone(), [time])
-    assert kinds(session) == made and "." in made
-    for output, aim in zip(found, expected, strict=True):
-        torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
-
-
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 

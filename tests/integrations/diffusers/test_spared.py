@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.embeddings import Timesteps
 from tiny_pipelines import MODELS, denoise, model
 from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate
-from paradec.integrations.diffusers.hooks.spared import Idle, Once
+from paradec.integrations.diffusers.hooks.spared import Idle
 from paradec.samplers.forecast.bac import BlockSchedule
 
 FULL = [0, 1, 4]
@@ -106,28 +105,3 @@ def test_chunks_of_a_feed_forward() -> None:
         block.set_chunk_feed_forward(4, 1)
     first, second = both(module, inputs, {"refresh": FULL})
     assert torch.equal(first, second)
-
-
-def test_a_dit_embeds_its_timestep_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, inputs = model("DiT")
-    seen: list[Tensor] = []
-    own = Timesteps.forward
-
-    def forward(self: Timesteps, timesteps: Tensor) -> Tensor:
-        seen.append(timesteps)
-        return own(self, timesteps)
-
-    monkeypatch.setattr(Timesteps, "forward", forward)
-    plain = denoise(module, inputs, 3)
-    blocks = len(module.transformer_blocks)
-    assert len(seen) == 3 * (blocks + 1)
-    seen.clear()
-    with accelerate(module, TaylorSeer(interval=1)) as session:
-        assert len(spared(session, Once)) == 2 * blocks
-        assert torch.equal(denoise(module, inputs, 3), plain)
-        assert len(seen) == 3 and len({float(timesteps[0]) for timesteps in seen}) == 3
-        # one that somebody watches or changes is called
-        handle = module.transformer_blocks[1].norm1.emb.time_proj.register_forward_hook(lambda *call: 2 * call[-1])
-        changed = denoise(module, inputs, 3)
-    assert not torch.equal(changed, plain) and torch.equal(denoise(module, inputs, 3), changed)
-    handle.remove()

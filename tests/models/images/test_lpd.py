@@ -4,7 +4,6 @@ points."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import pickle
 import re
@@ -143,34 +142,6 @@ def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
         whole = model.module(codes, torch.tensor([3, 0, 4]), ranks, state.groups.sizes)
     assert torch.allclose(torch.cat(seen, 1), whole, atol=1e-10, rtol=0)
     assert len(seen) == len(state.groups) == state.nfe[0]
-
-
-def test_what_columns_see() -> None:
-    """The two rules, column by column, against attention written out: a change of what a column must not see leaves
-    its logits, one of what it sees does not."""
-    model, sampler = tiny_lpd(), samplers.create("groups", order={"order": "raster", "sizes": [1, 3, 4, 8]})
-    state = sampler.start(model, [[model.blank_id + 1]], seed=0)
-    for _ in range(2):
-        sampler.commit(state, sampler.step(model, state))
-    (query,) = sampler.query(state)
-    assert query.tokens[0, :3].tolist() == state.canvas[0, 2:5].tolist()  # the last group's tokens
-    assert (query.tokens[0, 3:] == model.blank_id).all()
-    assert query.sees[0].tolist() == [5] * 3 + [9] * 4
-    assert query.slots[0].tolist() == list(range(2, 9)) and query.store.visible_length == 9
-    query = replace(query, wanted=None)
-
-    def call(changed: Any) -> Tensor:
-        return model(changed, copy.deepcopy(state.store))[0]
-
-    plain = call(query)
-    another = query.positions.clone()
-    another[0, 4] = 16  # a mask at another place
-    moved = call(replace(query, positions=another))
-    same = (plain - moved).abs().amax(-1) < 1e-12
-    assert same.tolist() == [True] * 3 + [False] * 4
-    other = query.tokens.clone()
-    other[0, 2] = (other[0, 2] + 1) % model.facts.vocab_size
-    assert ((plain - call(replace(query, tokens=other))).abs().amax(-1) > 1e-9).all()
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -416,19 +387,6 @@ def test_bad_settings_and_prompts() -> None:
         make(broken)
 
 
-def test_ctrl_c_loses_nothing() -> None:
-    def stop(state: Any, commit: Any) -> None:
-        if state.index == 3:
-            raise KeyboardInterrupt
-
-    model = tiny_lpd()
-    with pytest.raises(paradec.Interrupted) as caught:
-        make(model, callback=stop)
-    found, whole = caught.value.output.tokens, make(model).tokens
-    assert ((found == whole) | (found == model.blank_id)).all()
-    assert (found != model.blank_id).sum(1).tolist() == [1 + 2 + 4] * 2
-
-
 def test_published_guidance_and_repulsion() -> None:
     with torch.device("meta"):
         large, largest = (LPD(LPDConfig(**PRESETS[name])) for name in ("lpd_l", "lpd_xxl"))
@@ -449,17 +407,3 @@ def test_published_guidance_and_repulsion() -> None:
     for order in ("lpd", {"order": "lpd", "sizes": 32}, {"order": "lpd", "repulsion": 1}):
         model.begin(Seen(order), model.request([1], model.grid()), model.grid(), paradec.Request(sampler=Seen(order)))
     assert seen == [3.0, None, 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dtypes_decode(dtype: torch.dtype) -> None:
-    model = LPDModel(copy.deepcopy(tiny_lpd().module).to(dtype))
-    assert make(model).codes.shape == (2, 4, 4)
-
-
-def test_settings_are_data() -> None:
-    for name in orders.names():
-        made = orders.create(name, **({"cells": (1, 0)} if name == "given" else {}))
-        sampler = samplers.create("groups", order=made)
-        assert samplers.registry.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
-    assert dataclasses.replace(sampler, order="lpd").order == orders.LPD()

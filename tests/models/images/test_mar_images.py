@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import Sampler, decode
+from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
@@ -147,20 +147,6 @@ def test_pictures_are_those_of_the_loop(model: MARModel) -> None:
     torch.testing.assert_close(alone.tokens, out.tokens[2:], atol=1e-10, rtol=1e-10)
 
 
-def test_half_precision(model: MARModel) -> None:
-    """Only the networks are narrow: times and draws stay float32, so that the picture stays near."""
-    sizes = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
-    made = []
-    for dtype in (torch.float32, torch.bfloat16):
-        module = MAR(**SIZES)
-        module.load_state_dict(sizes)
-        out = make(MARModel(module.to(dtype), KLDecoder(VQConfig(**DECODER))), steps=5, guidance_scale=2.0, trace=True)
-        assert out.tokens.dtype == torch.float32
-        made.append(out.tokens)
-    assert 0 < (made[0] - made[1]).norm() < 0.02 * made[0].norm()
-    assert torch.allclose(made[0].double(), make(model).tokens, atol=1e-3, rtol=1e-3)
-
-
 @pytest.mark.parametrize("preset", [None, "recap"])
 def test_a_step_changes_nothing(model: MARModel, preset: str | None) -> None:
     sampler = paradec.samplers.create("mar", preset=preset, head_steps=3)
@@ -174,18 +160,6 @@ def test_a_step_changes_nothing(model: MARModel, preset: str | None) -> None:
         commit = sampler.commit(state, again)
         changed = (state.tokens != before).any(-1)
         assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
-
-
-def test_names(model: MARModel) -> None:
-    """ "recap" is MAR with local steps, which evaluate fewer positions; its defaults are MAR's own."""
-    made = {name: make(model, sampler=name, steps=3, class_labels=1, trace=True) for name in ("mar", "recap")}
-    kinds = {name: [step.kind for step in out.trace.steps] for name, out in made.items()}
-    assert kinds == {"mar": ["full"] * 3, "recap": ["full", "full", "window"]}
-    assert made["recap"].forwarded_tokens < made["mar"].forwarded_tokens == 3 * 16 * 2
-    assert torch.equal(make(model, sampler=None, steps=3, class_labels=1).tokens, made["mar"].tokens)
-    for settings in ({"local_steps": 2}, {"full_groups": 1, "keep_buffer": True}):
-        sampler = paradec.samplers.create("mar", **settings)
-        assert Sampler.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5])
@@ -205,19 +179,6 @@ def test_output_types_and_steps(model: MARModel) -> None:
     assert latent.trace.replay() == latent.tokens.tolist()
     with pytest.raises(ValueError, match="not written in order: make the pictures with trace=True"):
         _ = make(model).steps
-
-
-def test_an_interrupt_keeps_what_there_is(model: MARModel) -> None:
-    def stop(state: Any, commit: Any) -> None:
-        if state.index == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(paradec.Interrupted) as raised:
-        make(model, callback=stop, trace=True)
-    found = raised.value.output
-    assert found.images is None and found.row_nfe == [3, 3]
-    assert (found.steps >= 0).sum() == found.accepted.sum() < 32
-    assert make(model, callback=lambda state, commit: True).images is None
 
 
 @pytest.mark.parametrize(
@@ -258,17 +219,3 @@ def test_a_generator_seeds(model: MARModel) -> None:
     draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
     first, again, other = (make(model, seed=None, generator=draw).tokens for draw in draws)
     assert torch.equal(first, again) and not torch.equal(first, other)
-
-
-def test_other_models_refuse_it(model: MARModel) -> None:
-    with pytest.raises(
-        ValueError, match="'mar' is of family 'continuous'; generate takes 'masked', 'draft_verify' and"
-    ):
-        paradec.generate(paradec.load(), "Sort: pear fig", sampler="mar")
-    for name, family in (("digits-ar", "draft_verify"), ("digits-maskgit", "masked")):
-        with pytest.raises(ValueError, match=f"'mar' is of family 'continuous'; {name} takes the '{family}' family: "):
-            paradec.generate_images(paradec.load(name), class_labels=1, sampler="mar")
-    with pytest.raises(TypeError, match="tiny is a MAR model: give it to paradec.generate_images"):
-        paradec.generate(model, [1])
-    with pytest.raises(TypeError, match="sampler 'mar' takes a MAR model"):
-        paradec.samplers.create("mar").start(paradec.load("digits-maskgit"), [1])

@@ -3,7 +3,6 @@ says."""
 
 from __future__ import annotations
 
-import ast
 import json
 import warnings
 from collections.abc import Callable
@@ -176,14 +175,6 @@ def test_other_models_for_ones_own_families() -> None:
         TypeError, match="adapters that extend paradec.models.images.base.PictureModel; Claims does not"
     ):
         paradec.generate_images(claims, class_labels=1)
-
-
-def test_the_entry_point_and_the_command_name_no_kind_of_model() -> None:
-    allowed = {"paradec.models.images.base", "paradec.models.images.grid", "paradec.models.images.loading"}
-    for name in ("api/images.py", "api/pictures.py", "cli/image.py"):
-        tree = ast.parse((Path(paradec.__file__).parent / name).read_text())
-        found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-        assert {module for module in found if module.startswith("paradec.models.images")} <= allowed, name
 
 
 # ---- what every kind says -------------------------------------------------------------------------------------------

@@ -273,26 +273,3 @@ def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype)
         ).logits
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, model(query.but(soft=None), state.store))
-
-
-def test_the_module_stays_its_owners() -> None:
-    """Beside a wrap, and after it, transformers' generate gives what it gave; an unwrapped model says so."""
-    module = copy.deepcopy(tiny_module())
-    part = module.model.decoder.self_conditioning
-
-    def generated() -> Tensor:
-        torch.manual_seed(0)
-        return module.generate(torch.tensor([PROMPT]), max_new_tokens=CANVAS, **SHORT).sequences
-
-    before = generated()
-    one, two = paradec.wrap(module), paradec.wrap(module)
-    assert len(part._forward_pre_hooks) == 1
-    expected = answers(one)
-    assert torch.equal(generated(), before)
-    one.unwrap()
-    assert torch.equal(answers(two), expected)
-    two.unwrap()
-    assert not part._forward_pre_hooks
-    assert torch.equal(generated(), before)
-    with pytest.raises(RuntimeError, match="was unwrapped"):
-        answers(two)

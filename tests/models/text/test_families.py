@@ -8,7 +8,6 @@ import pickle
 import re
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -390,32 +389,6 @@ def test_every_step_equals_a_one_shot_forward(
     assert all(length % BLOCK == 0 for length in state.length)
     for row, prompt in enumerate(PROMPTS):
         assert state.canvas[row, : len(prompt)].tolist() == prompt
-
-
-def test_what_stands_right_of_the_open_block_does_not_matter(model: Model) -> None:
-    sampler = samplers.create("low_confidence")
-    state = sampler.start(model, PROMPTS, max_new_tokens=NEW, eos_early_stop=False)
-    generator = torch.Generator().manual_seed(0)
-    differed = 0
-    with torch.inference_mode():
-        while not state.done:
-            queries, outputs, proposal = capture(model, sampler, state)
-            for query, output in zip(queries, outputs):
-                end = torch.as_tensor(state.block_end[query.rows]).unsqueeze(1)
-                right = (query.positions >= end) & (True if query.valid is None else query.valid)
-                noise = torch.randint(4, 32, query.tokens.shape, generator=generator)
-                other = model(replace(query, tokens=torch.where(right, noise, query.tokens)))
-                real = torch.ones(output.shape[:2], dtype=torch.bool)
-                if state.window.valid is not None:
-                    real = state.window.valid[torch.as_tensor(np.arange(len(state.window.rows))[query.window.index])]
-                torch.testing.assert_close(other[real], output[real], rtol=0, atol=1e-12)
-                differed += int(right.sum())
-                # what stands inside the open block does matter
-                inside = query.positions == torch.as_tensor(state.block_start[query.rows]).unsqueeze(1)
-                third = model(replace(query, tokens=torch.where(inside, noise, query.tokens)))
-                assert (third[real] - output[real]).abs().max() > 1e-3
-            sampler.commit(state, proposal)
-    assert differed > 20
 
 
 @pytest.mark.thinned

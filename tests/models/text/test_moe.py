@@ -19,13 +19,10 @@ from moe_models import CHECKPOINTS, MOE, NAMES, format_of, forwards, golden_moe,
 from places import GOLDEN, ROOT, SUPPORT
 from recorded import is_packaged, read_arrays, read_head, replay
 from safetensors.torch import load_file, save_file
-from text_families import write_tokenizer
 from torch import Tensor
-from typer.testing import CliRunner
 
 import paradec
-from paradec import caches, samplers
-from paradec.cli import app
+from paradec import caches
 from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 
@@ -297,32 +294,6 @@ def test_a_module_wrapped(name: str) -> None:
     request: dict[str, Any] = {"max_new_tokens": 9, "block_length": facts.block_length or 32}
     answers = [paradec.generate(each, PROMPTS, **request).new_tokens for each in (model, again)]
     assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("llada2-tiny", ["--sampler", "editing", "--set", "preset=llada2.1", "--cache", "block"]),
-        ("llada2-tiny", ["--sampler", "threshold", "--set", "preset=llada2.0"]),
-        ("llada-moe-tiny", []),
-        ("sdar-moe-tiny", ["--cache", "prefix", "--dtype", "float64"]),
-    ],
-)
-def test_the_command_line(name: str, options: list[str], tmp_path: Path) -> None:
-    config = small_config(name)
-    folder = edited(tmp_path, name, small_weights(name, config), **{"mask_token_id": ...} | config)
-    write_tokenizer(folder, "<|MASK|>" if name == "sdar-moe-tiny" else "<|mask|>", states_mask=False)
-    command = ["generate", "w1 w2 w3", "--model", str(folder), "--raw", "--json", "--max-new-tokens", "6", *options]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    ends = {"llada2.1": "editing", "llada2.0": "threshold"}
-    settings = {"preset": options[3].removeprefix("preset=")} if "--set" in options else {}
-    sampler = samplers.create(ends.get(settings.get("preset", ""), "threshold"), **settings)
-    dtype = "float64" if "float64" in options else None
-    cache = options[options.index("--cache") + 1] if "--cache" in options else None
-    model = paradec.load(folder, dtype=dtype)
-    expected = paradec.generate(model, "w1 w2 w3", sampler=sampler, cache=cache, max_new_tokens=6, chat=False)
-    assert json.loads(result.stdout)["text"] == expected.text
 
 
 # ---- config.json -----------------------------------------------------------------------------------------------------

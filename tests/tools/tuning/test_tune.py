@@ -162,33 +162,6 @@ def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     assert "agreement too" in str(found) and "(itself)" in str(found)
 
 
-@pytest.mark.full
-def test_trials_climb_as_the_rule_says(model: Model, answers: list[list[int]], tmp_path: Path) -> None:
-    """With rungs of 8 and 24 prompts: whoever was stopped lost to those before it, whoever was not did not."""
-    prompts = [[a, b] for a in range(4) for b in range(12)]
-    truths = [[(a * b) % 39] * 3 for a, b in prompts]
-    file = tmp_path / "study.db"
-    paradec.tune(model, prompts, answers=truths, study=file, **{**SMALL, "loss": 50, "trials": 10})
-    assert rungs(24, 3) == [8, 24]
-    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
-    places, states, hand = [], [], []
-    for trial in study.trials:
-        if "rung 0" in trial.user_attrs:
-            data = trial.user_attrs["rung 0"]
-            assert len(data["score"]) == 8
-            places.append((sum(data["score"]) / 8, sum(data["forwards"]) / 8))
-            states.append(trial.state.name)
-            hand.append("start" in trial.user_attrs)
-            assert ("rung 1" in trial.user_attrs) == (trial.state.name == "COMPLETE")
-    assert {"COMPLETE", "PRUNED"} <= set(states)
-    assert sum(hand) == 8 and len(hand) == 18
-    for k, (place, state, by_hand) in enumerate(zip(places, states, hand)):
-        if not by_hand or place[1] > 3:  # more than half of the six positions
-            assert goes_on(place, places[:k], 3, 0.5) == (state == "COMPLETE")
-        else:  # none is surely fifty points below another
-            assert state == "COMPLETE"
-
-
 def test_batches_change_nothing(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     other = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "batch": 7})
     assert [(p.name, p.choosing.score, p.choosing.forwards) for p in other.points] == [
