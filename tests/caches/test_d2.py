@@ -33,7 +33,7 @@ from tiny_models import MASK, tiny
 
 import paradec
 from paradec import Suffix, caches, samplers
-from paradec.caches.d2 import D2Cache, between, density
+from paradec.caches.d2 import D2Cache, density
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -56,26 +56,6 @@ def near(decided: list[bool], at: int, sigma: float) -> float:
         total += weight
         found += weight * (True if j < 0 else decided[-1] if j >= len(decided) else decided[j])
     return found / total
-
-
-@pytest.mark.parametrize("sigma", [0.3, 2.0, 10.0])
-def test_density(sigma: float) -> None:
-    decided = torch.rand(3, 17, generator=torch.Generator().manual_seed(0)) < 0.5
-    found = density(decided.numpy(), sigma)
-    expected = [[near(row, at, sigma) for at in range(17)] for row in decided.tolist()]
-    assert np.abs(found - np.array(expected)).max() < 1e-12
-
-
-@pytest.mark.parametrize("most", [0, 1, 2, 4, 30])
-def test_gaps_of_at_most_that_many_are_filled(most: int) -> None:
-    chosen = (torch.rand(20, 15, generator=torch.Generator().manual_seed(1)) < 0.25).numpy()
-    for row, found in zip(chosen, between(chosen, most), strict=True):
-        expected = row.copy()
-        at = np.flatnonzero(row)
-        for left, right in zip(at[:-1], at[1:], strict=True):
-            if right - left <= most:
-                expected[left:right] = True
-        assert np.array_equal(found, expected)
 
 
 def set_of(state: Any, row: int, sure: dict[int, float], last: set[int], k: int, sigma: float, w: int) -> set[int]:

@@ -12,7 +12,6 @@ from tiny_models import MASK, tiny
 import paradec
 from paradec import caches, samplers
 from paradec.caches.kept import KeptPrefix, prefill
-from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, prefix_verdict, summary
 from paradec.models import shared_prefix
 from paradec.models.adapter import Model
 
@@ -379,22 +378,6 @@ def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
         for index, row in enumerate(rows):
             alone = paradec.generate(model, [row], **changes)
             assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
-
-
-def test_the_table_says_where_reuse_is_exact() -> None:
-    class Facts:
-        topology, prediction, name = "block_causal", "same", "a model"
-
-    assert {name for name in caches.names() if prefix_verdict(caches.create(name), Facts).status == EXACT} == {
-        *EXACT_CACHES
-    }
-    Facts.topology = "bidirectional"
-    found = {name: prefix_verdict(caches.create(name), Facts).status for name in caches.names()}
-    assert EXACT not in found.values() and found["prefix"] == APPROXIMATE
-    assert found["none"] == found["block"] == REFUSED
-    said = {line["cache"]: line["prefix reuse"] for line in summary(samplers.registry, caches.registry)}
-    assert said["block"] == "exact (block_causal)" and said["none"] == "refused"
-    assert said["prefix"] == "approximate (bidirectional), exact (block_causal)"
 
 
 # ---- bad input, memory --------------------------------------------------------------------------------------------

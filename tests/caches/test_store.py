@@ -41,24 +41,6 @@ def drafts_of(query: Query, count: int) -> Tensor:
     return torch.where(tokens == MASK, torch.randint(0, 30, tokens.shape, generator=generator), tokens)
 
 
-def test_records_say_what_was_written_and_when() -> None:
-    model = tiny(2)
-    state, _ = inside_a_block(model, [[1, 2, 3], [4, 5]], steps=3)
-    store = state.store
-    length = torch.as_tensor(state.length).unsqueeze(1)
-    column = torch.arange(store.length)
-    assert torch.equal(store.valid, column < length)
-    block = (column >= torch.as_tensor(state.block_start).unsqueeze(1)) & (
-        column < torch.as_tensor(state.block_end).unsqueeze(1)
-    )
-    # the first step wrote everything, the others the block
-    assert torch.equal(store.step_at_write[:, :-1], torch.where(block, 2, torch.where(column < length, 0, -1)).int())
-    # what the last commit decided is what the store has as a mask still: its debt
-    written = store.token_at_write[:, : store.length]
-    stale = store.valid & (written != state.canvas)
-    assert stale.sum(1).tolist() == [1, 1] and (written[stale] == MASK).all()
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_drafts_are_evaluated_as_if_written_and_leave_no_trace(topology: str) -> None:
     """Several rows over one row of the store, against writing each into a copy of its own."""
@@ -102,26 +84,6 @@ def test_a_tree_of_drafts_is_the_drafts_one_by_one(topology: str) -> None:
     start, stop = int(state.block_start[0]), int(state.block_end[0])
     if topology == "bidirectional":
         assert torch.equal(state.store.token_at_write[0, start:stop], drafts[0])
-
-
-def test_rows_that_are_no_slice_of_the_store() -> None:
-    """Rows 0 and 2 of three, whose keys must be gathered, as in a call of all."""
-    model = tiny(2)
-    state, query = inside_a_block(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    pick = torch.tensor([0, 2])
-    with torch.inference_mode():
-        expected = model(query, state.store)[pick]
-        some = query.but(
-            rows=query.rows[[0, 2]],
-            tokens=query.tokens[pick],
-            positions=query.positions[pick],
-            wanted=query.wanted[pick],
-            store=query.store.but(
-                rows=query.store_rows[pick], slots=query.slots[pick], index=query.store.index[[0, 2]]
-            ),
-            forwarded=query.forwarded[[0, 2]],
-        )
-        torch.testing.assert_close(model(some, state.store), expected, rtol=0, atol=1e-12)
 
 
 def test_guidance_branches_keep_their_own_rows() -> None:

@@ -459,18 +459,6 @@ def test_streamers_get_every_token_once(speaking: Any, name: str, capsys: pytest
     assert capsys.readouterr().out.rstrip("\n") == one.text.rstrip("\n")
 
 
-def test_chats_and_copies(speaking: Any) -> None:
-    output = paradec.generate(speaking, "one two", sampler="sjd", num_return_sequences=3, **DRAWN)
-    assert len(output.text) == 3 and len({tuple(row) for row in output.new_tokens.tolist()}) == 3
-    turn = WORDS.convert_tokens_to_ids("<|turn|>")
-    prompt = output.sequences[0, : -output.new_tokens.shape[1]].tolist()
-    assert prompt[0] == prompt[-1] == turn and prompt.count(turn) == 2
-    chat = paradec.generate(speaking, [{"role": "user", "content": "one two"}], sampler="sjd", **DRAWN)
-    assert torch.equal(chat.sequences[0], output.sequences[0])
-    plain = paradec.generate(speaking, "one two", sampler="sjd", chat=False, **DRAWN)
-    assert plain.sequences[0, 0] == 0  # <s>, as the tokenizer begins a text
-
-
 def test_a_masked_sampler_says_what_to_give(speaking: Any) -> None:
     """The weights may be trained on masks all the same: then the wrap was told too little."""
     said = "LlamaForCausalLM is taken for an autoregressive one: mask_token_id=None, topology='causal'. If it was "

@@ -246,26 +246,6 @@ def test_emu3_without_an_end_of_text(given: dict[str, Any]) -> None:
 # ---- what adapters of image models share ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
-    model = FAMILIES[name]()
-    assert model.device == torch.device("cpu")
-    assert model.dtype == torch.float64
-    assert type(model).__name__ in repr(model)
-    module = model.module
-    if isinstance(model, Model):
-        assert vars(given["causal text"]).keys() <= vars(model).keys()
-        for sizes in ({"rows": 1, "length": 8, "max_memory": 1}, {"rows": 2**30, "length": 2**30}):
-            with pytest.raises(ValueError, match="the key/value store of .* would take"):
-                model.make_store(**sizes)
-        assert model.make_store(2, 8).rows == 2
-        assert model.make_store(2, 8, start=3).slots == 5
-    else:
-        assert not hasattr(model, "make_store")
-    assert model.unwrap() is module
-    assert model.unwrap() is module
-
-
 WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
 """Kinds that answer no plain query: of latents, of scales, or over a store alone."""
 

@@ -130,18 +130,6 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
     assert seen == ([18, 18] if kind == "Opaque" else [6, 18])
 
 
-def test_a_base_model_that_is_passed_by() -> None:
-    # OPT's head reads from a part of its base model
-    config = transformers.OPTConfig(
-        vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
-    )
-    torch.manual_seed(0)
-    module = transformers.OPTForCausalLM(config).double()
-    model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **IDS)
-    wanted = torch.tensor([[1, 2]])
-    torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
-
-
 @pytest.mark.parametrize("kind", ["Opaque", "OpaqueWithOutput"])
 def test_a_module_of_ones_own(kind: str) -> None:
     model, ids = wrapped(kind), random_ids(2, 9)
@@ -218,17 +206,6 @@ def test_remote_code_has_no_store(wrapped_remote: Model, cache: str) -> None:
         paradec.generate(wrapped_remote, [3], max_new_tokens=512)
 
 
-def test_a_module_without_parameters() -> None:
-    class Constant(nn.Module):
-        config = SimpleNamespace(vocab_size=10)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return torch.arange(10.0).expand(*ids.shape, 10)
-
-    model = paradec.wrap(Constant(), prediction="same", topology="bidirectional", mask_token_id=9)
-    assert paradec.generate(model, [1], max_new_tokens=3).new_tokens.tolist() == [[8, 8, 8]]
-
-
 @pytest.mark.parametrize(
     ("output", "message"),
     [
@@ -291,13 +268,6 @@ def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
         assert [entry[:2] for entry in ours] == [entry[:2] for entry in theirs]
         confidences = ([entry[2] for entry in entries] for entries in (ours, theirs))
         assert next(confidences) == pytest.approx(next(confidences), abs=1e-6)
-
-
-def test_rows_that_cannot_be_padded_go_in_separate_calls() -> None:
-    model = wrapped("Opaque")
-    paradec.generate(model, [[8, 9], [10, 11], [12, 13, 14]], max_new_tokens=3, sampler="low_confidence")
-    assert set(model.module.shapes) <= {(2, 5), (1, 5), (1, 6)}
-    assert {shape[1] for shape in model.module.shapes} == {5, 6}
 
 
 def test_roberta_positions_start_after_the_padding_id() -> None:
@@ -368,21 +338,6 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
 def test_dropout_is_off_while_wrapped() -> None:
     model, ids = paradec.wrap(encoder(hidden_dropout_prob=0.5), **IDS), random_ids(1, 9)
     assert torch.equal(call(model, ids), call(model, ids))
-
-
-def test_the_module_itself_still_takes_padding_masks() -> None:
-    """A module that `load` made sees both ways by itself, a wrapped one as before."""
-    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[1, 6:] = 0
-    model = wrapped("llada")
-    with torch.inference_mode():
-        logits = model.module(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(logits[1, :6], call(model, ids[1:, :6])[0], rtol=0, atol=1e-6)
-    model = wrapped("Llama bidirectional")
-    with torch.inference_mode():
-        logits = model.module.eval()(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    causal = paradec.wrap(decoder(), prediction="shifted", topology="causal", **IDS)
-    torch.testing.assert_close(logits[1, :6], call(causal, ids[1:, :6])[0], rtol=0, atol=1e-6)
 
 
 # ---- facts that are missing or wrong -------------------------------------------------------------------------------

@@ -147,21 +147,6 @@ def test_pictures_are_those_of_the_loop(model: MARModel) -> None:
     torch.testing.assert_close(alone.tokens, out.tokens[2:], atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("preset", [None, "recap"])
-def test_a_step_changes_nothing(model: MARModel, preset: str | None) -> None:
-    sampler = paradec.samplers.create("mar", preset=preset, head_steps=3)
-    state = sampler.start(model, [1, 2], steps=5, guidance_scale=2.0, seed=0)
-    while not state.done:
-        before, kept, stream = state.tokens.clone(), state.kept, torch.get_rng_state()
-        proposal, again = sampler.step(model, state), sampler.step(model, state)
-        assert torch.equal(proposal.values, again.values) and torch.equal(proposal.positions, again.positions)
-        assert torch.equal(state.tokens, before) and state.kept is kept and torch.equal(torch.get_rng_state(), stream)
-        assert state.index == state.commits == state.nfe[0]
-        commit = sampler.commit(state, again)
-        changed = (state.tokens != before).any(-1)
-        assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
-
-
 @pytest.mark.parametrize("temperature", [0, 0.5])
 def test_a_request_s_temperature_takes_the_place_of_the_sampler_s(model: MARModel, temperature: float) -> None:
     own = paradec.samplers.create("mar", head_steps=3, temperature=temperature)

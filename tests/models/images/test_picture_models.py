@@ -336,22 +336,3 @@ def test_the_temperature_of_mar_is_its_samplers(temperature: float) -> None:
         request = images.picture_request(tiny_mar(), asked)
         assert request.sampler == samplers.create("mar", temperature=temperature)
         assert request.temperature == DEFAULTS["temperature"]
-
-
-def test_mar_starts_from_a_request() -> None:
-    model, sampler = tiny_mar(), samplers.create("mar", head_steps=3)
-    by_name = sampler.start(model, [1, 2], steps=4, guidance_scale=2.0, seed=[5, 6], trace=True)
-    by_value = sampler.start(model, [1, 2], Request(steps=4, guidance_scale=2.0, seed=[5, 6], trace=True))
-    assert torch.equal(by_name.order, by_value.order) and by_name.trace.settings == by_value.trace.settings
-    assert np.array_equal(by_name.left, by_value.left) and by_name.guidance_scale == by_value.guidance_scale == 2.0
-    for arguments in (
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"cache": "dual"},
-        {"top_k": 3},
-        {"rng": "reference"},
-    ):
-        with pytest.raises(ValueError, match=next(iter(arguments))):
-            sampler.start(model, [1], steps=4, **arguments)
-    with pytest.raises(TypeError, match="unknown argument: 'head_steps'; it is a setting of a sampler"):
-        sampler.start(model, [1], head_steps=3)

@@ -503,17 +503,3 @@ def test_images_are_greedy_at_temperature_0() -> None:
         state = sampler.start(model, [[3, 1], [2]], grid=GRID, temperature=0, seed=1)
         decode(sampler, model, state)
         assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
-
-
-def test_sample_inits_copy_the_likeliest_token() -> None:
-    """With a distribution that does not depend on what comes before, the likeliest token of the neighbour is that of
-    the slot."""
-    table = (
-        torch.randn(6, generator=torch.Generator().manual_seed(5), dtype=torch.float64).expand(7, 6, -1).contiguous()
-    )
-    model, best = TableModel(table), int(table[0, 0].argmax())
-    sampler = SJD(window=5, init="sample_horizontal")
-    state = sampler.start(model, [1, 2], max_new_tokens=30, seed=0)
-    sampler.commit(state, sampler.step(model, state))
-    guessed = state.memory["draft_source"][0] == ONE_HOT
-    assert guessed.any() and (state.memory["drafts"][0][guessed] == best).all()

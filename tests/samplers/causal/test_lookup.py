@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 from typing import Any
 
@@ -116,20 +114,6 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
     every = paradec.generate_many(base, prompts, batch_size=2, **given)
     assert [out.new_tokens[0].tolist() for out in every] == together.new_tokens.tolist()
-
-
-def test_a_step_repeated_changes_nothing_and_copies_go_on() -> None:
-    base, method = tiny_base(), sampler()
-    state = method.start(base, PROMPTS, max_new_tokens=12, temperature=0.8, seed=1)
-    while not state.done:
-        one, two = method.step(base, state), method.step(base, state)
-        assert torch.equal(one.values, two.values) and torch.equal(one.available, two.available)
-        other = pickle.loads(pickle.dumps(copy.deepcopy(state)))
-        method.commit(state, one)
-        method.commit(other, method.step(base, other))
-        assert torch.equal(state.canvas, other.canvas) and (state.drafted == other.drafted).all()
-        with pytest.raises(ValueError, match="state"):
-            method.commit(state, two)
 
 
 def test_nothing_is_drafted_that_may_not_be_drawn() -> None:

@@ -203,22 +203,6 @@ def test_a_model_without_tokenizer_keeps_fixed_blocks(llada64: Model) -> None:
     assert torch.equal(out.sequences, paradec.generate(llada64, ROWS, block_length=8, max_new_tokens=24).sequences)
 
 
-def test_packaged_model_finds_its_newline() -> None:
-    model = paradec.load()
-    newline = model.tokenizer.convert_tokens_to_ids("\n")
-    assert samplers.create("adablock").blocks(None).for_model(model).delimiters == (newline,)
-    starts = []
-    out = paradec.generate(
-        model,
-        "Rotations: pear fig apple",
-        sampler="adablock",
-        callback=lambda state, commit: starts.append(int(state.block_start[0])),
-    )
-    assert out.text == paradec.generate(model, "Rotations: pear fig apple").text
-    assert len(out.text.split("\n")) == 3
-    assert out.sequences[0, starts[0] - 1] == newline  # the first step filled a block that ends with a line
-
-
 def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> None:
     module = paradec.load(GOLDEN / "llada-tiny").unwrap()
     model = paradec.wrap(
@@ -239,19 +223,6 @@ def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> Non
             lengths |= set((state.block_end - state.block_start)[running & ~state.opening].tolist())
             sampler.commit(state, sampler.step(model, state))
     assert len(lengths) > 1
-
-
-@pytest.mark.parametrize("length", [2, 5])
-def test_holes_are_filled(length: int, llada64: Model) -> None:
-    """Given text among what is read is no delimiter, and a block reaches the first hole."""
-    mask = llada64.facts.mask_token_id
-    row = [*LINES[0], mask, NEWLINE, mask, mask, *[7] * 9, mask, NEWLINE, mask, mask]
-    policy = AdaptiveBlocks(length, delimiters=(NEWLINE, 7), window=0.3, delimiter_threshold=0.1)
-    arguments = {"blocks": policy, "max_new_tokens": 4, "eos_early_stop": False, "trace": True}
-    out = paradec.generate(llada64, [row, [*LINES[1], *[mask] * 3]], **arguments)
-    filled = out.trace.replay()[0]
-    assert mask not in filled and len(filled) == len(row) + 4
-    assert all(old in (new, mask) for old, new in zip(row, filled, strict=False))
 
 
 def test_steps_cannot_be_spread(llada64: Model) -> None:

@@ -24,7 +24,6 @@ from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
-from paradec.samplers.statistics import best_one
 from paradec.tools.traces.payload import run_data
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
@@ -179,25 +178,6 @@ def test_ties_and_the_order_of_blocks() -> None:
         flat = paradec.wrap(Flat(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
         out = decode(flat, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
         assert [position for step in out.trace.steps for _, position, *_ in step.commits] == order
-
-
-@dataclass(frozen=True)
-class OwnBest(MaskedSampler):
-    """Takes the best of all that it sees, and says nothing of blocks."""
-
-    name = "own_best"
-
-    def select(self, view: View) -> Tensor:
-        return best_one(view.scores)
-
-
-def test_rules_that_force_their_own_best_still_move_the_first_block() -> None:
-    """More confident to the right: the rule's position is of the last block, and one of the first block goes with
-    it."""
-    flat = paradec.wrap(Flat(0.01), mask_token_id=MASK, prediction="same", topology="bidirectional")
-    out = decode(flat, [[3]], sampler=OwnBest(), blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
-    found = [sorted(position for _, position, *_ in step.commits) for step in out.trace.steps]
-    assert found == [[4], [3, 8], [2, 7], [1, 6], [5]]
 
 
 # ---- rules whose schedule says what goes at least --------------------------------------------------------------------
@@ -426,21 +406,6 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
         assert any(len({entry[1] // length for entry in step.commits}) > 1 for step in plain.trace.steps)
         for out in others:
             assert commits(out) == commits(plain)
-
-
-def test_holes_guidance_and_stop_rules(model: Model) -> None:
-    """What was given stays, all holes are filled; guidance of 1 is none; texts that stop and Prophet end rows."""
-    blocks = PipelinedBlocks(3, add=0.3)
-    row = [1, 2, MASK, MASK, 5, 5, 5, 5, 5, 5, 5, MASK, 6, MASK]
-    out = decode(model, [row, [3, MASK]], blocks=blocks, max_new_tokens=4)
-    filled = out.sequences[0].tolist()
-    assert MASK not in filled and all(old in (new, MASK) for old, new in zip(row, filled, strict=False))
-    plain, none = (decode(model, blocks=blocks, guidance_scale=scale) for scale in (1.0, 1))
-    assert commits(plain) == commits(none) and plain.row_forwards == sum(plain.row_nfe)
-    guided = decode(model, blocks=blocks, guidance_scale=1.5)
-    assert guided.row_forwards == 2 * sum(guided.row_nfe)
-    ended = decode(model, blocks=blocks, stop=paradec.Prophet(gaps=(0.0, 0.0, 0.0), answer=range(4)))
-    assert ended.nfe == 1 and not (ended.sequences == MASK).any()
 
 
 def test_streamed_ids_are_in_order_and_final(model: Model) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -173,23 +172,6 @@ def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
         Rollout.load(tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError):
         Rollout.load(tmp_path / "nowhere")
-
-
-def test_two_threads(model: Model) -> None:
-    expected = [paradec.generate(model, [row], **DRAWN).rollout for row in ROWS]
-    found: dict[int, Rollout] = {}
-
-    def decode(at: int) -> None:
-        for _ in range(3):
-            found[at] = paradec.generate(model, [ROWS[at]], **DRAWN).rollout
-
-    threads = [threading.Thread(target=decode, args=(at,)) for at in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for at, own in enumerate(expected):
-        assert_same(found[at], own)
 
 
 def test_an_interrupt_keeps_what_there_was(model: Model) -> None:

@@ -9,7 +9,6 @@ import torch
 from tiny_models import tiny
 from torch import Tensor
 
-import paradec
 from paradec import samplers
 from paradec.core.protocol import decode
 from paradec.core.query import Query
@@ -75,16 +74,6 @@ def test_the_same_decoding(
         assert len(wide) == len(narrow) and sum(narrow) < 0.8 * sum(wide)
 
 
-def test_as_many_columns_as_the_widest_row_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "SPARED", 0)
-    sampler = samplers.create("low_confidence")
-    _, widths = decoded(tiny(1), sampler, LEVEL, block_length=NEW)
-    assert widths == list(range(NEW, 0, -1))
-    rounded = paradec.caches.create("dual", shape_multiple=4)
-    _, widths = decoded(tiny(1), sampler, LEVEL, block_length=NEW, cache=rounded)
-    assert set(widths) == {12, 8, 4}
-
-
 def test_what_is_not_asked_for_stands_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decided positions have their token for a candidate and no confidence; a step repeated is the step."""
     monkeypatch.setattr(queries, "SPARED", 0)
@@ -113,21 +102,3 @@ def test_rows_do_not_depend_on_how_much_their_neighbours_have_left(monkeypatch: 
         alone, _ = decoded(model, sampler, [row], **request)
         length = int(alone.length[0])
         assert torch.equal(alone.canvas[0, :length], together.canvas[index, :length])
-
-
-@pytest.mark.parametrize(
-    ("name", "request_"),
-    [
-        ("credit", {}),
-        ("wino", {}),
-        ("saber", {}),
-        ("low_confidence", {"logprobs": 2}),
-        ("low_confidence", {"rng": "reference"}),
-    ],
-)
-def test_windows_stay_whole_where_decided_positions_are_read(
-    name: str, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queries, "SPARED", 0)
-    _, widths = decoded(tiny(1), samplers.create(name), LEVEL, block_length=NEW, **request_)
-    assert set(widths) == {2 * NEW if name == "wino" else NEW}  # with a shadow of each position

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_models import tiny_diffusion, tiny_mar, tiny_masked_image
 from runs_by_hand import scripts
-from tiny_models import MASK, tiny
+from tiny_models import tiny
 
 import paradec
 from paradec import caches, samplers
@@ -185,17 +185,6 @@ def test_rejected_drafts_are_those_that_were_drafted_and_not_written(name: str) 
         assert out.trace.steps[-1].draft_nfe == state.draft_nfe.tolist()
 
 
-def test_freedave_says_which_drafts_were_taken(llada64: Model) -> None:
-    out = paradec.generate(llada64, ROWS, sampler="freedave", max_new_tokens=12, block_length=12, trace=True)
-    accepted = out.trace.rules.index("accepted draft")
-    several = [step for step in out.trace.steps if step.rules.count(accepted) > 0]
-    assert several and any(step.rejected for step in out.trace.steps)
-    for step in out.trace.steps:
-        written = {entry[:3] for entry in step.commits}
-        assert not written & set(step.rejected)
-        assert {entry[1] for entry in step.rejected} <= set(range(40)) and all(t != MASK for *_, t in step.rejected)
-
-
 def test_forecasts_and_continuous_tokens() -> None:
     model = tiny_diffusion()
     noise = torch.randn(2, model.channels, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -333,13 +322,3 @@ def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in .json .*, .html"):
         trace.save(tmp_path / "run.hmtl")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_one_token_and_mask_id_zero() -> None:
-    module = tiny(1).unwrap()
-    model = paradec.wrap(module, mask_token_id=0, eos_token_id=39, prediction="same", topology="bidirectional")
-    out = paradec.generate(model, [[5, 6], [7]], max_new_tokens=1, trace=True)
-    trace = out.trace
-    assert trace.mask_id == 0 and trace.to_fill(0) == [(2, 3)] and trace.to_fill(1) == [(1, 2)]
-    assert trace.replay() == [row[-len(start) :] for row, start in zip(out.sequences.tolist(), trace.canvas)]
-    assert Trace.from_json(trace.to_json()).mask_id == 0 and '"mask":0' in trace.to_html()

@@ -439,34 +439,6 @@ def test_every_forward_by_hand(
     assert inside and beyond  # some rows ended after an accepted draft, some before another one
 
 
-@dataclass
-class EndsAfter:
-    """A stop rule that ends a row by what the state counts."""
-
-    name: str
-    most: int
-
-    def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        rows = state.window.rows
-        full = (tokens != MASK).all(1) | (getattr(state, self.name)[rows] >= self.most)
-        # nothing may be undecided before the end
-        first = np.where((tokens == MASK).any(1), (tokens == MASK).argmax(1), tokens.shape[1])
-        return np.where(full, state.block_start[rows] + first, np.iinfo(np.int64).max)
-
-
-@pytest.mark.parametrize("name", ["decided", "row_step", "block_step"])
-@pytest.mark.parametrize("base", ["low_confidence", "threshold"])
-def test_a_rule_of_ones_own_sees_every_step(denoisers: tuple[Model, list[list[int]]], name: str, base: str) -> None:
-    """A rule that reads the state's counts ends rows at the base's step, though several are taken at once."""
-    model, prompts = denoisers
-    for most in (3, 5):
-        arguments = {"max_new_tokens": 8, "block_length": 8, "stop": EndsAfter(name, most), "eos_early_stop": False}
-        expected, found = (
-            paradec.generate(model, prompts[:80], sampler=sampler, **arguments) for sampler in (base, FreeDave(base))
-        )
-        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
-
-
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,11 +10,8 @@ import pytest
 import torch
 from tiny_models import END, MASK, everything, tiny
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import import_utils
 
 import paradec
 from paradec import caches, samplers
@@ -450,104 +446,6 @@ def test_steps_that_are_played_again_are_steps(
 
 
 # ---- that a graph can hold it -------------------------------------------------------------------------------------
-
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
-
-
-class OnTheDevice(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: values that the host waits for, shapes that depend on them, and anything
-    from or to the host but a number that an operation takes along. "The device" is meta: tensors there have shapes
-    and no values, so that what is read of one fails as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        assert name not in WAITS and not name.startswith("_unique"), f"{name} waits for the device"
-        if name in ("index", "index_put_", "index_put"):
-            dtypes = {at.dtype for at in args[1] if at is not None}
-            assert dtypes == {torch.int64}, f"{name} by {dtypes} waits for the device"
-        result = function(*args, **(kwargs or {}))
-        self.operations.add(name)
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and (tensor.dim() or name in ("_to_copy", "copy_")):
-                assert tensor.is_meta, f"{name} of {tuple(tensor.shape)} meets the host"
-        return result
-
-
-class NothingNew(TorchFunctionMode):
-    """Refuses tensors made of numbers and arrays, which are copied to the device unseen."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.tensor, torch.as_tensor, torch.from_numpy):
-            assert isinstance(args[0], Tensor), f"{type(args[0]).__name__} is copied to the device"
-        return function(*args, **(kwargs or {}))
-
-
-def steps_without_values(
-    sampler: str, cache: str, prediction: str, vocabulary: int = 41, prompt: Any = ROWS, **request: Any
-) -> OnTheDevice:
-    """Take every kind of step on the meta device, all operations watched."""
-    method, state = start(sampler, MODELS[prediction], prompt, cache=cache, **request)
-    layout = engine.StepLayout.of(method, state, engine.block_table(state)[0], capture=True)
-    sizes = {
-        "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    made, config = (LlamaForCausalLM, LlamaConfig) if prediction == "same" else (Qwen2ForCausalLM, Qwen2Config)
-    with torch.device("meta"):
-        module = made(config(**sizes)).half()
-    facts = state.facts
-    model = paradec.wrap(
-        module,
-        mask_token_id=facts.mask_token_id,
-        eos_token_id=facts.eos_token_ids,
-        prediction=prediction,
-        topology="bidirectional",
-    )
-    with torch.inference_mode():
-        device = engine.DeviceEngine(dataclasses.replace(layout, device=torch.device("meta")))
-        device.model = model
-        if device.cache.facts.uses_store:
-            device.store = model.make_store(device.batch, device.columns)
-        device.step("full", device.batch, device.columns)  # the store is allocated once, before any capture
-        with NothingNew(), OnTheDevice() as watched:
-            device.step("full", device.batch, device.columns)
-            device.step("full", 1, device.columns)
-            if device.cache.facts.uses_store:
-                device.step("window", device.batch, device.columns)
-                device.step("window", 1, device._width(device.most))
-    return watched
-
-
-@pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks whether a padded call is one of packed sequences, except while a graph is captured."""
-    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
-
-
-@pytest.mark.thinned
-@pytest.mark.usefixtures("capturing")
-@pytest.mark.parametrize(
-    ("sampler", "cache", "request_"),
-    [(name, "dual", {"temperature": 0.5, "steps": 6}) for name in SAMPLERS]
-    + [
-        ("threshold", "none", {"prompt": LEVEL[0], "max_new_tokens": 24}),
-        ("entropy", "prefix", {"steps": 9, "top_p": 0.9, "settings": {"alg_temp": 0.3}, "temperature": 0.5}),
-        ("low_confidence", "dual", {"prompt": LEVEL[0], "max_new_tokens": 24, "steps": 12, "suppress_tokens": (3,)}),
-        ("maskgit_plus", "none", {"confidence_eos_eot_inf": True, "top_k": 5, "temperature": 0.5}),
-        ("factor", "prefix", {"eos_early_stop": False}),
-    ],
-)
-def test_a_step_waits_for_nothing(sampler: str, cache: str, request_: dict) -> None:
-    watched = steps_without_values(sampler, cache, "same" if cache == "prefix" else "shifted", **request_)
-    assert {"embedding", "index", "index_copy_", "scatter_"} <= watched.operations
 
 
 def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:

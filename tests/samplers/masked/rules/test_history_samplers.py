@@ -3,25 +3,21 @@ from the papers' formulas, the settings at which they are other samplers, and wh
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-import paradec
 from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
-from paradec.models.adapter import Model
 from paradec.samplers.divergences import divergence, moved, share_of
 from paradec.samplers.masked.base import Stage
 from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
 ROWS, BLOCK, BLOCKS = 3, 6, 2
-PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
 Step = set[tuple[int, int, int]]
 
 
@@ -384,45 +380,6 @@ def test_a_row_moves_alone_as_beside_others(monkeypatch: pytest.MonkeyPatch) -> 
                 at += 1
     finally:
         torch.set_num_threads(threads)
-
-
-def same(a: paradec.Output, b: paradec.Output) -> bool:
-    steps = [[[(r, p, t) for r, p, t, _ in step.commits] for step in out.trace.steps] for out in (a, b)]
-    return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
-
-
-def decode(model: Model, name: str, settings: dict, **request: object) -> paradec.Output:
-    return decoded(model, samplers.create(name, **settings), **request)
-
-
-@functools.cache
-def decoded(model: Model, sampler: Sampler, **request: object) -> paradec.Output:
-    """What a sampler makes of `PROMPTS`, decoded once however many tests compare it."""
-    request = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False} | request
-    return paradec.generate(model, PROMPTS, sampler=sampler, trace=True, **request)
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize(
-    ("name", "settings", "other", "others"),
-    [
-        ("credit", {"fusion": 0.0}, "threshold", {"threshold": 0.9}),
-        ("credit", {"fusion": 0.0, "storage": "dense", "threshold": 0.6}, "threshold", {"threshold": 0.6}),
-        ("credit", {"storage": "dense"}, "credit", {"storage": "slots", "slots": 8}),
-        ("klass", {"kl_threshold": math.inf, "history": 1}, "threshold", {"threshold": 0.9}),
-        ("klass", {"confidence_threshold": 1.0}, "low_confidence", {}),
-        ("persistence", {"persist": 10**6, "end_threshold": 0.0}, "low_confidence", {}),
-        ("persistence", {"persist": 1, "end_threshold": 0.0, "threshold": 0.8}, "threshold", {"threshold": 0.8}),
-        ("ccd", {"history": 1, "entropy_threshold": None}, "entropy_threshold", {"threshold": 0.0}),
-        ("ccd", {"history": 1, "buffer": 12, "entropy_threshold": 0.7}, "entropy_threshold", {"threshold": 0.7}),
-        ("ccd_agree", {"warmup": 10**6}, "entropy_threshold", {"threshold": 0.0}),
-    ],
-)
-def test_settings_at_which_samplers_coincide(
-    name: str, settings: dict, other: str, others: dict, llada64: Model
-) -> None:
-    ours = decode(llada64, name, settings)
-    assert same(ours, decode(llada64, other, others))
 
 
 def test_dense_equals_slots_bit_for_bit() -> None:

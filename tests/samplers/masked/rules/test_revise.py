@@ -20,7 +20,7 @@ from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
-from paradec.models.adapter import Model, take_columns
+from paradec.models.adapter import take_columns
 from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
@@ -313,44 +313,6 @@ def test_wino_is_refused_where_nothing_can_be_hidden() -> None:
             paradec.generate(model, [[1, 2]], sampler="wino", max_new_tokens=4)
         for name in ("editing", "saber"):
             assert paradec.generate(model, [[1, 2]], sampler=name, max_new_tokens=4).nfe > 0
-
-
-# ---- settings at which they are simpler methods -------------------------------------------------------------------
-
-
-def steps_in(out: paradec.Output) -> list:
-    return [[entry[:3] for entry in step.commits] for step in out.trace.steps]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "other", "others"),
-    [
-        ("wino", {"threshold_back": 0.0, "cap_low": 99, "cap_high": 99}, "threshold", {"threshold": 0.6}),
-        ("wino", {"threshold_back": 0.0, "threshold": 1.0}, "low_confidence", {}),
-        ("editing", {"editing_threshold": 1.0}, "threshold", {"threshold": 0.7}),
-        ("saber", {"remask_share": 0.0, "minimum": 99}, "threshold", {"threshold": 0.0}),
-    ],
-)
-def test_settings_at_which_nothing_is_taken_back(
-    name: str, settings: dict, other: str, others: dict, llada64: Model
-) -> None:
-    """Down to the steps and the positions evaluated, end tokens included."""
-    for model, rows in ((Additive(3, ends=(7,)), PROMPTS), (llada64, [[38, 0, 1, 2, 3, 4, 5, 6, 41], [1, 2]])):
-        arguments = {"max_new_tokens": NEW, "block_length": 6, "trace": True}
-        ours = paradec.generate(model, rows, sampler=samplers.create(name, **settings), **arguments)
-        theirs = paradec.generate(model, rows, sampler=samplers.create(other, **others), **arguments)
-        assert steps_in(ours) == steps_in(theirs) and ours.forwarded_tokens == theirs.forwarded_tokens
-        default = paradec.generate(model, rows, sampler=name, **arguments)
-        assert steps_in(default) != steps_in(ours)
-
-
-def test_one_token_a_step_takes_nothing_back(llada64: Model) -> None:
-    """WINO takes back less than the step before committed: with one token a step, nothing, whatever the shadows say."""
-    for model, rows in ((Additive(3), PROMPTS), (llada64, [[38, 0, 1, 2, 3, 4, 5, 6, 41], [1, 2]])):
-        arguments = {"max_new_tokens": NEW, "block_length": 6, "trace": True, "eos_early_stop": False}
-        ours = paradec.generate(model, rows, sampler=samplers.create("wino", threshold=1.0), **arguments)
-        theirs = paradec.generate(model, rows, sampler="low_confidence", **arguments)
-        assert steps_in(ours) == steps_in(theirs) and ours.forwarded_tokens > theirs.forwarded_tokens
 
 
 # ---- the family's bounds ------------------------------------------------------------------------------------------

@@ -111,46 +111,6 @@ def test_minus_entropy_is_exact() -> None:
     assert (found["minus_entropy"] < 0).all()
 
 
-def same(a: paradec.Output, b: paradec.Output) -> bool:
-    steps = [[[(r, p, t) for r, p, t, _ in step.commits] for step in out.trace.steps] for out in (a, b)]
-    return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
-
-
-def decode(model: Model, name: str, **settings: object) -> paradec.Output:
-    sampler = samplers.create(name, **settings)
-    return paradec.generate(
-        model, PROMPTS, sampler=sampler, max_new_tokens=16, block_length=8, eos_early_stop=False, trace=True
-    )
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize(
-    ("name", "settings", "other", "others"),
-    [
-        ("hierarchy", {"low_threshold": 1.0}, "threshold", {"threshold": 0.9}),
-        ("localleap", {"radius": 0}, "threshold", {"threshold": 0.9}),
-        ("localleap", {"relaxed_threshold": 0.9}, "threshold", {"threshold": 0.9}),
-        ("localleap", {"anchor_threshold": 0.7, "relaxed_threshold": 0.7}, "threshold", {"threshold": 0.7}),
-        ("localleap", {"anchor_threshold": 1.0}, "low_confidence", {}),
-        ("entropy_bound", {"gamma": 1e9}, "threshold", {"threshold": 0.0}),
-        ("entropy_bound", {"gamma": 0.0}, "entropy_threshold", {"threshold": 0.0}),
-    ],
-)
-def test_settings_at_which_rules_coincide(
-    name: str, settings: dict, other: str, others: dict, llada64: Model, dream64: Model
-) -> None:
-    for model in (llada64, dream64):
-        assert same(decode(model, name, **settings), decode(model, other, **others))
-
-
-@pytest.mark.parametrize("name", ["entropy_bound", "entropy_threshold"])
-def test_no_entropy_allowed_is_one_token_a_step(name: str, llada64: Model, dream64: Model) -> None:
-    settings = {"gamma": 0.0} if name == "entropy_bound" else {"threshold": 0.0}
-    for model in (llada64, dream64):
-        out = decode(model, name, **settings)
-        assert out.nfe == 16 and all(len(step.commits) == len(PROMPTS) for step in out.trace.steps)
-
-
 def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
     """With top_k=1 the drawn-from distribution is certain, and the whole block is one step."""
     sampler = samplers.create("entropy_bound")
