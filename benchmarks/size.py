@@ -39,10 +39,10 @@ def main(root: Path) -> None:
     names = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split("\n")
     rows: dict[str, Counter[str]] = {}
     for path in map(Path, filter(None, names)):
-        if path.suffix not in {".py", ".md"} or len(path.parts) == 1 or not (root / path).is_file():
+        if path.suffix not in {".py", ".pyi", ".md"} or len(path.parts) == 1 or not (root / path).is_file():
             continue
         text = (root / path).read_text(encoding="utf-8")
-        counts = count_python(text) if path.suffix == ".py" else Counter(lines=text.count("\n"), files=1)
+        counts = count_python(text) if path.suffix != ".md" else Counter(lines=text.count("\n"), files=1)
         for row in {path.parts[0], "/".join(path.parts[:2]) if path.parts[0] == "paradec" else path.parts[0]}:
             rows.setdefault(row, Counter()).update(counts)
     print(f"{'':28}" + "".join(f"{column:>10}" for column in COLUMNS))
