@@ -246,6 +246,13 @@ def test_a_state_keeps_no_object_of_the_caller(llada: Model) -> None:
     assert all(getattr(state.request, name) is None for name in LIVE)
 
 
+@pytest.mark.parametrize("name", sorted({*FIELDS} - {"stop", "streamer", "prefix", "attention", "blocks"}))
+def test_every_field_is_checked_when_a_request_is_made(name: str) -> None:
+    """But those whose check needs the model."""
+    with pytest.raises((ValueError, TypeError), match=f"^{name}=<object"):
+        Request(**{name: object()})
+
+
 def test_a_request_is_checked_when_it_is_made() -> None:
     for arguments, message in [
         ({"sampler": "thresold"}, "did you mean 'threshold'"),

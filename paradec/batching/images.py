@@ -75,13 +75,14 @@ class ImageBatch(Batch):
         check_output_type(model, output_type)
         self.grid = model.grid(height, width)
         self.output_type, self.negative_prompt = output_type, negative_prompt
-        limits = {
+        limits: dict[str, Any] = {
             "batch_size": batch_size,
             "max_memory": max_memory,
             "calls_per_step": calls_per_step,
             "prefix_memory": 0,
+            **arguments,
         }
-        super().__init__(model, **limits, preset=preset, **arguments)
+        super().__init__(model, preset=preset, **limits)
 
     def add(  # type: ignore[override]  # nothing is streamed
         self,

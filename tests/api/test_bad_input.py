@@ -70,81 +70,46 @@ WRONG = [
     ("sampler", Greedy(), "sampler=<", "made by paradec.samplers.create"),
     ("sampler", paradec.samplers.get("threshold"), "sampler=<class", "made by paradec.samplers.create"),
     ("sampler", None, "sampler=None"),
-    ("sampler", 3, "sampler=3"),
     ("sampler", "sjd", "'sjd'", "topology='causal'", "'bidirectional'"),
     ("sampler", "taylorseer", "'taylorseer'", "family 'forecast'", "'masked'"),
     ("cache", "prefx", "unknown cache: 'prefx'", " names: prefix, ", "; paradec.caches.names() lists all"),
     ("cache", 3, "cache=3", "'none'"),
-    ("cache", Greedy(), "cache=<"),
     ("blocks", 32, "blocks=32 must be a block policy, e.g. paradec.FixedBlocks(32)"),
     ("blocks", paradec.FixedBlocks, "blocks=<class", "must be a block policy"),
-    ("blocks", [8, 8], "blocks=[8, 8] must be a block policy"),
-    ("block_length", 0, "block_length=0 must be an integer from 1 to 2147483647"),
-    ("block_length", -8, "block_length=-8"),
+    *[("block_length", value, f"block_length={value!r} must be an integer from 1 to") for value in (0, 8.0, True, "8")],
     ("block_length", 10**30, "block_length=1000000000"),
-    ("block_length", 8.0, "block_length=8.0"),
-    ("block_length", True, "block_length=True"),
-    ("block_length", "8", "block_length='8'"),
     ("steps", 0, "steps=0 must be an integer from 1 to 1000000"),
-    ("steps", -1, "steps=-1"),
-    ("steps", 4.0, "steps=4.0"),
-    ("steps", 10**30, "steps=1000000000"),
-    ("steps", True, "steps=True"),
     ("max_new_tokens", 0, "max_new_tokens=0 must be an integer from 1"),
-    ("max_new_tokens", -5, "max_new_tokens=-5"),
-    ("max_new_tokens", 2.5, "max_new_tokens=2.5"),
-    ("max_new_tokens", True, "max_new_tokens=True"),
     ("max_new_tokens", 510, "prompt of 3 tokens + max_new_tokens=510 = 513 is longer", "(512)"),
     ("max_new_tokens", 10**30, "max_new_tokens=1000", "from 0 to 2147483647"),
     ("temperature", -0.1, "temperature=-0.1 must be a number in [0, 1e+06]"),
-    ("temperature", float("nan"), "temperature=nan"),
-    ("temperature", float("inf"), "temperature=inf"),
     ("temperature", 10**400, "temperature=1000"),
     ("temperature", 1e-7, "temperature=1e-07 must be 0 or a number in [1e-06, 1e+06]"),
-    ("temperature", 1e300, "temperature=1e+300"),
-    ("temperature", "hot", "temperature='hot'"),
-    ("temperature", None, "temperature=None"),
-    ("temperature", True, "temperature=True"),
+    *[("temperature", value, f"temperature={value!r}") for value in (float("nan"), float("inf"), "hot", None, True)],
     ("temperature", torch.zeros(3, 3), "temperature=tensor"),
     ("top_p", 0, "top_p=0 must be a number in (0, 1]"),
     ("top_p", 1.01, "top_p=1.01"),
-    ("top_p", -0.5, "top_p=-0.5"),
-    ("top_p", float("nan"), "top_p=nan"),
-    ("top_p", "0.9", "top_p='0.9'"),
     ("top_k", 0, "top_k=0 must be an integer from 1"),
-    ("top_k", -1, "top_k=-1"),
-    ("top_k", 1.5, "top_k=1.5"),
     ("guidance_scale", -1, "guidance_scale=-1 must be a number in [0, 1e+06]"),
-    ("guidance_scale", float("inf"), "guidance_scale=inf"),
-    ("guidance_scale", None, "guidance_scale=None"),
     ("seed", -1, "seed=-1 must be an integer"),
-    ("seed", 2**63, "seed=9223372036854775808"),
-    ("seed", 1.5, "seed=1.5"),
-    ("seed", "x", "seed='x'"),
-    ("seed", True, "seed=True"),
+    *[("seed", value, f"seed={value!r}") for value in (2**63, 1.5, "x", True)],
     ("seed", [1, 2], "seed has 2 entries for 1 rows"),
     ("seed", [], "seed has 0 entries for 1 rows"),
     ("seed", [None], "seed=None"),
     ("seed", torch.tensor([1.5]), "seed=1.5"),
     ("seed", torch.tensor([[1]]), "seed=[1]"),
     ("seed", np.array(-3), "seed=-3"),
-    ("generator", 5, "generator=5 must be a torch.Generator"),
     ("generator", np.random.default_rng(0), "generator=Generator", "must be a torch.Generator"),
     ("rng", "refrence", "unknown rng: 'refrence' (did you mean 'reference'?); allowed: counter, reference"),
     ("rng", None, "rng=None must be one of 'counter', 'reference'"),
     ("eos_early_stop", 1, "eos_early_stop=1 must be True or False"),
-    ("logits_eos_inf", None, "logits_eos_inf=None"),
-    ("confidence_eos_eot_inf", "yes", "confidence_eos_eot_inf='yes'"),
     ("suppress_tokens", [64], "suppress_tokens=64 must be an integer from 0 to 63"),
-    ("suppress_tokens", [-1], "suppress_tokens=-1"),
     ("suppress_tokens", [1.5], "suppress_tokens=1.5"),
     ("suppress_tokens", 7, "suppress_tokens=7 must be a sequence of token ids"),
     ("suppress_tokens", "7", "suppress_tokens='7'"),
     ("suppress_tokens", torch.tensor([99]), "suppress_tokens=99"),
     ("suppress_tokens", range(64), "suppress_tokens excludes all 64 tokens"),
-    ("chat", "yes", "chat='yes' must be True or False"),
     ("callback", 3, "callback=3 must be callable"),
-    ("streamer", 3, "streamer=3 must have put and end"),
     ("streamer", SimpleNamespace(put=print), "must have put and end"),
     (
         "streamer",
@@ -154,17 +119,10 @@ WRONG = [
     ("stop_strings", "a", "stop_strings='a' needs a tokenizer; llada-tiny has none"),
     ("stop_strings", "", "stop_strings='' must be a text or a sequence of texts"),
     ("stop_strings", ["a", 3], "stop_strings=['a', 3] must be a text"),
-    ("stop_strings", 3, "stop_strings=3"),
     ("num_return_sequences", 0, "num_return_sequences=0 must be an integer from 1 to 1000000"),
-    ("num_return_sequences", 1.5, "num_return_sequences=1.5"),
-    ("num_return_sequences", None, "num_return_sequences=None"),
-    ("num_return_sequences", True, "num_return_sequences=True"),
-    ("attention_mask", torch.ones(1, 4), "attention_mask has shape (1, 4); expected (1, 3)"),
-    ("attention_mask", torch.ones(2, 3), "attention_mask has shape (2, 3)"),
-    ("attention_mask", torch.tensor([[1, 0, 1]]), "attention_mask has holes"),
+    ("attention_mask", torch.ones(2, 3), "attention_mask has shape (2, 3); expected (1, 3)"),
     ("attention_mask", torch.tensor([[0, 1, 0]]), "attention_mask has holes"),
-    ("attention_mask", torch.tensor([[1, 2, 1]]), "attention_mask must hold 0 (padding) and 1 (token) only"),
-    ("attention_mask", torch.tensor([[0.5, 1, 1]]), "attention_mask must hold 0"),
+    ("attention_mask", torch.tensor([[0.5, 1, 1]]), "attention_mask must hold 0 (padding) and 1 (token) only"),
     ("attention_mask", torch.tensor([[0, 0, 0]]), "prompt of row 0 is empty"),
     ("attention_mask", "111", "attention_mask of type str"),
     ("attention_mask", [[1, 1], [1]], "attention_mask of type list"),
@@ -215,36 +173,27 @@ def test_arguments_that_do_not_go_together(llada: Counted, arguments: dict, frag
 PROMPTS = [
     ([], "prompt is empty"),
     ("", "llada-tiny has no tokenizer"),
-    ([[]], "prompt of row 0 is empty"),
     ([[1], []], "prompt of row 1 is empty"),
     ([[1], [2, 64]], "input id 64 in row 1 is outside the vocabulary (0 to 63)"),
     ([-1], "input id -1 in row 0"),
     ([10**40], "in row 0 is outside the vocabulary"),
-    ([1.0, 2.0], "prompt mixes or holds items of type ['float']"),
-    ([1, "a"], "['int', 'str']"),
+    ([1, "a"], "prompt mixes or holds items of type ['int', 'str']"),
     ([True, False], "['bool']"),
     ([[1, True]], "['list']"),
-    ([[1], "a"], "['list', 'str']"),
     ([None], "['NoneType']"),
-    ([[[1]]], "['list']"),
     (5, "prompt must be text, chat messages or input ids, not int"),
     ({1, 2}, "not set"),
     (b"text", "not bytes"),
     (iter([1, 2]), "not list_iterator"),
-    (torch.tensor([]), "float32"),
-    (torch.tensor([], dtype=torch.long), "shape (0,)"),
     (torch.zeros(0, 3, dtype=torch.long), "shape (0, 3)"),
     (torch.zeros(1, 1, 3, dtype=torch.long), "shape (1, 1, 3)"),
     (torch.tensor(3), "shape ()"),
     (torch.tensor([1.0, 2.0]), "input ids have dtype torch.float32; they must be integers"),
     (torch.tensor([True]), "input ids have dtype torch.bool"),
-    (torch.tensor([[1, 2], [3, 64]]), "input id 64 in row 1"),
     (np.array([1.5]), "input ids have dtype torch.float64"),
     (np.array(["a"]), "input ids of type ndarray"),
     ([torch.tensor([1.5])], "['Tensor']"),
-    ([torch.tensor(1), torch.tensor(2)], "['Tensor']"),
     ([np.array([1.5])], "['ndarray']"),
-    ([torch.tensor([[1]])], "['Tensor']"),
 ]
 
 
@@ -333,27 +282,22 @@ class Words:
 # ---- samplers, caches, blocks --------------------------------------------------------------------------------------
 
 SETTINGS = [
-    ("threshold", "threshold", [-0.1, 1.1, float("nan"), "0.9", None, True]),
+    ("threshold", "threshold", [-0.1, 1.1, float("nan"), True]),
     ("threshold", "quota_per_step", ["often", None, 3]),
-    ("editing", "least", [0, -1, 1.5, True, None]),
-    ("editing", "end", ["now", None, 1]),
-    ("factor", "factor", [-1, float("inf"), "1", None, 10**400]),
+    ("editing", "least", [0, 1.5, True]),
+    ("factor", "factor", [-1, float("inf"), 10**400]),
     ("factor", "reference_last_rank", [1, None, "no"]),
-    ("factor", "profile", [1, None, "no"]),
-    ("factor", "margin", [-0.1, 1.1, "0.25", None, True]),
-    ("origin", "eps", [0, -1e-3, 1.5, None, float("nan")]),
-    *[(name, "eps", [0, 2, "x"]) for name in ("maskgit_plus", "topk_margin", "entropy")],
-    *[(name, "alg_temp", [-1, float("inf"), "x", True]) for name in ("maskgit_plus", "topk_margin", "entropy")],
+    ("origin", "eps", [0, 1.5, None]),
+    ("entropy", "alg_temp", [-1, float("inf"), True]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "setting", "value"), [(name, setting, value) for name, setting, values in SETTINGS for value in values]
-)
-def test_settings_out_of_range(llada: Counted, sampler: str, setting: str, value: Any) -> None:
-    refused(llada, lambda: paradec.samplers.create(sampler, **{setting: value}), setting, error=ValueError)
-    data = {"sampler": sampler, setting: value}
-    refused(llada, lambda: Sampler.from_dict(data), setting, error=ValueError)
+@pytest.mark.parametrize(("sampler", "setting", "values"), SETTINGS)
+def test_settings_out_of_range(llada: Counted, sampler: str, setting: str, values: list[Any]) -> None:
+    for value in values:
+        data = {"sampler": sampler, setting: value}
+        refused(llada, lambda: samplers.create(**{"name": sampler, setting: value}), setting, error=ValueError)  # noqa: B023
+        refused(llada, lambda: Sampler.from_dict(data), setting, error=ValueError)  # noqa: B023
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -390,21 +334,16 @@ def test_unknown_names(llada: Counted) -> None:
     refused(llada, lambda: Sampler.from_dict({"sampler": "threshold", "x": 1}), "unknown setting", "'x'")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fragment"),
-    [
-        ({"length": 0}, "length=0 must be an integer"),
-        ({"length": -1}, "length=-1"),
-        ({"length": 1.5}, "length=1.5"),
-        ({"length": None}, "length=None"),
-        ({"length": True}, "length=True"),
-        ({"length": 8, "align": "left"}, "unknown align: 'left'; allowed: absolute, prompt"),
-        ({"length": 8, "align": None}, "align=None must be one of 'prompt', 'absolute'"),
-    ],
-)
-def test_wrong_blocks(arguments: dict[str, Any], fragment: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(fragment)):
-        paradec.FixedBlocks(**arguments)
+def test_wrong_blocks() -> None:
+    for align, message in {
+        "left": "unknown align: 'left'; allowed: absolute, prompt",
+        None: "align=None must be",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            paradec.FixedBlocks(8, align)  # type: ignore[arg-type]
+    for length in (0, 1.5, None, True):
+        with pytest.raises(ValueError, match=f"length={length} must be an integer"):
+            paradec.FixedBlocks(length)  # type: ignore[arg-type]
 
 
 def test_models_without_a_mask_token_are_refused() -> None:
@@ -412,15 +351,6 @@ def test_models_without_a_mask_token_are_refused() -> None:
     with pytest.raises(ValueError, match="sampler 'threshold' needs a model with a mask token; Bits is taken for"):
         paradec.generate(causal, [1])
     assert causal.module.calls == 0
-
-
-def test_unknown_arguments_of_a_request(llada: Counted) -> None:
-    sampler = paradec.samplers.create("threshold")
-    refused(
-        llada,
-        lambda: sampler.start(llada.model, PROMPT, temprature=1.0),
-        "unknown argument: 'temprature' (did you mean 'temperature'?)",
-    )
 
 
 # ---- parts of one's own --------------------------------------------------------------------------------------------

@@ -275,22 +275,3 @@ def test_caches_are_told_what_is_committed() -> None:
         said = sampler.preview(state)
         commit = sampler.commit(state, sampler.step(model, state))
         assert sorted(said[0].tolist()) == [position for _, position, _, _ in commit.to_list()]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"groups": 0}, "groups=0 must be an integer from 1"),
-        ({"groups": "few"}, "groups='few' must be a number of groups"),
-        ({"repulsion": -2}, "repulsion=-2 must be a number"),
-        ({"height": 4}, "height=4 and width=None go together"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        samplers.create("lpd", **settings)
-
-
-def test_lists_that_do_not_add_up() -> None:
-    with pytest.raises(ValueError, match=r"groups=\(1, 2\) add up to 3; the picture has 16 cells"):
-        made(samplers.create("lpd", groups=[1, 2]))

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import paradec
 from paradec import FixedBlocks, caches, samplers
 from paradec.caches.parts import buckets
-from paradec.core.blocks import WholeCanvas
 from paradec.core.memory import Memory, MemorySpec
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
@@ -33,16 +33,11 @@ def make_memory(batch: int = 3) -> Memory:
     return memory
 
 
-def test_memory_starts_at_fill() -> None:
-    memory = Memory({"count": MemorySpec(dtype=torch.int64, fill=7)}, 2, {}, torch.device("cpu"))
-    assert memory["count"].tolist() == [7, 7]
-
-
 def test_memory_takes_from_the_model_what_a_spec_leaves_to_it() -> None:
-    specs = {"history": MemorySpec((2, "latent"), None), "count": MemorySpec((), torch.int64)}
+    specs = {"history": MemorySpec((2, "latent"), None), "count": MemorySpec((), torch.int64, fill=7)}
     memory = Memory(specs, 3, {"latent": torch.Size((4, 5))}, torch.device("cpu"), torch.float64)
     assert memory["history"].shape == (3, 2, 4, 5) and memory["history"].dtype == torch.float64
-    assert memory["count"].shape == (3,) and memory["count"].dtype == torch.int64
+    assert memory["count"].tolist() == [7, 7, 7] and memory["count"].dtype == torch.int64
 
 
 def test_memory_reset_touches_only_its_rows_and_scope() -> None:
@@ -178,11 +173,6 @@ def test_fixed_blocks_cover_the_answer(prompt: int, new: int, block: int, align:
     assert count == policy.count(prompt, prompt + new)
 
 
-def test_whole_canvas_is_one_block() -> None:
-    assert WholeCanvas().open(np.array([3]), np.array([3]), np.array([9])).tolist() == [9]
-    assert WholeCanvas().count(3, 9) == 1
-
-
 @given(st.integers(1, 64), st.integers(1, 64))
 @settings(max_examples=100, deadline=None)
 def test_schedules_commit_everything_within_their_steps(masks: int, steps: int) -> None:
@@ -213,3 +203,10 @@ def test_trace_replays_and_round_trips(tmp_path: object) -> None:
     trace.to_json(tmp_path / "trace.json")
     assert Trace.from_json(tmp_path / "trace.json") == trace
     assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_public_names_are_found_when_they_are_asked_for() -> None:
+    assert {*paradec.__all__} <= {*dir(paradec)}
+    assert all(getattr(paradec, name) is not None for name in dir(paradec) if name != "__path__")
+    with pytest.raises(AttributeError, match="module 'paradec' has no attribute 'generat'"):
+        paradec.generat  # noqa: B018
