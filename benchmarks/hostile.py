@@ -13,7 +13,7 @@ from typing import Any
 
 from paradec import caches, samplers
 from paradec.caches.suffix import DENSITIES
-from paradec.core.block_policies import POLICIES
+from paradec.core.blocks import POLICIES
 from paradec.integrations.server.asked import FIELDS
 
 HUGE = (2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 10**400, 1e308, -1e308)

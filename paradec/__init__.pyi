@@ -24,9 +24,9 @@ from paradec.constraints.values import Choice as Choice
 from paradec.constraints.values import Grammar as Grammar
 from paradec.constraints.values import JsonSchema as JsonSchema
 from paradec.constraints.values import Regex as Regex
-from paradec.core.adaptive_blocks import AdaptiveBlocks as AdaptiveBlocks
+from paradec.core.blocks import AdaptiveBlocks as AdaptiveBlocks
 from paradec.core.blocks import FixedBlocks as FixedBlocks
-from paradec.core.pipelined_blocks import PipelinedBlocks as PipelinedBlocks
+from paradec.core.blocks import PipelinedBlocks as PipelinedBlocks
 from paradec.core.protocol import Interrupted as Interrupted
 from paradec.core.protocol import decode as decode
 from paradec.core.rollouts import Rollout as Rollout

@@ -17,8 +17,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.api import images
 from paradec.batching import slots
-from paradec.core.adaptive_blocks import AdaptiveBlocks
-from paradec.core.blocks import FixedBlocks
+from paradec.core.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.core.version import DRAWS
 from paradec.integrations.engines import hosted
 from paradec.integrations.server import asked

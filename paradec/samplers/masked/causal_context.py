@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS
 from paradec.request import Request

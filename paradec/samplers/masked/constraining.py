@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.constrained import Constrained
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stop_strings import StopStrings

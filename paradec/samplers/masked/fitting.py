@@ -12,11 +12,16 @@ from paradec import caches
 from paradec.caches.base import Cache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import REFUSED, verdict
-from paradec.core.adaptive_blocks import AdaptiveBlocks
-from paradec.core.block_policies import POLICIES
-from paradec.core.blocks import LONGEST_BLOCK, BlockPolicy, FixedBlocks, WholeCanvas
+from paradec.core.blocks import (
+    LONGEST_BLOCK,
+    POLICIES,
+    AdaptiveBlocks,
+    BlockPolicy,
+    FixedBlocks,
+    PipelinedBlocks,
+    WholeCanvas,
+)
 from paradec.core.checks import check_choice, check_int, shown
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.request import Request
 from paradec.samplers.masked.state import block_counts
 from paradec.samplers.masked.stopping import check_stop
@@ -46,7 +51,7 @@ def block_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
     """The policy that was asked for, else the sampler's own, else the model's; a bidirectional model fills `holes` as
-    one block. A policy's name (`paradec.core.block_policies.POLICIES`) goes with a block_length."""
+    one block. A policy's name (`paradec.core.blocks.POLICIES`) goes with a block_length."""
     named = isinstance(blocks, str)
     policy: BlockPolicy | None
     if isinstance(blocks, str):

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 from paradec.samplers.masked.trackers import Ends, Tracker

@@ -13,10 +13,10 @@ from paradec.caches.store import check_memory
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.core import rng
+from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.prompts import encode
 from paradec.request import Request
 from paradec.samplers.masked.adaptive import BlockEnds

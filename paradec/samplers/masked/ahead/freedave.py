@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
-from paradec.core.blocks import BlockPolicy
+from paradec.core.blocks import BlockPolicy, PipelinedBlocks
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
-from paradec.core.pipelined_blocks import PipelinedBlocks
 from paradec.core.protocol import Commit, NotFinite
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.trace import Notes

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.core.adaptive_blocks import AdaptiveBlocks
-from paradec.core.blocks import LONGEST_BLOCK
+from paradec.core.blocks import LONGEST_BLOCK, AdaptiveBlocks
 from paradec.core.checks import check_int, check_number, check_order
 from paradec.samplers.masked.base import MaskedSampler, View
 
