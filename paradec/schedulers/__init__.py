@@ -53,3 +53,9 @@ def __getattr__(name: str) -> Any:
     if name in NONE:
         raise ValueError(f"there is no {name}: {NONE[name]}; use paradec.generate")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# type checkers read the aliases above
+globals()["__all__"] = sorted(
+    name for name, value in vars().items() if isinstance(value, type) and value.__module__.startswith(__name__)
+)

@@ -10,8 +10,11 @@ from torch import Tensor
 from paradec import schedulers
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 
-CLASSES = [value for name, value in sorted(vars(schedulers).items()) if name.endswith("Scheduler")]
-TEXT = [cls for cls in CLASSES if issubclass(cls, schedulers.BlockScheduler) and cls is not schedulers.BlockScheduler]
+TEXT = [
+    getattr(schedulers, name)
+    for name in schedulers.__all__
+    if issubclass(getattr(schedulers, name), schedulers.BlockScheduler) and name != "BlockScheduler"
+]
 BLOCK = 4
 
 
