@@ -18,7 +18,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.samplers.distributions import divided
 from paradec.samplers.masked.base import MaskedSampler
-from paradec.samplers.renoising.annealing import annealed
+from paradec.samplers.renoising.state import annealed
 from paradec.samplers.statistics import token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
 

@@ -17,7 +17,7 @@ from transformers import StopStringCriteria
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.samplers.masked.stop_strings import StopStrings
+from paradec.samplers.masked.stopping import StopStrings
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:

@@ -13,7 +13,7 @@ from paradec.core import rng
 from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery
 from paradec.core.query import StoreCall
-from paradec.samplers.renoising.noise import FIRST_STREAM, noise
+from paradec.samplers.renoising.state import FIRST_STREAM, noise
 
 
 def first_step(model: Any, rows: Sequence[Sequence[int]], starts: Sequence[int], seeds: int) -> Tensor:

@@ -25,16 +25,12 @@ from paradec.core.protocol import Commit, Proposal
 from paradec.request import Request
 from paradec.samplers.causal.base import check_causal, proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
-from paradec.samplers.causal.drafts.block import DraftBlock
+from paradec.samplers.causal.drafts.block import DraftBlock, DraftWalk
 from paradec.samplers.causal.drafts.chain import DraftChain
-from paradec.samplers.causal.drafts.dynamic_tree import GrownTree
 from paradec.samplers.causal.drafts.layers import DraftLayers
-from paradec.samplers.causal.drafts.named import NamedDrafter
-from paradec.samplers.causal.drafts.recurrent import RecurrentChain
-from paradec.samplers.causal.drafts.source import DraftSource, drafting_of, drafts_left
-from paradec.samplers.causal.drafts.static_tree import StaticTree
+from paradec.samplers.causal.drafts.source import DraftSource, NamedDrafter, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.stopping import Unconfident, cut
-from paradec.samplers.causal.drafts.walk import DraftWalk
+from paradec.samplers.causal.drafts.trees import GrownTree, RecurrentChain, StaticTree
 from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.recycling import TokenRecycling
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int
-from paradec.samplers.causal.drafts.named import NamedDrafter
+from paradec.samplers.causal.drafts.source import NamedDrafter
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT
 

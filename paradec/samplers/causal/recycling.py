@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int
 from paradec.core.memory import MemorySpec
-from paradec.samplers.causal.drafts.named import NamedDrafter
+from paradec.samplers.causal.drafts.source import NamedDrafter
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import tree_of
 

@@ -19,8 +19,7 @@ from paradec.core.order_sizes import left_after
 from paradec.core.orders import Cosine
 from paradec.core.protocol import Sampler, State
 from paradec.request import Request, request_for
-from paradec.samplers.labels import labels_of, trace_of_labels
-from paradec.samplers.starting import unsupported_for_pictures
+from paradec.samplers.starting import labels_of, trace_of_labels, unsupported_for_pictures
 
 DEFAULT_STEPS = 64
 

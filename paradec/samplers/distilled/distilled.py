@@ -27,8 +27,7 @@ from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Sta
 from paradec.request import Request, request_for
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
-from paradec.samplers.labels import labels_of, trace_of_labels
-from paradec.samplers.starting import keys_of, unsupported_for_pictures
+from paradec.samplers.starting import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""

@@ -25,10 +25,12 @@ from paradec.core.query import Cost, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import draws, noting, pipeline, reference, revising
-from paradec.samplers.masked.kept_logprobs import known_probabilities, step_logprobs
+from paradec.samplers.masked import draws, pipeline, reference, revising
+from paradec.samplers.masked.commit import view_of
+from paradec.samplers.masked.features import known_probabilities, step_logprobs
 from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
 from paradec.samplers.masked.needs import Needs, declare
+from paradec.samplers.masked.pipeline import open_starts
 from paradec.samplers.masked.queries import part_query, reads_window, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -245,7 +247,7 @@ class MaskedSampler(Sampler):
         return draws.position_noise(self, state, generator)
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
-        return noting.complete(self, state, proposal, super().observe(state, proposal))
+        return complete_notes(self, state, proposal, super().observe(state, proposal))
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
@@ -302,3 +304,35 @@ class MaskedSampler(Sampler):
         """[R, W] bool: the candidates that become final, in several open blocks too."""
         selected = selection(self, view) & view.candidates
         return selected if view.leading is None else pipeline.with_progress(selected, view)
+
+
+EARLY = "early stop"
+"""Names, in a trace's `rules`, what a stop rule fills at once."""
+
+
+def complete_notes(sampler: Any, state: MaskedState, proposal: MaskedProposal, notes: Notes) -> Notes:
+    """Add the open blocks, and which rule of a combination chooses what."""
+    rows, ends = proposal.rows.tolist(), state.block_end[proposal.rows].tolist()
+    if proposal.block_end is not None:
+        ends = proposal.block_end.tolist()
+    notes.blocks = [None] * state.batch
+    for row, end in zip(rows, ends, strict=True):
+        notes.blocks[row] = (int(state.block_start[row]), end)
+    if state.pipelined:
+        notes.starts = [
+            None if span is None else open_starts(state, row, *span) for row, span in enumerate(notes.blocks)
+        ]
+    rules: dict[tuple[int, int], str] = {}
+    positions = proposal.positions.tolist()
+    if sampler.needs.names_rules:
+        memory = state.memory.read(proposal.rows, proposal.available.shape[1]) if state.memory.specs else {}
+        # a copy of the generator: the commit draws the same numbers
+        generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
+        view = view_of(sampler, state, proposal, memory, generator)
+        for (index, column), name in sampler.rules_of(view).items():
+            rules[rows[index], positions[index][column]] = name
+    if proposal.early is not None:
+        for index in proposal.early.nonzero().flatten().tolist():
+            rules |= {(rows[index], position): EARLY for position in positions[index]}
+    notes.rules = rules or None
+    return notes

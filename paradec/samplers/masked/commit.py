@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.contract import CanvasState
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Cost
-from paradec.samplers.masked import draws, pipeline, reference, revising, trimming
+from paradec.samplers.masked import draws, pipeline, reference, revising
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
 from paradec.samplers.masked.views import MaskedProposal, View
@@ -94,7 +94,7 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
     for tracker in state.trackers:
         moved |= tracker.closing(state, proposal, tokens, ends)
     if "cut" in decided and (decided["cut"] < state.length[rows]).any():
-        trimming.trim(state, decided["cut"], tokens)
+        trim_rows(state, decided["cut"], tokens)
         moved = True
     state.close(rows, ends, held, moved)
 
@@ -125,3 +125,25 @@ def view_of(
         ends=state.ends,
         leading=pipeline.leading_blocks(state, proposal.current) if state.pipelined else None,
     )
+
+
+def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
+    """Cut the running rows off at `cut` [R]; the window [R, W] holds `tokens`, and is to be made again."""
+    window = state.window
+    shorter = cut < state.length[window.rows]
+    rows, cut = window.rows[shorter], cut[shorter]
+    state.length[rows], state.level = cut, False
+    state.end[rows] = np.minimum(state.end[rows], cut)
+    state.block_end[rows] = np.minimum(state.block_end[rows], cut)
+    left = tokens[shorter] == state.facts.mask_id
+    left &= window.host_positions[shorter] < state.block_end[rows, None]
+    if window.host_valid is not None:
+        left &= window.host_valid[shorter]
+    state.remaining[rows] = left.sum(1)
+    state.forget_made()
+    if state.store is not None:
+        for branch in range(state.branches):
+            state.store.forget(rows + branch * state.batch, cut)
+    column = torch.arange(state.canvas.shape[1], device=state.canvas.device)
+    tail = column >= torch.as_tensor(state.length, device=column.device).unsqueeze(1)
+    state.canvas.masked_fill_(tail, state.facts.fill_token_id)

@@ -14,7 +14,6 @@ from paradec.caches.stored import StoredCache
 from paradec.core.contract import CanvasState
 from paradec.core.query import StoreCall, WindowLogits, WindowQuery
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.suffix_window import ends_now
 
 SPARED = 2**15
 """Logits that a call has to be spared before it is asked for undecided positions alone: what choosing these costs."""
@@ -161,3 +160,10 @@ def owners(query: WindowQuery, count: int) -> np.ndarray:
     _, owner = (np.arange(query.window.copies.max())[:, None] < query.window.copies).nonzero()
     rows: np.ndarray = query.rows[owner]
     return rows
+
+
+def ends_now(present: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """[N] int64: the position after the last one that exists for now of rows that have `present` [N, L] and `length`
+    [N]."""
+    last: np.ndarray = present.shape[1] - present[:, ::-1].argmax(1)
+    return np.minimum(last, length)

@@ -19,21 +19,23 @@ from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.request import Request
-from paradec.samplers.masked.adaptive import BlockEnds
-from paradec.samplers.masked.decision_order import DecisionOrder
-from paradec.samplers.masked.early import EarlyStops
+from paradec.samplers.masked.features import (
+    BlockEnds,
+    DecisionOrder,
+    EarlyStops,
+    Holes,
+    PrefixReuse,
+    SparseAttention,
+    SuffixWindow,
+    take_over,
+)
+from paradec.samplers.masked.features import trackers_of as logprobs_trackers
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
-from paradec.samplers.masked.holes import Holes
-from paradec.samplers.masked.kept_logprobs import trackers_of as logprobs_trackers
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
-from paradec.samplers.masked.prefix_reuse import PrefixReuse, take_over
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.revising import block_width
-from paradec.samplers.masked.sparse_attention import SparseAttention
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stop_strings import StopStrings
-from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, check_stop
-from paradec.samplers.masked.suffix_window import SuffixWindow
+from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, StopStrings, check_stop
 from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.starting import (
     answer_starts,
@@ -167,7 +169,7 @@ def _track(
     if getattr(model, "reads_order", False):
         found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
     if request.constraint is not None:
-        from paradec.samplers.masked.constraining import constrained  # for few requests
+        from paradec.samplers.masked.constrained import constrained  # for few requests
 
         found.append(constrained(sampler, model, state))
     state.begin(found)

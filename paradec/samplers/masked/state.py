@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import State
 from paradec.core.rows import ROWS, RowLayout, has_rows, row_layout
 from paradec.request import Request
-from paradec.samplers.masked.holes import Holes
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
 from paradec.samplers.masked.trackers import Tracker
+
+if TYPE_CHECKING:
+    from paradec.samplers.masked.features import Holes
 
 
 class Tracked:

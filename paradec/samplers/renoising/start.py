@@ -18,11 +18,9 @@ from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.core.trace import spans
 from paradec.request import DEFAULTS, Request
-from paradec.samplers.masked.stop_strings import StopStrings
-from paradec.samplers.masked.stopping import EndOfText, StopRule, check_stop
+from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
 from paradec.samplers.renoising import rules
-from paradec.samplers.renoising.settled import Settled
-from paradec.samplers.renoising.state import DenoisingState
+from paradec.samplers.renoising.state import DenoisingState, Settled
 from paradec.samplers.starting import (
     answer_starts,
     new_tokens,

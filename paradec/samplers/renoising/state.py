@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.caches.kept import KeptPrefix
+from paradec.core import rng
+from paradec.core.checks import check_int, check_number
 from paradec.core.contract import Window
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, StopRule, first_end
-from paradec.samplers.renoising.annealing import annealed
-from paradec.samplers.renoising.noise import FIRST_STREAM, NOISE_STREAM, noise
-from paradec.samplers.renoising.settled import Settled
 
 
 @dataclass
@@ -301,3 +300,48 @@ def _window(canvas: Tensor, rows: np.ndarray, at: np.ndarray) -> Window:
         valid=None,
         whole=len(rows) == len(canvas),
     )
+
+
+Share = TypeVar("Share", float, Tensor)
+
+
+def annealed(left: Share, t_min: float, t_max: float) -> Share:
+    """The temperature where the share `left` of the steps, this one included, is to be done: t_max at the first step.
+    t_min would be reached after the last."""
+    return t_min + (t_max - t_min) * left
+
+
+FIRST_STREAM, NOISE_STREAM = 4, 5
+"""Draws of the tokens that a canvas opens with, and of those that replace what a step does not keep.
+(`paradec.core.rng` and `paradec.samplers.causal.base` have the other streams.)"""
+
+
+def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
+    """[R, C] int64: a uniform token for each position. keys [R, 2], step [R], positions [R, C]: as in `rng.uniform`."""
+    found = rng.uniform(keys, step, positions, 1, stream).squeeze(-1)
+    return (found * vocab).long()
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A canvas closes once its best tokens have been unchanged for so many steps, and its mean entropy is below a
+    bound.
+
+    Args:
+        stability: steps of the canvas, before this one, whose best tokens equal this step's; 0 asks for the entropy
+            alone.
+        entropy: the bound in nats, on the mean over the canvas of the distributions that tokens are drawn from. These
+            are tempered: the same model settles earlier at a lower t_min.
+    """
+
+    stability: int = 1
+    entropy: float = 0.005
+
+    def __post_init__(self) -> None:
+        check_int("stability_threshold", self.stability, low=0)
+        check_number("confidence_threshold", self.entropy, low=0, open_low=True)
+
+    def satisfied(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+        """[R] bool: the rows whose canvas closes. unchanged: [R] int64, how many steps in a row, this one included, had
+        the best tokens of the step before. entropy: [R] mean entropies of this step."""
+        return (unchanged >= self.stability) & (entropy < self.entropy)

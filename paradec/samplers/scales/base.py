@@ -25,8 +25,7 @@ from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, en
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import argmax, tempered
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.labels import labels_of, trace_of_labels
-from paradec.samplers.starting import keys_of, unsupported_for_pictures
+from paradec.samplers.starting import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
 
 SMOOTH_STREAM = 2
 """Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""

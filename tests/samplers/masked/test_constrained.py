@@ -36,7 +36,7 @@ from paradec.constraints import passes
 from paradec.constraints.marginals import Marginals
 from paradec.models.adapter import Model
 from paradec.samplers import spans
-from paradec.samplers.masked import constraining
+from paradec.samplers.masked import constrained
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.constrained import Constrained
 
@@ -175,7 +175,7 @@ OURS = [name for name in named("run", "draws", "holes") if SETTINGS[name]["setti
 def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     own = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
-    monkeypatch.setattr(constraining, "Constrained", type("Own", (Recorded,), own))
+    monkeypatch.setattr(constrained, "Constrained", type("Own", (Recorded,), own))
     if case["canvas"][0] is not None and "holes" not in case:
         raise Refused("the answer begins at the first mask here: its blocks are others")
     sampler, model, state = begun(case)
@@ -295,7 +295,7 @@ def all_runs(
     Each step is taken once for every text that it may draw, with numbers that a list of all texts gives; what the step
     takes as candidates has to be that text."""
     tracker = type("Own", (Recorded,), {"forced": forced})
-    monkeypatch.setattr(constraining, "Constrained", tracker)
+    monkeypatch.setattr(constrained, "Constrained", tracker)
     automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
     sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
     left = [(state, 1.0)]

@@ -135,3 +135,26 @@ def block_query(
         kind="window" if begin.any() else "full",
     )
     return query, fresh
+
+
+@dataclass(frozen=True)
+class DraftWalk(DraftBlock):
+    """A window that is drawn from left to right over what one forward of the drafter made."""
+
+    def _drawn(
+        self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
+    ) -> tuple[Tensor, Tensor]:
+        drafter: Any = drafting_of(state).model
+        sure: list[Tensor] = []
+        with torch.no_grad():
+            walk = drafter.walk(found, lambda parts: read_logits(state, [parts], [query]), state.allowed)
+
+            def logits(slot: int, before: Tensor) -> Tensor:
+                if "confidence" in state.memory:
+                    sure.append(walk.confidence(slot, before).sigmoid())
+                return walk.logits(slot, before)
+
+            drawn = in_turn(state, rows, positions, logits, walk.candidates_of)
+        if sure:
+            state.memory.write("confidence", rows, torch.nn.functional.pad(torch.stack(sure, 1), (0, 1)))
+        return drawn

@@ -28,9 +28,8 @@ from paradec.request import Request, request_for
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
-from paradec.samplers.masked.commit import to_host
+from paradec.samplers.masked.commit import to_host, trim_rows
 from paradec.samplers.masked.stopping import NEVER, first_end
-from paradec.samplers.masked.trimming import trim as trim_rows
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""

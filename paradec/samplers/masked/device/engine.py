@@ -16,7 +16,7 @@ from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
 from paradec.core.rows import replace_rows, select_rows
 from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.device.graphs import StepLayout, captured
-from paradec.samplers.masked.holes import keep_ends_out
+from paradec.samplers.masked.features import keep_ends_out
 from paradec.samplers.masked.logits import guide
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import MaskedProposal, selection

@@ -1,4 +1,4 @@
-"""A tree of drafts that grows where the drafter is confident (EAGLE-2, arXiv 2406.16858)."""
+"""Trees of drafts, all nodes of one depth in one forward of the drafter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.samplers.causal.base import DRAFT_STREAM
 from paradec.samplers.causal.drafts.source import (
     checked,
     drafting_of,
@@ -19,7 +20,61 @@ from paradec.samplers.causal.drafts.source import (
 )
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.tree_query import tree_query
-from paradec.samplers.causal.trees import DynamicTree, TreeLayout
+from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """The children of every node, drawn as `rule` has it, one depth after the other."""
+
+    tree: Tree
+    rule: Rule
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """See `DraftSource.fill`."""
+        tree, rule = self.tree, self.rule
+        own, device = drafting_of(state), state.context.device
+        index = torch.as_tensor(rows, device=device)
+        depths, children = np.array(tree.depths), tree.children
+        drawn_from = softened(state) if isinstance(rule, Naive) else state
+        drafts = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
+        every_q = state.memory["draft_distribution"][index]
+        begin, last = unread(state, rows, features is not None)
+        made = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
+        committed = torch.as_tensor(state.committed[rows, None], device=device)
+        for depth in range(min(tree.depth, drafts_left(state, rows).max())):
+            nodes = np.flatnonzero(depths == depth)
+            known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
+            query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
+            logits, out = read_tree(state, query, known, last - begin, features, made)
+            logits = that_fit(state, logits, rows, tree.layout.parents, drafts, nodes)
+            q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
+            q = checked(own, rows, q)
+            every_q[:, nodes] = q.to(every_q.dtype)
+            counts = (children[nodes] >= 0).sum(1)
+            most = int(counts.max())
+            noise = state.uniform(rows, committed + depth, len(nodes) * most, DRAFT_STREAM).reshape(-1, most)
+            drawn = rule.children(q.flatten(0, 1), most, noise).unflatten(0, (len(rows), len(nodes)))
+            for at, node in enumerate(nodes):
+                below = children[node][: counts[at]].to(device)
+                drafts[:, below] = drawn[:, at, : counts[at]]
+                if made is not None and out is not None:
+                    made[:, below] = out[:, at : at + 1]
+            own.fed[rows], begin = state.committed[rows], last
+        state.memory.write("drafts", rows, drafts)
+        state.memory.write("draft_distribution", rows, every_q)
+
+
+@dataclass(frozen=True)
+class RecurrentChain:
+    """A tree with one child everywhere, whose node i is slot i - 1 of a chain."""
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """See `DraftSource.fill`."""
+        StaticTree(tree_of((1,) * (state.width - 1)), RULES["recursive"]).fill(state, rows, features)
+        drafts = state.memory["drafts"]
+        state.memory["drafts"] = drafts.roll(-1, 1).clamp(min=0)  # nothing is drafted for the last
+        state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
 
 
 @dataclass(frozen=True)
