@@ -212,7 +212,7 @@ def _values(owner: Any) -> Iterator[tuple[Any, Any]]:
     for name, layout in _row_fields(owner).items():
         value = getattr(owner, name)
         for key, part in value.items() if isinstance(value, dict) else [(None, value)]:
-            if at := _layout_of(layout, owner, key):
+            if part is not None and (at := _layout_of(layout, owner, key)):
                 yield part, at
 
 

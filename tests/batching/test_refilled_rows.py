@@ -19,6 +19,12 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
+from paradec.samplers.causal.drafts.stopping import Unsure
+from paradec.samplers.causal.lookup import PromptLookup
+from paradec.samplers.causal.recycling import TokenRecycling
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.speculative import Speculative
+from paradec.samplers.causal.window import Jacobi
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name != "mar"]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
@@ -135,16 +141,25 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
 
 ALONE = [name for name in CAUSAL if name not in ("zipar", "speculative")]
 """Those that draft for themselves; ZipAR makes pictures, one step for all rows."""
-DRAFTING = {
+DRAFTING: dict[str, Any] = {
     "chain": {"window": 4},
+    "chain that ends where the drafter is unsure": {"window": 6, "stop": Unsure(0.2)},
     "tree": {"tree": (2, 2, 1)},
     "dynamic tree": {"tree": {"nodes": 8, "depth": 3, "top_k": 3}, "rule": "naive"},
 }
+OWN_STATE = {
+    "prompt lookup": Speculative(drafter=PromptLookup(5, 2)),
+    "token recycling": Speculative(drafter=TokenRecycling(k=8, tree=(4, 2, 1)), rule="naive"),
+    "pool": Jacobi(window=6, pool=3),
+    "coupled siblings": SCD(window=6, refresh="maximal", siblings=3, branching=2),
+    "siblings of noise": SCD(window=6, refresh="gumbel", siblings=3, branching=2),
+}
+"""Settings with which a method keeps more of its rows."""
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("temperature", "guidance"), [(0.0, 1.0), (0.8, 1.5)])
-@pytest.mark.parametrize("name", [*ALONE, *DRAFTING])
+@pytest.mark.parametrize("name", [*ALONE, *DRAFTING, *OWN_STATE])
 def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
     model = model_of(models, "causal")
     model.own_drafts = OwnDrafts(4)
@@ -154,7 +169,7 @@ def test_causal_rows(models: dict[str, Model], name: str, temperature: float, gu
         models.setdefault("drafter", tiny(1, topology="causal", prediction="shifted", seed=1))
         sampler = samplers.create("speculative", drafter=models["drafter"], **DRAFTING[name])
     else:
-        sampler = samplers.create(name, window=5)
+        sampler = OWN_STATE.get(name) or samplers.create(name, window=5)
     request = {"temperature": temperature, "guidance_scale": guidance, "seed": 5, "logprobs": 1, "sampler": sampler}
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)

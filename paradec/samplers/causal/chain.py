@@ -130,7 +130,9 @@ class ChainSampler(CausalSampler):
         answered = state.answered(self._evaluated(state))
         available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
         quantities = {"p": p, "uniform": uniform[..., 1:], "guesses": guesses}
-        quantities["top_logit"] = self._top_logit(state, logits, fresh)
+        # at temperature 0 that of the fresh token, where this is the best one of all
+        chosen = state.allowed is not None or state.masks is not None or state.prescribes or state.request.temperature
+        quantities["top_logit"] = logits.amax(-1) if chosen else probability(logits, fresh)
         if state.logprobs is not None:
             quantities["log_p"] = state.log_distribution(p, logits, rows, positions)
         if state.rollout is not None:
@@ -146,11 +148,6 @@ class ChainSampler(CausalSampler):
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         """Tokens [R, W] drawn from p [R, W, V] with uniform [R, W]."""
         return argmax(p) if state.request.temperature == 0 else draw(p, uniform)
-
-    def _top_logit(self, state: CausalState, logits: Tensor, fresh: Tensor) -> Tensor:
-        """[R, W]: the largest of logits [R, W, V]: that of the fresh token, where this is the best one of all."""
-        chosen = state.allowed is not None or state.masks is not None or state.prescribes
-        return logits.amax(-1) if chosen or state.request.temperature else probability(logits, fresh)
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         """As for all; and the drafts that are evaluated, from windows as well as trees."""

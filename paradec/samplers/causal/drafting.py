@@ -137,10 +137,6 @@ class DraftingSampler(ChainSampler):
         """Whether no model drafts; q are one-hot then."""
         return isinstance(self.drafter, NamedDrafter)
 
-    @property
-    def _looks_up(self) -> bool:
-        return isinstance(self.drafter, PromptLookup)
-
     def node_rule(self, state: CausalState) -> Rule:
         """How the nodes of a tree are drawn and verified."""
         raise NotImplementedError
@@ -225,7 +221,7 @@ class DraftingSampler(ChainSampler):
         if self.drafter is None:
             super()._first_drafts(state, model)
             return
-        if self._looks_up:
+        if isinstance(self.drafter, PromptLookup):
             self._draft_next(state, state.rows, None)
             return
         limit = None if self._named else self.drafter.facts.max_length

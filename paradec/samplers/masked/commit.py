@@ -58,15 +58,12 @@ def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.nda
             f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}", broken
         )
     needs = sampler.needs
-    idle = (committed < revising.least(sampler, state, rows)).any() if needs.revises else 0 in committed.tolist()
-    # a method that may wait must have filled the block by its last planned step
-    if idle and not needs.may_wait or needs.may_wait and _overdue(state, rows, committed):
+    if needs.may_wait:  # but must have filled the block by its last planned step
+        idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()
+    else:
+        idle = (committed < revising.least(sampler, state, rows)).any() if needs.revises else 0 in committed.tolist()
+    if idle:
         raise RuntimeError(f"sampler {sampler.name!r} committed nothing for row {int(rows[committed.argmin()])}")
-
-
-def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> bool:
-    """Whether a row committed nothing although its planned steps are over."""
-    return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())
 
 
 def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:

@@ -113,8 +113,10 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[WindowQuery, Tensor, b
         index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
         slots = query.positions if part.valid is None else per_branch(state, np.where(part.valid, part.positions, -1))
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-        length, present = state.length[rows], state.present
-        visible = int((length if present is None else ends_now(present[rows], length)).max())
+        length = state.length[rows]
+        if state.present is not None:  # up to the last position that exists for now
+            length = np.minimum(length, state.canvas.shape[1] - state.present[rows][:, ::-1].argmax(1))
+        visible = int(length.max())
         if state.facts.topology == "block_causal":
             last = part.positions.max(1)
             visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
@@ -160,10 +162,3 @@ def owners(query: WindowQuery, count: int) -> np.ndarray:
     _, owner = (np.arange(query.window.copies.max())[:, None] < query.window.copies).nonzero()
     rows: np.ndarray = query.rows[owner]
     return rows
-
-
-def ends_now(present: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """[N] int64: the position after the last one that exists for now of rows that have `present` [N, L] and `length`
-    [N]."""
-    last: np.ndarray = present.shape[1] - present[:, ::-1].argmax(1)
-    return np.minimum(last, length)

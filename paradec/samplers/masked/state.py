@@ -83,7 +83,9 @@ class MaskedState(Tracked, CanvasState, State):
     """Masks that were appended to every row."""
     keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
-    suppressed: Tensor | None = field(metadata={"rows": lambda state, _: suppressed_layout(state)})
+    suppressed: Tensor | None = field(
+        metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
+    )
     """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
     own, filled up with the mask id."""
     ends: Tensor
@@ -384,11 +386,6 @@ class MaskedState(Tracked, CanvasState, State):
         if self.reuses or not self.cache.facts.uses_store:
             return None  # it has won already, or there is none
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
-
-
-def suppressed_layout(state: MaskedState) -> RowLayout | None:
-    """Where `suppressed` has its rows; None where all rows have the same."""
-    return RowLayout(fill=state.mask_id) if state.suppressed is not None and state.suppressed.ndim == 2 else None
 
 
 def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -108,9 +108,10 @@ class DenoisingState(State):
         for row, starts in enumerate(self.starts):
             for start in starts:
                 covered[row, start : start + self.width] = True
-        self._final = ~covered | (column >= self.length[:, None]) | self.given.cpu().numpy()
+        given = self.given.cpu().numpy()
+        self._final = ~covered | (column >= self.length[:, None]) | given
         self.total = (~self._final).sum(1)
-        self.pinned = any(bool(self.given_in(row, s).any()) for row, starts in enumerate(self.starts) for s in starts)
+        self.pinned = bool((covered & given).any())
         """Whether a canvas has positions that the user gave."""
         self._open_noise(np.arange(batch))
 
@@ -165,10 +166,6 @@ class DenoisingState(State):
         covered = [at for start in self.starts[row] for at in range(int(start), int(start) + self.width)]
         given = self.given[row].cpu().numpy()
         return [at for at in covered if not given[at]]
-
-    def given_in(self, row: int, start: int) -> np.ndarray:
-        """[C] bool: the positions of the canvas at `start` that the user gave."""
-        return self.given[row, start : start + self.width].cpu().numpy()
 
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
         """[R] rows to encode at this step, and [R] rows whose canvas a step denoises, those among them."""

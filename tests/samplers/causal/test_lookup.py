@@ -103,19 +103,6 @@ def test_the_chi_square_test_sees_drafts_that_are_kept_too_often(monkeypatch: py
     assert min(found["p_values"]) < 1e-5
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
-    base = tiny_base()
-    given = {"sampler": sampler(), "max_new_tokens": 12, "temperature": 0.8}
-    together = paradec.generate(base, PROMPTS, seed=[5, 6, 7, 8], **given)
-    for row, prompt in enumerate(PROMPTS):
-        alone = paradec.generate(base, [prompt], seed=5 + row, **given)
-        assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist()
-        assert alone.nfe == together.row_nfe[row]
-    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
-    every = paradec.generate_many(base, prompts, batch_size=2, **given)
-    assert [out.new_tokens[0].tolist() for out in every] == together.new_tokens.tolist()
-
-
 def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
     """Suppressed tokens, an end token and ids beyond the vocabulary (conditions of image models) stand in the text."""
     base = tiny_base()

@@ -112,16 +112,9 @@ def test_pictures_are_the_same_in_fewer_forwards() -> None:
     assert np.sum(found.row_nfe) < np.sum(alone.row_nfe)
 
 
-def test_rows_copies_and_repeated_steps() -> None:
+def test_copies_and_repeated_steps() -> None:
     base, method = tiny_base(), Jacobi(window=6, pool=3)
     given = {"max_new_tokens": 14, "temperature": 0.8}
-    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **given)
-    for row, prompt in enumerate(PROMPTS):
-        alone, state = answers(method, base, prompt, seed=5 + row, **given)
-        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
-    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
-    every = paradec.generate_many(base, prompts, batch_size=2, sampler=method, **given)
-    assert [out.new_tokens[0].tolist() for out in every] == together
     state = method.start(base, PROMPTS, seed=1, **given)
     while not state.done:
         one, two = method.step(base, state), method.step(base, state)
@@ -155,10 +148,3 @@ def test_over_llamagen_with_guidance() -> None:
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Jacobi(**settings)
-
-
-def test_models_without_a_store_are_refused() -> None:
-    base = tiny_base()
-    base.module.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="pool=2 needs a model that runs over a store; LlamaForCausalLM does not"):
-        Jacobi(pool=2).start(base, [1, 2], max_new_tokens=4)

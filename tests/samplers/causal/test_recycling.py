@@ -74,19 +74,6 @@ def test_greedy_answers_are_the_model_s(tree: Any, request_: dict[str, Any]) -> 
     assert found == expected and state.nfe.sum() < 0.8 * alone.nfe.sum() and not state.draft_nfe.any()
 
 
-def test_rows_neighbours_and_generate_many() -> None:
-    base, method = tiny_base(), sampler()
-    given = {"max_new_tokens": 14, "temperature": 0.8}
-    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **given)
-    for row, prompt in enumerate(PROMPTS):
-        alone, state = answers(method, base, prompt, seed=5 + row, **given)
-        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
-    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
-    every = [*paradec.generate_many(base, prompts, batch_size=2, sampler=method, **given)]
-    assert [out.new_tokens[0].tolist() for out in every] == together
-    assert [out.row_nfe[0] for out in every] == whole.nfe.tolist()  # what a slot's row before it knew is gone
-
-
 @pytest.mark.parametrize("what", ["temperature 1", pytest.param("all", marks=pytest.mark.full)])
 def test_answers_have_the_model_s_distribution(what: str) -> None:
     model = TableModel.random(4, seed=4, sharpness=2.0)

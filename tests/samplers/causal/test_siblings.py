@@ -15,7 +15,6 @@ from eagle_drafters import NEGATIVE, PROMPTS, answers, tiny_base
 from jacobi_runs import TableModel, exactness
 from recorded import golden, read_json, replays
 
-import paradec
 from paradec.core import rng
 from paradec.samplers.causal.base import DRAFT_STREAM
 from paradec.samplers.causal.scd import SCD
@@ -344,19 +343,6 @@ def test_one_sibling_and_temperature_0_are_the_window_alone() -> None:
             assert answers(sampler, base, PROMPTS, **how)[0] == answers(plainly, base, PROMPTS, **how)[0]
     for new in (1, 2, 3):
         assert len(answers(SJDPAC(siblings=2, branching=5), base, PROMPTS, max_new_tokens=new)[0][0]) == new
-
-
-@pytest.mark.parametrize("refresh", ["maximal", "gumbel"])
-def test_rows_neighbours_and_generate_many(refresh: str) -> None:
-    base, method = tiny_base(), SCD(window=6, refresh=refresh, siblings=3, branching=2)
-    given = {"max_new_tokens": 14, "temperature": 0.8}
-    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **given)
-    for row, prompt in enumerate(PROMPTS):
-        alone, state = answers(method, base, prompt, seed=5 + row, **given)
-        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
-    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
-    every = paradec.generate_many(base, prompts, batch_size=2, sampler=method, **given)
-    assert [out.new_tokens[0].tolist() for out in every] == together
 
 
 @pytest.mark.parametrize("refresh", ["maximal", "gumbel"])

@@ -211,17 +211,6 @@ def test_a_step_repeated_equals_the_step(name: str) -> None:
     assert state.progress == (40, 40)
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("name", VARIED)
-def test_rows_are_independent(name: str) -> None:
-    model, sampler = wrapped(), made(name)
-    together, state = answers(sampler, model, PROMPTS, max_new_tokens=12, seed=[1, 2, 3, 4])
-    for row, prompt in enumerate(PROMPTS):
-        alone, own = answers(sampler, model, prompt, max_new_tokens=12, seed=row + 1)
-        assert alone == [together[row]]
-        assert own.forwarded_tokens[0] == state.forwarded_tokens[row]
-
-
 def test_modules_that_take_no_padding_are_called_by_length() -> None:
     class Plain(torch.nn.Module):
         def __init__(self, module: LlamaForCausalLM):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_drafters import PROMPTS, answers, tiny_base
+from eagle_drafters import PROMPTS, answers
 from jacobi_runs import TableModel, exactness
 from places import GOLDEN
 from torch import Tensor
@@ -158,18 +158,3 @@ def test_a_rule_that_answers_something_else_is_refused(answer: Any) -> None:
     method = Speculative(drafter=DRAFTER, stop=lambda q, drafts: answer)
     with pytest.raises(ValueError, match=re.escape("it must return [R] bool, R=1")):
         method.start(MODEL, [[1, 2]], max_new_tokens=6)
-
-
-def test_rows_neighbours() -> None:
-    base, drafter = tiny_base(), tiny_base(seed=4)
-    method = Speculative(drafter=drafter, window=6, stop=Unsure(0.2))
-    given = {"max_new_tokens": 14, "temperature": 0.8}
-    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **given)
-    for row, prompt in enumerate(PROMPTS):
-        alone, state = answers(method, base, prompt, seed=5 + row, **given)
-        assert (
-            alone == [together[row]] and state.nfe[0] == whole.nfe[row] and state.draft_nfe[0] == whole.draft_nfe[row]
-        )
-    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
-    every = paradec.generate_many(base, prompts, batch_size=2, sampler=method, **given)
-    assert [out.new_tokens[0].tolist() for out in every] == together

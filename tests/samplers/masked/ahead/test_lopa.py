@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,25 +170,6 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
     model = tiny(2, "block_causal")
     outs = [decode(model, sampler="lopa", cache=cache, block_length=4) for cache in ("none", "block", "dual", "prefix")]
     assert all(commits(out) == commits(outs[0]) for out in outs)
-
-
-def test_rows_alone_and_two_threads(model: Model) -> None:
-    sampler = LoPA("credit", branches=3)
-    request = {"sampler": sampler, "blocks": PipelinedBlocks(4, add=0.3, forced="active", full=0.5), "temperature": 0.3}
-    together = decode(model, **request)
-    found: dict[int, Any] = {}
-
-    def work(index: int) -> None:
-        found[index] = decode(model, [ROWS[index]], **request)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(ROWS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(len(ROWS)):
-        assert torch.equal(found[index].new_tokens[0], together.new_tokens[index])
-        assert found[index].nfe == together.row_nfe[index]
 
 
 def test_settings_survive_a_dict() -> None:

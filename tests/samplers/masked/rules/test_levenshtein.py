@@ -151,18 +151,6 @@ def test_recorded_answers(path: Path, number: int, cache: str) -> None:
         assert case["forwards"] == prefill + sum(len(recorded["steps"]) for recorded in case["blocks"])
 
 
-@pytest.mark.parametrize("cache", [pytest.param("none", marks=pytest.mark.full), "block"])
-def test_rows_do_not_depend_on_their_neighbours(tiny22: Model, cache: str) -> None:
-    rows = [case["prompt_ids"] for case in ANSWERS[:2]] + [[7, 7, 9]]
-    request: dict[str, Any] = {"sampler": "levenshtein", "max_new_tokens": 14, "cache": cache}
-    together = paradec.generate(tiny22, rows, **request)
-    queued = list(paradec.generate_many(tiny22, rows, batch_size=2, **request))
-    for row, prompt in enumerate(rows):
-        alone = paradec.generate(tiny22, [prompt], **request)
-        assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist() == queued[row].new_tokens[0].tolist()
-        assert alone.row_nfe == [together.row_nfe[row]] == queued[row].row_nfe
-
-
 def shown(model: Model, prompt: list[int], **request: Any) -> tuple[list[list[int]], Any]:
     """What the canvas of a request holds after each step, and the output."""
     seen: list[list[int]] = []

@@ -326,14 +326,6 @@ def test_local_steps_evaluate_the_targets_alone() -> None:
     ]
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    model = random_model(2)
-    request = {"sampler": "recap", "cache": "recap", "steps": 6, "temperature": 1.0, "guidance_scale": 1.5, "seed": 8}
-    together = paradec.generate(model, prompts(model, 0, 1, 2), **request)
-    for index, row in enumerate(prompts(model, 0, 1, 2)):
-        assert torch.equal(together.new_tokens[index], paradec.generate(model, [row], **request).new_tokens[0])
-
-
 def test_classes_guide_the_image(golden_model: UViTModel) -> None:
     """The class token is read, and under guidance the null class stands in its place in the unconditional branch."""
     module, rows = golden_model.module, torch.full((2, 65), 24)
