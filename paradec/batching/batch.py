@@ -25,7 +25,7 @@ from paradec.api.generate import own_defaults
 from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
 from paradec.batching.device import DeviceGroup, steps_on_device
-from paradec.batching.reading import each_read, read
+from paradec.batching.reading import Seen, each_read, read
 from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory
 from paradec.batching.slots import (
     MADE,
@@ -42,7 +42,6 @@ from paradec.batching.slots import (
     tell,
 )
 from paradec.batching.starting import alike, prefixes_of, together
-from paradec.batching.streaming import Seen
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import encode

@@ -1,21 +1,23 @@
-"""What was decoded of the rows of a batch that end in one step, read together."""
+"""What is read of the rows of a batch: outputs of those that end in one step, and what streamers are given."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from paradec.api.generate import output_of
 from paradec.api.output import Output
-from paradec.batching.slots import RowState, Ticket, rows_of
+from paradec.batching.slots import Group, RowState, Ticket, rows_of
 from paradec.caches.cost import CacheCost
 from paradec.core.prompts import Prompts
 
-__all__ = ["each_read", "read"]
+__all__ = ["Seen", "each_read", "read"]
 
 TENSORS = ("sequences", "attention_mask", "filled")
 LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoising_calls", "log_weight")
@@ -86,3 +88,38 @@ def each_read(
             return [failed(tickets[0], error or unread)]
         pairs = zip(slots, tickets, strict=True)
         return [each_read(read_rows, failed, state, [slot], [ticket], error)[0] for slot, ticket in pairs]
+
+
+@dataclass
+class Seen:
+    """A group's rows, read from the device once for all of them."""
+
+    state: RowState
+    canvas: Tensor
+    """[B, L] int64, on the host."""
+    final: np.ndarray
+    """[B] int64, of `State.final`."""
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        slots = np.arange(len(group.tickets))
+        group.told(slots)
+        return cls(group.state, group.state.canvas.cpu(), group.state.final(slots))
+
+    def feed(self, slot: int, ticket: Ticket) -> None:
+        """Give a ticket's streamer what has become final; what it raises is raised."""
+        streamer, row, final = ticket.streamer, self.canvas[slot], int(self.final[slot])
+        if ticket.sent is None:
+            ticket.sent = int(self.state.prompt_length[slot])
+            streamer.put(row[: ticket.sent].unsqueeze(0).clone())
+        if final > ticket.sent:
+            scores = getattr(streamer, "put_logprobs", None)
+            if scores is not None and self.state.logprobs is not None:
+                part = slice(ticket.sent, final)
+                scores(self.state.logprobs.row(slot).placed(lambda tensor, _: tensor[:, part].cpu()))
+            streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
+            ticket.sent = final
+        stop = int(self.state.end[slot])
+        drafts = getattr(streamer, "put_draft", None)
+        if drafts is not None and self.state.facts.hole_id is not None and final < stop:
+            drafts(row[final:stop].unsqueeze(0).clone())

@@ -32,8 +32,7 @@ from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.core.rows import ROWS, resize_axis
 from paradec.request import Request
-from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
-from paradec.samplers.causal.stopping import AnswerTexts
+from paradec.samplers.causal.state import ALL_SLOTS, AnswerTexts, CausalState, Spans
 from paradec.samplers.starting import answer_starts, new_tokens, trace_of
 
 NAMED = {None: "random", "random": "random", "chain": "raster"}

@@ -27,8 +27,7 @@ from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
-from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.stopping import AnswerTexts
+from paradec.samplers.causal.state import AnswerTexts, CausalState
 from paradec.samplers.guidance import guided
 from paradec.samplers.starting import keys_of, padded, stop_strings_of, suppressed_ids, trace_of
 

@@ -26,8 +26,7 @@ from paradec.request import Request
 from paradec.samplers.causal.base import check_causal, proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafts.block import DraftBlock, DraftWalk
-from paradec.samplers.causal.drafts.chain import DraftChain
-from paradec.samplers.causal.drafts.layers import DraftLayers
+from paradec.samplers.causal.drafts.chain import DraftChain, DraftLayers
 from paradec.samplers.causal.drafts.source import DraftSource, NamedDrafter, drafting_of, drafts_left
 from paradec.samplers.causal.drafts.stopping import Unconfident, cut
 from paradec.samplers.causal.drafts.trees import GrownTree, RecurrentChain, StaticTree

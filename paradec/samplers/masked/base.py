@@ -25,7 +25,7 @@ from paradec.core.query import Cost, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import draws, pipeline, reference, revising
+from paradec.samplers.masked import draws, pipeline, reference
 from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.features import known_probabilities, step_logprobs
 from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
@@ -266,7 +266,7 @@ class MaskedSampler(Sampler):
         picked = self.selected(view)
         decision = Decision(proposal.values, picked, picked)
         if self.needs.revises:
-            decision = revising.revised(self, state, view, picked)
+            decision = stages.revised(self, state, view, picked)
         for tracker in state.trackers:
             tracker.decided(state, proposal, decision)
         cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None

@@ -30,7 +30,7 @@ from paradec.samplers.masked.views import Decision, MaskedProposal
 
 @dataclass
 class BlockEnds(Tracker):
-    """Which rows have opened a block whose end is not read yet."""
+    """Which rows have opened a block whose end is not read yet (`paradec.AdaptiveBlocks`)."""
 
     opening: np.ndarray = field(metadata=ROWS)
 
@@ -86,7 +86,8 @@ class BlockEnds(Tracker):
 
 @dataclass
 class DecisionOrder(Tracker):
-    """The row's step after which each position took its token, -1 where it was given or is undecided."""
+    """The row's step after which each position took its token, -1 where it was given or is undecided; for models whose
+    answers depend on it (`Model.reads_order`)."""
 
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
 
@@ -152,7 +153,8 @@ class EarlyStops(Tracker):
 
 
 class Holes(Tracker):
-    """Where end tokens are not proposed: a request has it if a row of it has something given after a mask."""
+    """Where end tokens are not proposed (`holes_eos_inf`): a request has it if a row of it has something given after a
+    mask."""
 
     def attach(self, state: TrackedState) -> None:
         state.holes = self
@@ -271,7 +273,7 @@ def take_over(state: MaskedState, reuse: Reuse, model: Any) -> None:
 
 @dataclass
 class SparseAttention(Tracker):
-    """Tells the attention method which calls were made for a step that counts."""
+    """Tells the attention method (`paradec.attention`) which calls were made for a step that counts."""
 
     attention_state: AttentionState
 
@@ -287,7 +289,7 @@ class SparseAttention(Tracker):
 
 @dataclass
 class SuffixWindow(Tracker):
-    """What exists of each row while its open block is open."""
+    """What exists of each row while its open block is open (`paradec.Suffix`)."""
 
     suffix: Suffix
     present: np.ndarray = field(metadata=row_layout(columns=1))

@@ -19,6 +19,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.request import Request
+from paradec.samplers.masked.commit import block_width
 from paradec.samplers.masked.features import (
     BlockEnds,
     DecisionOrder,
@@ -33,7 +34,6 @@ from paradec.samplers.masked.features import trackers_of as logprobs_trackers
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
 from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
 from paradec.samplers.masked.reference import ReferenceNumbers
-from paradec.samplers.masked.revising import block_width
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, StopStrings, check_stop
 from paradec.samplers.masked.trackers import Tracker

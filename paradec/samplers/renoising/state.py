@@ -322,7 +322,7 @@ def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int
 @dataclass(frozen=True)
 class Settled:
     """A canvas closes once its best tokens have been unchanged for so many steps, and its mean entropy is below a
-    bound.
+    bound (transformers' `StableAndConfidentStoppingCriteria`).
 
     Args:
         stability: steps of the canvas, before this one, whose best tokens equal this step's; 0 asks for the entropy

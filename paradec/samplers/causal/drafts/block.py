@@ -139,7 +139,8 @@ def block_query(
 
 @dataclass(frozen=True)
 class DraftWalk(DraftBlock):
-    """A window that is drawn from left to right over what one forward of the drafter made."""
+    """A window that is drawn from left to right over what one forward of the drafter made (DFlash 2, DSpark): small
+    matrices go from one token to the next."""
 
     def _drawn(
         self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery

@@ -143,7 +143,8 @@ def read_tree(
 
 
 class NamedDrafter:
-    """Base of these drafters, which are frozen dataclasses and `DraftSource`s."""
+    """Base of drafters without a model: settings that have a name, and draft from the row's own text. They are frozen
+    dataclasses and `DraftSource`s."""
 
     name: ClassVar[str]
     kinds: ClassVar[dict[str, Any]] = {}

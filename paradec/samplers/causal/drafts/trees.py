@@ -25,7 +25,7 @@ from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree,
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The children of every node, drawn as `rule` has it, one depth after the other."""
+    """A tree of one shape: the children of every node, drawn as `rule` has it, one depth after the other."""
 
     tree: Tree
     rule: Rule
@@ -67,7 +67,7 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class RecurrentChain:
-    """A tree with one child everywhere, whose node i is slot i - 1 of a chain."""
+    """A tree with one child everywhere, whose node i is slot i - 1 of a chain (EAGLE, arXiv 2401.15077)."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
@@ -79,7 +79,7 @@ class RecurrentChain:
 
 @dataclass(frozen=True)
 class GrownTree:
-    """The nodes of highest probability under the drafter, as `DynamicTree` has it."""
+    """The nodes of highest probability under the drafter, as `DynamicTree` has it (EAGLE-2, arXiv 2406.16858)."""
 
     tree: DynamicTree
 
