@@ -274,7 +274,8 @@ class KeyValueStore(Cache):
                 numbers[:, store.slots] = -1
 
     def after_row_change(self) -> None:
-        """Follow the tensors' sizes."""
+        """Follow the tensors' sizes. What was bound is of other rows."""
+        self._call = None
         self.length = self.slots = self.token_at_write.shape[1] - 1
         self._filled_to, self._loaded = (np.minimum(each, self.slots) for each in (self._filled_to, self._loaded))
         self.peak_bytes = max(self.peak_bytes, self.nbytes)

@@ -674,7 +674,7 @@ def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model
     with Batch(model, max_new_tokens=4, stop=lambda state, tokens: None) as batch:
         ticket = batch.add([1])
         drained(batch)
-    assert "is no dataclass with a field that has rows" in str(ticket.output.error)
+    assert "has no field with rows" in str(ticket.output.error)
     request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # an early rule keeps nothing
     with Batch(model, batch_size=2, **request) as batch:
         tickets = [batch.add(row) for row in ROWS[:5]]

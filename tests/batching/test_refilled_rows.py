@@ -6,8 +6,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from batches import forgotten
 from fitting import taken
 from tiny_models import VOCAB, tiny
 
@@ -17,6 +19,7 @@ from paradec.batching.batch import Batch
 from paradec.batching.slots import Ticket
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
+from paradec.core.rows import select_rows
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers.causal.drafts.stopping import Unsure
@@ -116,6 +119,18 @@ def assert_same(model: Model, rows: list[Any], lengths: list[int], tickets: list
                 assert torch.allclose(mine, theirs, rtol=0, atol=1e-9, equal_nan=True), index
 
 
+def assert_rows_are_said(model: Model, rows: list[Any], **request: Any) -> None:
+    """No field of a state has the rows that there were: a number of rows that no other size is shows it."""
+    sampler = request.pop("sampler")
+    sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    with torch.inference_mode():
+        state = sampler.start(model, [*rows, *rows, *rows[:5]], max_new_tokens=4, **request)
+        assert len(state.rows) == 19 and forgotten(state, {19, 38})
+        for _ in range(2):
+            sampler.commit(state, sampler.step(model, state))
+        assert forgotten(select_rows(state, np.array([3, 0, 5])), {19, 38}) == []
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "cache", "kind"),
@@ -135,6 +150,7 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
         "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
     }
     request = taken(name, request)
+    assert_rows_are_said(model, rows, **request)
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)
 
@@ -171,5 +187,6 @@ def test_causal_rows(models: dict[str, Model], name: str, temperature: float, gu
     else:
         sampler = OWN_STATE.get(name) or samplers.create(name, window=5)
     request = {"temperature": temperature, "guidance_scale": guidance, "seed": 5, "logprobs": 1, "sampler": sampler}
+    assert_rows_are_said(model, rows, **request)
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)

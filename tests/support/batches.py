@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,3 +73,22 @@ class Failing:
         else:
             found = self.model(query, *store)
         return found.masked_fill(poisoned.view(-1, 1, 1), torch.nan)
+
+
+def forgotten(value: Any, sizes: set[int], path: str = "", depth: int = 0) -> list[str]:
+    """Paths of the lists, arrays and tensors below a state that have one of these sizes."""
+    if isinstance(value, (np.ndarray, Tensor)):
+        return [path] if sizes & {*value.shape} else []
+    if isinstance(value, dict):
+        entries: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value)
+    elif type(value).__module__.startswith("paradec") and hasattr(value, "__dict__"):
+        entries = vars(value).items()
+    else:
+        return []
+    found = [path] if isinstance(value, list) and len(value) in sizes else []
+    for name, entry in entries:
+        if depth < 5 and name not in ("facts", "request", "cache", "blocks", "model"):
+            found += forgotten(entry, sizes, f"{path}.{name}", depth + 1)
+    return found

@@ -292,10 +292,10 @@ class MaskedState(Tracked, CanvasState, State):
             return "a trace is of the rows that it began with"
         if self.cache_state is not None and not has_rows(self.cache_state, self.batch):
             kept = type(self.cache_state).__name__
-            return f"cache {self.cache.name!r} keeps a {kept}, which is no dataclass with a field that has rows"
+            return f"cache {self.cache.name!r} keeps a {kept}, which has no field with rows (`paradec.core.rows`)"
         for rule in self.stop_rules:
             if not has_rows(rule):
-                return f"stop={shown(rule)} is no dataclass with a field that has rows"
+                return f"stop={shown(rule)} has no field with rows (`paradec.core.rows`)"
         return None
 
     def before_row_change(self, other: Self | None) -> None:
