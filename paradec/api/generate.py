@@ -23,6 +23,7 @@ from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import Interrupted, decode
 from paradec.core.trace_texts import name_tokens
 from paradec.models.requests import UNSHARED
+from paradec.models.tensor_parallel import TensorParallelModel, failing_together
 from paradec.request import FIELDS, Arguments, Preset, Request, warn_of_unused
 
 MADE = ("text", "canvas", "codes", "masked image")
@@ -75,6 +76,8 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
 
     Raises: as `generate`.
     """
+    if isinstance(model, TensorParallelModel):
+        prompts, request = model.share_request(prompts, request)
     method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
     if method.family not in ("masked", "draft_verify", "renoising"):
         raise ValueError(
@@ -95,10 +98,8 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
         prompts = prompts.repeated(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
-    ranks = getattr(model, "ranks", None)
-    if ranks is not None:
-        request = ranks.agreed("a request", request, prompts)
-    with getattr(model, "requests", UNSHARED).slot.lock:
+    together = failing_together() if isinstance(model, TensorParallelModel) else nullcontext()
+    with getattr(model, "requests", UNSHARED).slot.lock, together:
         state: TextState = method.start(model, prompts, request)
         if hint := state.cache_advice():
             warnings.warn(hint, stacklevel=3)
@@ -108,9 +109,8 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
         begin = time.perf_counter()
         watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
         try:
-            shown = request.progress and (ranks is None or ranks.speaks)
-            with nullcontext() if ranks is None else ranks.request(), state.freed_store(), watched as watcher:
-                with bar(state, watcher) if shown else nullcontext(watcher) as after_commit:
+            with state.freed_store(), watched as watcher:
+                with bar(state, watcher) if request.progress else nullcontext(watcher) as after_commit:
                     loop(method, model, state, after_commit)
                 kept = state.kept_prefix(model)
         except KeyboardInterrupt as interrupt:
@@ -121,9 +121,6 @@ def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str]
             torch.cuda.synchronize(state.canvas.device)
         output = output_of(model, state, prompts, time.perf_counter() - begin)
     output.prefix = kept
-    if ranks is not None:
-        ranks.note(output.sequences)
-        ranks.meet("the answer")
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     return output

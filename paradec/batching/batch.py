@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
@@ -119,9 +119,6 @@ class Batch:
         self._check(self.request)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
-        self._ranks = getattr(model, "ranks", None)
-        if self._ranks is not None:
-            self.request = self._ranks.agreed("a batch", self.request)
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self.prefixes = prefixes_of(model, prefix_memory)
         """What rows leave for each other; None where nothing is kept."""
@@ -191,15 +188,11 @@ class Batch:
             raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
         if len(ticket.prompts.rows) != 1:
             raise ValueError(f"prompt holds {len(ticket.prompts.rows)} rows; add them one by one")
-        if self._ranks is not None:
-            ticket.request = self._ranks.agreed("a prompt", ticket.request, ticket.prompts)
         self._waits.add(ticket, alone)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a prompt back; the next step ends it with the error `Cancelled`. False if it has ended already."""
-        if self._ranks is not None:
-            self._ranks.meet("the end of a prompt", {"prompt": str(ticket.number)})
         with self._waits.changed:
             if ticket.done:
                 return False
@@ -247,8 +240,7 @@ class Batch:
         """Let in the prompts that fit, take one step of every group, and return the tickets that have ended since."""
         if self._stepper == threading.get_ident():
             raise RuntimeError("a streamer called step of the batch that it is called by")
-        together = nullcontext() if self._ranks is None else self._ranks.request()
-        with self._turn(), together, torch.inference_mode():
+        with self._turn(), torch.inference_mode():
             with held_back():
                 self._cancel()
             self._admit()
@@ -319,7 +311,7 @@ class Batch:
 
     def _alike(self, first: Ticket, other: Ticket) -> bool:
         """Whether two prompts may begin together."""
-        return self._ranks is None and alike(self.model, first, other)
+        return alike(self.model, first, other)
 
     def _begin(self, tickets: Sequence[Any]) -> tuple[Any, Any]:
         """The sampler of prompts that are alike, and what they start from."""
@@ -527,8 +519,6 @@ class Batch:
         output.index, output.id = ticket.number, ticket.id
         if self.prefixes is not None:
             self.prefixes.forget(ticket)
-        if self._ranks is not None:
-            self._ranks.note(output.sequences)
         if ticket.streamer is not None and ticket.sent is not None:
             try:
                 ticket.streamer.end()

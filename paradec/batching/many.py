@@ -146,8 +146,6 @@ class Many(Iterator[Any]):
                 self._fill()
                 if self._exhausted and self._given == self._read:
                     self.batch.close()
-                    if (ranks := getattr(self.batch.model, "ranks", None)) is not None:
-                        ranks.meet("the last answer")
                     raise StopIteration
                 self._take(self.batch.step())
             self.batch.finish(self._done[index])

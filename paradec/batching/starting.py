@@ -58,7 +58,7 @@ def prefixes_of(model: Any, budget: int | None) -> Any:
                 "share_prefix=True of generate approximates it"
             )
         return None
-    if budget == 0 or getattr(model, "ranks", None) is not None:
+    if budget == 0:
         return None
     from paradec.batching.prefixes import Prefixes
 

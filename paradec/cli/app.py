@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import paradec
-from paradec.cli import ranks, show
+from paradec.cli import options, show, work
 from paradec.cli.bench import bench
 from paradec.cli.caches import caches
 from paradec.cli.chat import chat
@@ -102,7 +102,7 @@ def _fail(error: Exception) -> int:
         raise error
     if debugging():
         traceback.print_exception(error)
-    ranks.report("error: " + " ".join(text.split()))
+    print("error: " + " ".join(text.split()), file=sys.stderr)
     return 2
 
 
@@ -123,7 +123,14 @@ def _main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    ranks.begin(context.invoked_subcommand)
+    command, processes = context.invoked_subcommand, options.num_processes()
+    if processes > 1 and command not in ("generate", "infill"):
+        raise ValueError(
+            f"paradec {command or '--help'} runs in one process, and was started in {processes}: start it without "
+            "torchrun; generate and infill spread a model"
+        )
+    if processes > 1:
+        context.call_on_close(work.release_ranks)
     if version:
         typer.echo(f"paradec {paradec.__version__}")
     elif context.invoked_subcommand is None:

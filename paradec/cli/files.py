@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 import paradec
-from paradec.cli import options, ranks, show
+from paradec.cli import options, show
 from paradec.cli.work import Work
 from paradec.constraints.values import constraint_of
 from paradec.core.checks import check_text, shown
@@ -145,13 +144,13 @@ class FileJob:
         together = max(1, size // work.answers)  # lines
         if parts:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
-        if self.goes_on and ranks.speaks():
+        if self.goes_on:
             write_lines(self.out, self.before.values())  # nothing is written onto a line that was cut off
         found, code = show.Answers(single=False), 0
         entries: list[dict[str, Any]] = []
         raise_again()
         try:
-            with self._appended() as file, show.Bar() as bar:
+            with self.out.open("ab") as file, show.Bar() as bar:
 
                 def write(done: list[dict[str, Any]]) -> None:
                     """Append them, whole lines, at once."""
@@ -167,17 +166,11 @@ class FileJob:
                         break
         except KeyboardInterrupt:  # between two batches
             code = EXIT_CODE
-        if (
-            ranks.speaks() and self.out.is_file()
-        ):  # answers are in the order of the prompts; a pipe has them as they came
+        if self.out.is_file():  # answers are in the order of the prompts; a pipe has them as they came
             write_lines(self.out, sorted([*self.before.values(), *entries], key=lambda entry: entry["line"]))
         failed = sum("error" in entry for entry in entries)
         self._tell(found, len(entries) - failed, failed, code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
-
-    def _appended(self) -> BinaryIO:
-        """Where answers go: of several processes that decode together, one writes them."""
-        return (self.out if ranks.speaks() else Path(os.devnull)).open("ab")
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
         """By line: its rows, numbered among those of all lines, so that a run that goes on draws as a whole one."""

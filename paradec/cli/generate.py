@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paradec.cli import options, ranks, show
+from paradec.cli import options, show
 from paradec.cli.constraints import Choices, Pattern, Schema, constraint
 from paradec.cli.files import FileJob
 from paradec.cli.work import Work, one_prompt, prepare
@@ -242,7 +242,7 @@ def print_answers(
                 if not first and not interrupted and work.request["temperature"] == 0 and repeats(batch, output):
                     bar.stop()
                     warnings.warn(show.EQUAL, stacklevel=1)
-                if trace is not None and output.trace is not None and ranks.speaks():
+                if trace is not None and output.trace is not None:
                     output.trace.save(trace)
     except KeyboardInterrupt:  # between two batches
         code = EXIT_CODE

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import paradec
-from paradec.cli import ranks, show
+from paradec.cli import show
 from paradec.core.checks import check_choice, check_text
 from paradec.core.text_files import decoded
 from paradec.request import FIELDS
@@ -115,6 +115,11 @@ def load(shared: dict[str, Any]) -> Any:
     return paradec.load(shared.pop("model"), dtype=shared.pop("dtype"), device=shared.pop("device"))
 
 
+def num_processes() -> int:
+    """The number of processes that torchrun has started for this command; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else 1
+
+
 # What they say ---------------------------------------------------------------------------------------------------
 
 
@@ -124,9 +129,10 @@ def read_text(argument: str) -> str:
     Raises:
         ValueError: standard input is closed, or no text.
     """
-    ranks.check_prompt(argument)
     if argument != "-":
         return argument
+    if num_processes() > 1:
+        raise ValueError("several processes cannot all read standard input: give the prompt in quotes, or --in FILE")
     if sys.stdin is None:
         raise ValueError("standard input is closed; give a prompt")
     text = decoded(sys.stdin.buffer.read(), "standard input")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import paradec
-from paradec.cli import options, ranks, show
+from paradec.cli import options, show
 from paradec.core.checks import check_int, check_model, check_text
 
 if TYPE_CHECKING:
@@ -71,9 +73,7 @@ class Work:
         new = self.request["max_new_tokens"]
         new = self.model.default_max_new_tokens if new is None else new
         branches = 1 if self.request["guidance_scale"] == 1 else 2
-        rows = rows_that_fit(self.model, max(map(len, asked.rows)) + new, branches)
-        together = self.model.ranks
-        return rows if together is None else together.least("the size of a batch", rows)
+        return rows_that_fit(self.model, max(map(len, asked.rows)) + new, branches)
 
     def try_start(self, asked: Prompts) -> None:
         """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
@@ -157,7 +157,10 @@ def prepare(
             said |= {"drafter": drafter, "request": asked.to_dict() | named}
             request["seed"] = agree({name: value for name, value in said.items() if value is not None})
         show.quiet_loading()
-        loaded = paradec.load(model, dtype=dtype, **ranks.plan(device))
+        together = options.num_processes() > 1
+        if together and device is not None:
+            raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
+        loaded = paradec.load(model, dtype=dtype, device=device, tp_plan="auto" if together else None)
         from paradec.api.generate import MADE, own_defaults, sampler_on
         from paradec.request import seed_matters
 
@@ -167,17 +170,35 @@ def prepare(
             method = paradec.samplers.create(own)
         method = sampler_on(loaded, method)
         if drafter is not None:
-            place = device if loaded.ranks is None else str(loaded.device)
-            small = load_draft_model(drafter, loaded, dtype=dtype, device=place)
+            small = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
             method = dataclasses.replace(method, drafter=small, **late)
     drawn = seed_matters(method, request["temperature"], request["suffix"])
     if request["seed"] is None and drawn:  # one for all batches
         import torch
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))
-        if loaded.ranks is not None:
-            request["seed"] = loaded.ranks.first("the seed", request["seed"])
+    if together and os.environ["RANK"] != "0":
+        decode_for_rank_0(loaded, method)
     return Work(function, loaded, method, request, request.pop("chat", None), answers)
+
+
+def decode_for_rank_0(model: Any, sampler: Any) -> NoReturn:
+    """In the other processes of torchrun: decode what the first one decodes, and end with its command."""
+    warnings.simplefilter("ignore")  # it has the same
+    while True:
+        with suppress(ValueError, TypeError, FloatingPointError):  # it has these, too, and may go on
+            paradec.generate(model, [0], sampler=sampler)
+
+
+def release_ranks() -> None:
+    """Let the processes end that decode for this one."""
+    from torch import distributed
+
+    from paradec.models.tensor_parallel import FAILURE_WAIT, exchange
+
+    with suppress(RuntimeError):  # they have failed
+        if os.environ["RANK"] == "0" and distributed.is_initialized():
+            exchange(None, FAILURE_WAIT)
 
 
 def check_drafter(sampler: Any, drafter: str | None) -> None:

@@ -28,11 +28,14 @@ language model, if it can be called and has `facts`."""
 
 
 def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless `model` is of one of the kinds `allowed` (names of `MODELS`); `user` asks for it."""
+    """Raise TypeError unless `model` is of one of the kinds `allowed` (names of `MODELS`); `user` asks for it. A model
+    may refuse a user by its `check_user(user)`."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
         kind = "text"
     if kind in allowed:
+        if hasattr(model, "check_user"):
+            model.check_user(user)
         return
     kinds = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
     raise wrong_model(user, model, " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds))

@@ -18,7 +18,6 @@ from paradec.models.description import description
 from paradec.models.layers import answer_with_layers
 from paradec.models.module_parts import NamedParts
 from paradec.models.saving import Published, save
-from paradec.models.tensor_parallel import Ranks, of_module
 from paradec.models.updating import Updated
 from paradec.models.wraps import Wrap
 
@@ -31,8 +30,6 @@ class Adapter:
     """
 
     module: nn.Module
-    ranks: Ranks | None = None
-    """The processes that the module is spread over (tensor parallel); None for one that is whole."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -110,7 +107,6 @@ class Model(NamedParts, Updated, Copied, Adapter):
         attn_implementation: str | None = None,
     ):
         super().__init__(module)
-        self.ranks = of_module(module)
         self.facts = facts
         self.tokenizer = tokenizer
         self.default_max_new_tokens = default_max_new_tokens
@@ -200,10 +196,7 @@ class Model(NamedParts, Updated, Copied, Adapter):
             return answer_with_layers(self, keeper, store)
         call = ModuleCall(self._wrap, query.wanted, keeper)
         with Calling(self.module, call):
-            if self.ranks is None:
-                logits = self._logits(query, store, call)
-            else:
-                logits = self.ranks.together(self._logits, query, store, call)
+            logits = self._logits(query, store, call)
             # nothing has gathered them where there is no hook, or a module calls a part of its base model
             return logits if call.columns is None else take_columns(logits, call.columns)
 

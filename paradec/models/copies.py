@@ -11,8 +11,6 @@ class Copied:
     engines."""
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        if self.ranks is not None:
-            raise TypeError(f"{self.facts.name} is spread over processes, and can be neither copied nor pickled")
         # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one; the copy's own
         # requests are made when it has some
         kept = {name: value for name, value in self.__dict__.items() if name != "requests"}

@@ -19,7 +19,6 @@ def description(adapter: Any) -> str:
         said += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
         said += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
     said += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {adapter.device}"]
-    said += [] if adapter.ranks is None else [repr(adapter.ranks)]
     return f"{type(adapter).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(said)})"
 
 

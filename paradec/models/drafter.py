@@ -114,8 +114,6 @@ def check_base(base: Any) -> None:
         raise ValueError(f"base {facts.name} names no output matrix, which makes a drafter's logits")
     if not (base.supports_store and base.supports_visibility):
         raise ValueError(f"base {facts.name} does not run over a key/value store, which a drafter needs")
-    if getattr(base, "ranks", None) is not None:
-        raise ValueError(f"base {facts.name} is spread over processes, and a drafter needs a whole one")
 
 
 def angles_of(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.layout import LAYOUTS, lay
 from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
-from paradec.models.tensor_parallel import asked
+from paradec.models.tensor_parallel import load_together
 from paradec.models.text import diffusion_gemma
 from paradec.models.wrapping import implementation, wrap
 
@@ -37,7 +37,6 @@ def load(
     device_map: Any = None,
     attn_implementation: str = "sdpa",
     tp_plan: Any = None,
-    tp_timeout: float | None = None,
     quantization_config: Any = None,
     revision: str | None = None,
     mask_token_id: int | None = None,
@@ -83,7 +82,6 @@ def load(
         device_map, quantization_config, revision: as in transformers' `from_pretrained`.
         tp_plan: "auto", in each of the processes that `torchrun` started: every one reads a part of each matrix and
             decodes together with the others (docs/engines.md). A mapping changes transformers' plan, as there.
-        tp_timeout: seconds that such a process waits for the others in a request; None is 600.
         attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD with its defaults for requests that do not
             choose an attention (`generate(attention=...)`).
         mask_token_id: overrides the checkpoint's; needed if it names none.
@@ -117,7 +115,6 @@ def load(
     for_text = {
         "device_map": device_map,
         "tp_plan": tp_plan,
-        "tp_timeout": tp_timeout,
         "quantization_config": quantization_config,
         "mask_token_id": mask_token_id,
         "block_length": block_length,
@@ -142,13 +139,12 @@ def load(
     source, gguf_file = gguf.file_of(os.fspath(source), gguf_file)
     if adapter is None and gguf_file is None and (alone := _adapter_alone(source, revision)):
         source, revision, for_text["adapter"] = *alone, lora.read_lora(source, revision)
-    others = {"device_map": device_map, "quantization_config": quantization_config, "gguf_file": gguf_file}
-    plan = asked(tp_plan, tp_timeout, others | {"offload_folder": offload_folder})
-    options = {name: value for name, value in for_text.items() if name != "tp_timeout"} | {"tp_plan": plan}
+    if tp_plan is not None:
+        _check_plan(tp_plan, for_text | {"gguf_file": gguf_file})
     if gguf_file is not None:
         _refuse_image_options(image_options)
         read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
-        return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options), weight_layout)
+        return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **for_text), weight_layout)
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
         _refuse_text_options(for_text)
@@ -156,12 +152,12 @@ def load(
         return _laid(load_image_model(config["model_type"], source, image_options, **common), weight_layout)
     _refuse_image_options(image_options)
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **options)
+        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **for_text)
         return _laid(model, weight_layout)
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = load_masked if of_masks or not causal.is_causal(config) else causal.load_causal
-    load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
-    return _laid(load_it() if plan is None else plan.read(load_it), weight_layout)
+    load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
+    return _laid(load_it() if tp_plan is None else load_together(load_it), weight_layout)
 
 
 def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str, Any]) -> None:
@@ -182,6 +178,16 @@ def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str
         raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
     if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
         raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
+
+
+def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a `tp_plan` that is none, or that does not go with other options of `load`."""
+    named = isinstance(plan, dict) and all(isinstance(text, str) for pair in plan.items() for text in pair)
+    if plan != "auto" and not (named and plan):
+        raise ValueError(f"tp_plan={shown(plan)} must be 'auto' or a mapping of module names to transformers' styles")
+    for name in ("device_map", "quantization_config", "gguf_file", "offload_folder"):
+        if options[name] is not None:
+            raise ValueError(f"tp_plan={shown(plan)} does not go with {name}={shown(options[name])}; give one of them")
 
 
 def _refuse_text_options(options: Mapping[str, Any]) -> None:
@@ -236,7 +242,7 @@ def _load_canvases(
         if options.pop(name) is not None:
             raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
     if tp_plan is not None:
-        raise CheckpointError(f"tp_plan={shown(tp_plan.styles)} does not work for {source!r}, which decodes canvases")
+        raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
     return diffusion_gemma.load_diffusion_gemma(
         source, revision, device=device, attn_implementation=attn_implementation, **options
     )

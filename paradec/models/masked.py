@@ -152,7 +152,7 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     Raises:
         ValueError: options that ask for one or the other.
     """
-    plan = None if options.get("tp_plan") is None else options["tp_plan"].styles
+    plan = options.get("tp_plan")
     if options.get("quantization_config") is not None:
         raise ValueError(
             f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
-from paradec.models.tensor_parallel import whole
 
 
 class NamedParts:
@@ -29,7 +28,7 @@ class NamedParts:
 
     def token_embeddings(self) -> Tensor | None:
         """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
-        return whole(getattr(_part(self.module, "get_input_embeddings"), "weight", None))
+        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
 
     @property
     def has_head(self) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paradec.models.checkpoint import PROGRESS_BAR_FROM, WEIGHTS, CheckpointError, fetch, listed
-from paradec.models.tensor_parallel import Plan, RankError
+from paradec.models.tensor_parallel import distributed_config
 
 
 def read_module(
@@ -18,7 +18,7 @@ def read_module(
     gguf_file: str | None = None,
     computed: Sequence[str] = (),
     beside: tuple[str, ...] = (),
-    tp_plan: Plan | None = None,
+    tp_plan: Any = None,
     **given: Any,
 ) -> Any:
     """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
@@ -26,7 +26,7 @@ def read_module(
     Args:
         computed: how the names of stored tensors end that modules compute for themselves: these may be left over.
         beside: how the names of stored tensors begin that others read: these may be left over, too.
-        tp_plan: of each matrix a part is read, if it says so.
+        tp_plan: as in `paradec.load`: this process reads a part of each matrix.
         given: arguments of `from_pretrained`; None leaves one out.
 
     Raises:
@@ -38,15 +38,13 @@ def read_module(
     files = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
     given = {name: value for name, value in given.items() if value is not None} | files
     if tp_plan is not None:
-        given["distributed_config"] = tp_plan.layout(given["config"], source)
+        given["distributed_config"] = distributed_config(tp_plan, given["config"], source)
     try:
         with quietly(source, gguf_file or WEIGHTS, revision):
             # strict below: sizes that differ are reported by name instead of raised by the first
             module, info = cls.from_pretrained(
                 source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **given
             )
-    except RankError:
-        raise
     except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise CheckpointError(f"the weights of {source!r} cannot be read: {reason(error)}") from error
     problems = {

@@ -185,8 +185,6 @@ def published_state(module: nn.Module, published: Published) -> dict[str, Stacke
     found = {}
     for name, part in parts.items():
         for own in part.own:
-            if hasattr(state[own], "full_tensor"):
-                raise ValueError(f"{own} is spread over processes (tp_plan); save a model that one process has loaded")
             if type(state[own]) is not Tensor:
                 raise ValueError(f"{own} is quantised ({type(state[own]).__name__}); save the model before that")
         tensor = state[part.own[0]]

@@ -15,8 +15,7 @@ class OverStore:
         from paradec.caches.store import store_bytes
 
         dtype = self.dtype if store_dtype is None else getattr(torch, store_dtype)
-        parts = self.ranks.size if self.ranks is not None and self.ranks.heads else 1
-        return store_bytes(self.text_config, rows, length, dtype) // parts
+        return store_bytes(self.text_config, rows, length, dtype)
 
     def make_store(
         self: Any,
@@ -39,19 +38,11 @@ class OverStore:
         if start:
             needed += self.store_bytes(1, start - 1, store_dtype)
             what += f" and {start} that all rows share"
-        refused = None
         try:
             check_memory(needed, self.device, max_memory, what)
-        except ValueError as error:
-            if self.ranks is not None:
-                refused = error
-            elif max_memory is not None or not self.engines:
+        except ValueError:
+            if max_memory is not None or not self.engines:
                 raise
-            else:
-                self.engines.clear()  # these hold memory for requests that may never come
-                check_memory(needed, self.device, max_memory, what)
-        if self.ranks is not None and max_memory is None:  # each may have other memory free
-            self.ranks.check_all(what, refused)
-        elif refused is not None:
-            raise refused
+            self.engines.clear()  # these hold memory for requests that may never come
+            check_memory(needed, self.device, max_memory, what)
         return KeyValueStore(rows, length, self.device, dtype, start)

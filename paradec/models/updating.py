@@ -16,7 +16,6 @@ from paradec.core.facts import ModelFacts
 from paradec.models.requests import Requests, Use
 from paradec.models.saving import Published, published_state
 from paradec.models.stacked import StackedWeight
-from paradec.models.tensor_parallel import Ranks
 
 
 class Updated:
@@ -25,7 +24,6 @@ class Updated:
     module: Any
     facts: ModelFacts
     published: Published | None
-    ranks: Ranks | None
 
     @cached_property
     def requests(self) -> Requests:
@@ -73,8 +71,6 @@ def _writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
     name = model.facts.name
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
-    if model.ranks is not None:
-        raise ValueError(f"update_weights does not work with {name} over several processes (tp_plan): load it again")
     state = model.module.state_dict()
     known = {own: StackedWeight((own,)) for own in state}
     if model.published is not None:

@@ -17,6 +17,7 @@ from paradec.models.adapter import Encoder, Opaque
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument
 from paradec.models.decoder import Decoder
+from paradec.models.tensor_parallel import spread
 from paradec.models.text import diffusion_gemma
 from paradec.models.visibility import beyond_plain
 from paradec.models.vocabulary import tokenizer_size
@@ -81,7 +82,7 @@ def wrap(
         for argument, value in {**of_masks, "block_length": block_length}.items():
             if value is not None:
                 raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
-        return diffusion_gemma.adapted(
+        canvases = diffusion_gemma.adapted(
             module,
             tokenizer,
             name=diffusion_gemma.CLASS,
@@ -89,6 +90,7 @@ def wrap(
             pad_token_id=pad_token_id,
             max_length=max_length,
         )
+        return spread(canvases)
     registered = implementation(attn_implementation)
     name, adapter = type(module).__name__, _adapter(module)
     if topology is None and _generates(module) and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
@@ -128,7 +130,7 @@ def wrap(
     if adapter is Decoder:
         own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, registered)
     _check_experts(module, config)
-    return adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
+    return spread(adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own))
 
 
 def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...], int | None]:

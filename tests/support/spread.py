@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import torch
 from places import GOLDEN, SUPPORT
 
 import paradec
+from paradec.batching.batch import Batch
+from paradec.models import tensor_parallel
 from paradec.models.adapter import Model
 
 PROMPTS = [[5, 6, 7, 8, 9, 4], [5, 6, 7, 8], [5, 6, 7, 10, 11, 12, 13, 14, 15, 16]]
@@ -75,7 +78,7 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
             try:
                 found = CHECKS[check](rank, **(json.loads(arguments) or {}))
                 Path(folder, f"{rank}.json").write_text(json.dumps(found))
-                while len(list(Path(folder).glob("*.json"))) < int(size):  # rank 0 holds the store
+                while rank == 0 and len(list(Path(folder).glob("*.json"))) < int(size):  # it holds the store
                     time.sleep(0.02)
                 os._exit(0)
             except BaseException:
@@ -107,11 +110,6 @@ def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         request = REQUEST | case
         if request.pop("sparse", False):
             request["attention"] = SPARSE
-        if request.pop("many", False):
-            many = {name: value for name, value in request.items() if name != "share_prefix"}
-            rows = list(paradec.generate_many(model, PROMPTS, batch_size=2, **many))
-            found.append({"tokens": [row.new_tokens[0].tolist() for row in rows]})
-            continue
         out = paradec.generate(model, PROMPTS, **request)
         entry: dict[str, Any] = {"tokens": out.new_tokens.tolist(), "nfe": out.row_nfe}
         entry["store"] = 0 if out.cost is None else out.cost.store_bytes
@@ -122,10 +120,10 @@ def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def grid(rank: int, formats: dict[str, list[dict[str, Any]]], folder: str | None = None, **options: Any) -> Any:
+def grid(rank: int, formats: dict[str, list[dict[str, Any]]], folder: str | None = None) -> Any:
     """The answers of every format to its cases."""
     return {
-        name: answers(paradec.load(place_of(name, folder), dtype="float64", tp_plan="auto", **options), cases)
+        name: answers(paradec.load(place_of(name, folder), dtype="float64", tp_plan="auto"), cases)
         for name, cases in formats.items()
     }
 
@@ -138,101 +136,95 @@ def refused(call: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def differences(rank: int, folder: str) -> dict[str, Any]:
-    """What becomes of ranks that were not given the same, one after the other, with one model."""
-    found: dict[str, Any] = {}
+def loads(rank: int, folder: str) -> dict[str, Any]:
+    """What becomes of checkpoints that one rank cannot read, or that differ."""
     source, broken = GOLDEN / "llada-tiny", Path(folder, "broken")
-    begin = time.monotonic()
-    found["half a checkpoint"] = refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))
-    found["seconds"] = time.monotonic() - begin
+    found = {"half a checkpoint": refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))}
     other = GOLDEN / "dream-tiny" if rank else source
-    found["another checkpoint"] = refused(lambda: paradec.load(other, tp_plan="auto"))
-    model = paradec.load(source, dtype="float64", tp_plan="auto", tp_timeout=2.5)
-    found["repr"] = repr(model)
+    return found | {"another checkpoint": refused(lambda: paradec.load(other, tp_plan="auto"))}
 
-    def asked(**request: Any) -> Any:
-        return paradec.generate(model, request.pop("prompt", PROMPTS), **(REQUEST | request))
 
-    found["prompt"] = refused(lambda: asked(prompt=[[5, 6, 7 + rank]]))
-    found["seed"] = refused(lambda: asked(seed=rank))
-    found["sampler"] = refused(lambda: asked(sampler=["threshold", "credit"][rank]))
+def requests(rank: int) -> dict[str, Any]:
+    """What ranks that ask for different things decode, what is refused, and how a failure ends."""
+    model = paradec.load(GOLDEN / "llada-tiny", dtype="float64", tp_plan="auto")
+    found: dict[str, Any] = {}
+
+    def asked(prompt: Any = PROMPTS, **request: Any) -> Any:
+        return paradec.generate(model, prompt, **(REQUEST | request)).new_tokens.tolist()
+
+    found["prompt"] = asked(prompt=[[5, 6, 7 + rank]])
+    found["seed"] = asked(seed=3 + rank)
+    found["request"] = asked(sampler=["threshold", "credit"][rank], max_new_tokens=12 - 4 * rank)
     torch.manual_seed(rank)
-    drawn = asked(seed=None)
-    found["drawn"] = [drawn.new_tokens.tolist(), torch.initial_seed()]
-    generator = torch.Generator().manual_seed(5)
-    found["generator"] = asked(seed=None, generator=generator).new_tokens.tolist()
+    found["drawn"] = [asked(seed=None), torch.initial_seed()]
+    generator = torch.Generator().manual_seed(5 + rank)
+    found["generator"] = asked(seed=None, generator=generator)
     reference = {"sampler": "low_confidence", "prompt": PROMPTS[:1], "rng": "reference", "seed": None, "cache": "none"}
-    found["reference"] = asked(**reference).new_tokens.tolist()
-    many = list(paradec.generate_many(model, [PROMPTS[0], [5, 6 + rank]], batch_size=2, **REQUEST))
-    found["many"] = ["" if out.error is None else f"{type(out.error).__name__}: {out.error}" for out in many]
-    found["copy"] = refused(lambda: copy.deepcopy(model))
-    found["save"] = refused(lambda: model.save_pretrained(Path(folder, f"saved-{rank}")))
-    in_thread: list[str] = []
-    thread = threading.Thread(target=lambda: in_thread.append(refused(asked)))
-    thread.start()
-    thread.join()
-    found["thread"] = in_thread[0]
-    sysconf = os.sysconf
-    if rank:  # one machine has less memory than the other
-        os.sysconf = lambda name: 1 if name == "SC_PHYS_PAGES" else sysconf(name)
-    found["memory"] = refused(lambda: asked(cache="dual"))
-    os.sysconf = sysconf
-    found["again"] = asked().new_tokens.tolist()
-    found["embeddings"] = list(model.token_embeddings().shape)
-
-    def changing(state: Any, commit: Any) -> None:
-        if rank and state.done:
-            state.canvas[2, -1] += 1
-
-    again = paradec.load(source, dtype="float64", tp_plan="auto", tp_timeout=2.5)
-    found["tokens"] = refused(lambda: paradec.generate(again, PROMPTS, **REQUEST, callback=changing))
+    found["reference"] = asked(**reference, generator=generator)
+    for name, call in {
+        "Batch": lambda: Batch(model),
+        "generate_many": lambda: list(paradec.generate_many(model, PROMPTS)),
+        "update_weights": lambda: model.update_weights({}),
+        "save_pretrained": lambda: model.save_pretrained("nowhere"),
+        "a copy or pickle": lambda: copy.deepcopy(model),
+        "too long": lambda: asked(cache="dual", max_new_tokens=10**6),
+        "thread": lambda: in_thread(asked),
+    }.items():
+        found[name] = refused(call)
 
     def failing(state: Any, commit: Any) -> None:
-        if rank:
+        if rank or not alone:
             raise ZeroDivisionError("of its own")
 
-    found["callback"] = refused(lambda: asked(callback=failing, sampler="low_confidence"))
-    found["after"] = refused(asked)
+    failing_request: dict[str, Any] = {"callback": failing, "sampler": "low_confidence"}
+    alone = False
+    found["all"] = refused(lambda: asked(**failing_request))
+    found["again"] = asked()
+    alone, begin = True, time.monotonic()
+    tensor_parallel.FAILURE_WAIT = timedelta(seconds=1)
+    found["one"] = refused(lambda: asked(**failing_request))
+    found["seconds"] = time.monotonic() - begin
+    if rank:
+        found["after"] = refused(asked)
     return found
 
 
-def command(rank: int, lines: list[list[str]]) -> list[Any]:
-    """What commands print in each process, and their exit codes."""
+def in_thread(call: Callable[[], Any]) -> None:
+    """Call in a thread, and raise here what it raises there."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
+
+
+def command(rank: int, words: list[str]) -> list[Any]:
+    """The exit code of a command in each process, and what it prints."""
     from paradec.cli.app import app
 
-    found = []
-    for words in lines:
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            kept = sys.stdout, sys.stderr, sys.__stderr__
-            sys.stdout, sys.stderr, sys.__stderr__ = out, err, err  # type: ignore[misc]
-            try:
-                app(words)
-                code: Any = 0
-            except SystemExit as end:
-                code = end.code
-            finally:
-                sys.stdout, sys.stderr, sys.__stderr__ = kept  # type: ignore[misc]
-            out.seek(0)
-            err.seek(0)
-            found.append([code, out.read(), err.read()])
-    return found
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        kept = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+        code: Any = None
+        try:
+            app(words)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout, sys.stderr = kept
+        for stream in (out, err):
+            stream.seek(0)
+        return [code, out.read(), err.read()]
 
 
-def short(rank: int, formats: Any, folder: str, lines: list[list[str]]) -> dict[str, Any]:
+def short(rank: int, formats: Any, folder: str, words: list[str]) -> dict[str, Any]:
     """What the default suite asks for, of one pair of processes."""
     return {
+        "loads": loads(rank, folder),
         "grid": grid(rank, formats, folder),
-        "commands": command(rank, lines),
-        "differences": differences(rank, folder),
+        "command": command(rank, words),
+        "requests": requests(rank),
     }
 
 
-CHECKS: dict[str, Callable[..., Any]] = {
-    "short": short,
-    "grid": grid,
-    "differences": differences,
-    "command": command,
-}
+CHECKS: dict[str, Callable[..., Any]] = {"short": short, "grid": grid}
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

@@ -50,11 +50,6 @@ class Engine:
         prefix_memory: int | None = None,
         **arguments: Any,
     ):
-        if (ranks := getattr(model, "ranks", None)) is not None:
-            raise ValueError(
-                f"{model.facts.name} is spread over {ranks.size} processes, and requests come to one of them; "
-                "serve a model that one process has loaded"
-            )
         self.model = model
         limits: dict[str, Any] = {"max_memory": max_memory, "prefix_memory": prefix_memory}
         self.batch = Batch(model, batch_size=batch_size, **limits, **arguments)

@@ -178,11 +178,10 @@ def _track(
 def _check_logits(state: MaskedState, model: Any) -> None:
     """Raise ValueError where the logits of the first step cannot fit.
 
-    Left out: schedulers and engines, which have their logits already (no dtype), and models spread over processes, of
-    which one would refuse alone.
+    Left out: schedulers and engines, which have their logits already (no dtype).
     """
     dtype = getattr(model, "dtype", None)
-    if dtype is None or getattr(model, "ranks", None) is not None or state.done:
+    if dtype is None or state.done:
         return
     rows, width = state.branches * state.batch, state.window.positions.shape[1]
     needed = rows * width * state.facts.vocab_size * dtype.itemsize

@@ -117,8 +117,6 @@ def check_replayed(model: Any, rollout: Any) -> None:
         why = f"{facts.name}, which is {kind}: a bidirectional, block-causal or causal model is needed"
     elif model.reads_order or model.any_order:
         why = f"{facts.name}, whose answers depend on the order of what is decided as well"
-    elif model.ranks is not None:
-        why = f"{facts.name} over several processes (tp_plan), which have no gradients: load it whole"
     if why is not None:
         raise ValueError(f"replay does not work with {why}")
     strange = rollout.settings.get("topology", facts.topology) != facts.topology

@@ -75,8 +75,6 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return "stop rules other than the end token are asked on the host"
     if state.request.confidence_eos_eot_inf and len(state.ends) > MOST_ENDS:
         return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MOST_ENDS} are sorted"
-    if model.ranks is not None:
-        return f"{state.facts.name} is spread over processes"
     if len({parameter.device for parameter in model.module.parameters()}) > 1:
         return f"{state.facts.name} is spread over several devices"
     return None
