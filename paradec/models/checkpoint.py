@@ -171,13 +171,19 @@ def require(config: Mapping[str, Any], names: Iterable[str]) -> None:
             raise CheckpointError(f"config.json has no {name!r}")
 
 
-def refuse_unless(config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise CheckpointError for a field that changes the maths and has a value that is not supported."""
+def refuse_unless(
+    config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], file: str = "config.json", way_out: str = ""
+) -> None:
+    """Raise CheckpointError for a field that changes the maths and has a value that is not supported.
+
+    Args:
+        file: what the message calls the config. way_out: what the message ends with.
+    """
     for name, allowed in only.items():
         value = config.get(name, allowed[0])
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[allowed.index(value)], bool):
             raise CheckpointError(
-                f"config.json: {name}={shown(value)} is not supported; supported: {', '.join(map(repr, allowed))}"
+                f"{file}: {name}={shown(value)} is not supported; supported: {', '.join(map(repr, allowed))}{way_out}"
             )
 
 

@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format, merged into a checkpoint's weights when it is loaded.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format: peft chooses the matrices, their ranks and scales, and
+multiplies.
 
-A folder has adapter_config.json and adapter_model.safetensors; the latter holds, for each matrix W that is adapted, A
-[r, in] and B [out, r] under the base model's own names. Merged, it is W + alpha / r * B A (alpha / sqrt(r) with
-`use_rslora`).
+adapter_config.json names matrices as the published checkpoint does, by patterns too, and transformers' modules have
+other names. So peft gets a module of empty linear layers under the published names, from the headers of the checkpoint,
+before anything large is read; a family's `key_mapping` says which weight of the real module each of them is.
 """
 
 from __future__ import annotations
@@ -10,21 +11,65 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, Stored, fetch, listed, published_to_own, read_json
-from paradec.models.lora_config import CONFIG, AdapterConfig, read_config
+from paradec.core.checks import check_bool, check_int, check_number, shown
+from paradec.models.checkpoint import (
+    CheckpointError,
+    Stored,
+    check_fit,
+    fetch,
+    listed,
+    published_to_own,
+    read_json,
+    refuse_unless,
+)
 from paradec.models.weights import read_weights
 
+CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft puts before the base model's names."""
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None, []),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+"""Fields of adapter_config.json that change what is computed, and the values that are a plain product of two matrices.
+(Other initialisations change the base's weights too.)"""
+FIELDS = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+)
+"""Fields that peft is given. The others are for training."""
 
 
 @dataclass(frozen=True)
@@ -32,79 +77,91 @@ class LoRA:
     """An adapter that has been read.
 
     Args:
-        config: its adapter_config.json.
-        pairs: the base's names of the adapted matrices, without ".weight" -> A [r, in] and B [out, r].
+        source: the folder or hub repository.
+        file: its adapter_model.safetensors; adapter_config.json lies next to it.
+        config: peft's LoraConfig.
+        weights: "NAME.lora_A.weight" [r, in] and "NAME.lora_B.weight" [out, r], by the base's names of the matrices.
     """
 
-    config: AdapterConfig
-    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    source: str
+    file: Path
+    config: Any
+    weights: Mapping[str, Tensor]
 
-    @property
-    def source(self) -> str:
-        """The folder or hub repository."""
-        return self.config.source
+    def layers(self, base: str, stored: Mapping[str, Stored]) -> dict[str, Any]:
+        """peft's layers for the adapted matrices of the checkpoint `base`, by its names of them without ".weight".
 
-    def scales(self, base: str, stored: Mapping[str, Stored]) -> dict[str, float]:
-        """The adapted matrices of the checkpoint `base`, which holds `stored`, and what their products are multiplied
-        with. Products that the config does not name are left out, as by peft, but with a warning.
+        Matrices of the file that the config does not name are left out, as by peft, but with a warning.
+
+        Args:
+            stored: what the checkpoint holds.
 
         Raises:
-            CheckpointError: the adapter is none of this checkpoint: a matrix that the config names has no product, or
-                one does not fit.
+            CheckpointError: the adapter does not fit the checkpoint: a matrix that the checkpoint does not hold, one
+                that the config names and the file lacks, or one of another rank or size.
         """
-        matrices = [name.removesuffix(".weight") for name, entry in stored.items() if len(entry.shape) == 2]
-        named = self.config.products(name for name in matrices if f"{name}.weight" in stored)
-        wrong: dict[str, list[str]] = {"missing": [], "unexpected": [], "mismatched": []}
-        if self.config.targets is not None:
-            wrong["missing"] = [name for name in named if name not in self.pairs]
-        for name, (down, up) in self.pairs.items():
-            there = stored.get(f"{name}.weight")
-            if there is None:
-                wrong["unexpected"].append(name)
-            elif (up.shape[0], down.shape[1]) != there.shape:
-                wrong["mismatched"].append(f"{name} {[up.shape[0], down.shape[1]]} instead of {list(there.shape)}")
-        if any(wrong.values()):
-            why = "; target_modules names what is missing" if wrong["missing"] else ""
-            raise CheckpointError(f"the adapter {self.source!r} does not fit {base!r}: {listed(wrong)}{why}")
-        found = {name: named[name] for name in self.pairs if name in named}
-        for name, product in found.items():
-            down, up = self.pairs[name]
-            if (len(down), up.shape[1]) != (product.rank, product.rank):
-                raise CheckpointError(
-                    f"the adapter {self.source!r} holds matrices of rank {len(down)} and {up.shape[1]} for {name}; "
-                    f"by r and rank_pattern of its {CONFIG} it is {product.rank}"
-                )
-        if others := [name for name in self.pairs if name not in named]:
-            what = f"{', '.join(others[:4])}{f' and {len(others) - 4} more' if len(others) > 4 else ''}"
-            if not found:
-                raise CheckpointError(
-                    f"{CONFIG} of {self.source!r}: target_modules, exclude_modules and layers_to_transform leave "
-                    f"nothing of what it holds: {what}"
-                )
-            warnings.warn(f"{CONFIG} of {self.source!r} does not name {what}: left out, as by peft", stacklevel=4)
-        return {name: product.scale for name, product in found.items()}
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        held = {_matrix(key): None for key in self.weights}
+        shapes = {name.removesuffix(".weight"): e.shape for name, e in stored.items() if name.endswith(".weight")}
+        if unknown := [name for name in held if len(shapes.get(name, ())) != 2]:
+            raise CheckpointError(
+                f"the adapter {self.source!r} does not fit {base!r}: {listed({'unexpected': unknown})}"
+            )
+        config = replace(self.config)
+        if config.target_modules is None or str(config.target_modules).lower() == "all-linear":
+            config.target_modules = set(held)  # peft knows these for transformers' modules alone
+        try:
+            with torch.device("meta"):
+                module = _linear_layers({name: shape for name, shape in shapes.items() if len(shape) == 2})
+                inject_adapter_in_model(config, module)
+            layers = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+            why = ""
+        except (re.error, RecursionError, OverflowError) as error:
+            patterns = "target_modules, exclude_modules, layers_pattern, rank_pattern, alpha_pattern"
+            raise CheckpointError(f"{CONFIG} of {self.source!r}: a pattern ({patterns}) is wrong: {error}") from error
+        except ValueError as error:
+            layers, why = {}, f" ({error})"
+        others = [name for name in held if name not in layers]
+        more = f"{', '.join(others[:4])}{f' and {len(others) - 4} more' if len(others) > 4 else ''}"
+        if not layers:
+            raise CheckpointError(
+                f"{CONFIG} of {self.source!r}: target_modules, exclude_modules and layers_to_transform leave nothing "
+                f"of what it holds: {more}{why}"
+            )
+        parts = {f"{name}.lora_A.weight": layer.lora_A["default"] for name, layer in layers.items()}
+        parts |= {f"{name}.lora_B.weight": layer.lora_B["default"] for name, layer in layers.items()}
+        weights = {key: tensor for key, tensor in self.weights.items() if _matrix(key) in layers}
+        needed = {key: part.weight for key, part in parts.items()}
+        check_fit(needed, weights, self.source, f"{base!r} by its {CONFIG}")
+        if others:
+            warnings.warn(f"{CONFIG} of {self.source!r} does not name {more}: left out, as by peft", stacklevel=4)
+        for key, tensor in weights.items():
+            parts[key].weight = nn.Parameter(tensor, requires_grad=False)
+        return layers
 
     @torch.no_grad()
-    def merge(self, module: nn.Module, names: Mapping[str, str], scales: Mapping[str, float]) -> None:
+    def merge(self, module: nn.Module, names: Mapping[str, str], layers: Mapping[str, Any]) -> None:
         """Add the products to the module's weights, in float32 at least, rounded once.
 
         Args:
-            names: the checkpoint's name patterns -> the module's names. scales: as `scales` gives them.
+            names: the checkpoint's name patterns -> the module's names. layers: as `layers` gives them.
 
         Raises:
             CheckpointError: a weight that is not in memory here, or one that is not finite then.
         """
         parameters = dict(module.named_parameters())
-        for name, scale in scales.items():
+        for name, layer in layers.items():
             weight = parameters[published_to_own(f"{name}.weight", names)]
             if weight.is_meta:
                 raise CheckpointError(
                     f"the adapter {self.source!r} cannot be merged into {name}, which device_map has put on the disk"
                 )
-            down, up = self.pairs[name]
             wide = torch.promote_types(weight.dtype, torch.float32)
-            product = up.to(weight.device, wide) @ down.to(weight.device, wide)
-            weight.copy_(weight.to(wide) + scale * product)
+            layer.lora_A.to(weight.device, wide)
+            layer.lora_B.to(weight.device, wide)
+            weight.copy_(weight.to(wide) + layer.get_delta_weight("default"))
             if not weight.isfinite().all():
                 raise CheckpointError(
                     f"{name} with the adapter {self.source!r} holds numbers that are not finite, by its matrices, "
@@ -137,25 +194,100 @@ def read_lora(source: str, revision: str | None = None, inside: str = "") -> LoR
 
     Raises:
         CheckpointError: a file that is missing or wrong, or an adapter that is more than a product of two matrices.
+        ModuleNotFoundError: peft is not installed; the message says what to install.
     """
-    config = read_config(source, revision, inside)
+    file = os.path.join(inside, CONFIG)
+    if fetch(source, file, revision) is None:
+        raise CheckpointError(f"adapter={source!r} has no {CONFIG}")
+    config = _lora_config(source, read_json(source, file, revision))
     path = fetch(source, os.path.join(inside, WEIGHTS), revision)
     if path is None:
         raise CheckpointError(f"{source!r} has no {WEIGHTS}; pickled weights are not read")
-    return LoRA(config, _pairs(source, path))
-
-
-def _pairs(source: str, path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both matrices of every product, by the base's name."""
-    halves: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
+    weights = {}
     for key, tensor in read_weights(path)[0].items():
-        found = re.fullmatch(r"(.+)\.lora_([AB])(?:\.default)?\.weight", key)
-        if found is None or not key.startswith(PREFIX) or tensor.ndim != 2:
+        found = re.fullmatch(rf"{re.escape(PREFIX)}(.+\.lora_[AB])(?:\.default)?(\.weight)", key)
+        if found is None:
             raise CheckpointError(f"the adapter {source!r} holds {key} {list(tensor.shape)}, which is no LoRA matrix")
-        halves[found.group(2)][found.group(1).removeprefix(PREFIX)] = tensor
-    down, up = halves["A"], halves["B"]
-    if alone := sorted(down.keys() ^ up.keys()):
-        raise CheckpointError(f"the adapter {source!r} holds one of two matrices only for {', '.join(alone[:4])}")
-    if not down:
+        weights[found[1] + found[2]] = tensor
+    if not weights:
         raise CheckpointError(f"the adapter {source!r} holds no matrices")
-    return {name: (down[name], up[name]) for name in down}
+    return LoRA(source, path, config, weights)
+
+
+def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
+    """peft's LoraConfig of an adapter_config.json.
+
+    Raises:
+        CheckpointError: a field of a wrong type or out of its range, or an adapter that is more than a product of two
+            matrices. ModuleNotFoundError: without peft.
+    """
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"the LoRA adapter {source!r} needs peft: install paradec's extra 'lora', e.g. pip install -e '.[lora]'",
+            name="peft",
+        ) from None
+    where = f"{CONFIG} of {source!r}"
+    refuse_unless(config, ONLY, where, ". Merge it with peft (merge_and_unload) and load what that saves")
+    fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
+    try:
+        _check_fields(fields)
+        return LoraConfig(**fields)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for one of `FIELDS` of a wrong type or out of its range."""
+    check_rank, check_alpha = partial(check_int, low=1), partial(check_number, low=0, open_low=True)
+    check_rank("r", fields.get("r"))
+    check_alpha("lora_alpha", fields.get("lora_alpha"))
+    check_bool("use_rslora", fields.get("use_rslora", False))
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = fields.get(name, [])
+        if not isinstance(value, (str, list)) or not all(isinstance(text, str) and text for text in value):
+            raise ValueError(f"{name}={shown(value)} must be a text or a list of texts")
+        if isinstance(value, str) or name == "layers_pattern":
+            _check_patterns(name, [value] if isinstance(value, str) else value)
+    if not fields.get("target_modules", "all-linear"):
+        value = shown(fields["target_modules"])
+        raise ValueError(f"target_modules={value} must be names of matrices, a pattern of names or 'all-linear'")
+    layers = fields.get("layers_to_transform", [])
+    for index in layers if isinstance(layers, list) else [layers]:
+        check_int("layers_to_transform", index)
+    for name, check in (("rank_pattern", check_rank), ("alpha_pattern", check_alpha)):
+        value = fields.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={shown(value)} must be an object of patterns and numbers")
+        _check_patterns(name, value)
+        for text, number in value.items():
+            check(f"{name}[{shown(text)}]", number)
+
+
+def _check_patterns(name: str, patterns: Iterable[str]) -> None:
+    """Raise ValueError for a text that is not a regular expression."""
+    for text in patterns:
+        try:
+            re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{name}={shown(text)} must be a regular expression: {error}") from None
+
+
+def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A module of linear layers with these names and shapes [out, in]."""
+    root = nn.Module()
+    for name, (rows, columns) in shapes.items():
+        parent = root
+        *path, last = name.split(".")
+        for step in path:
+            if not hasattr(parent, step):
+                parent.add_module(step, nn.Module())
+            parent = parent.get_submodule(step)
+        parent.add_module(last, nn.Linear(columns, rows, bias=False))
+    return root
+
+
+def _matrix(key: str) -> str:
+    """The matrix that an adapter's weight is for."""
+    return key.rpartition(".lora_")[0]

@@ -113,7 +113,7 @@ def load_masked(
     else:
         names = check_weights(source, stored, hf_config, family.key_mapping or {})
     if adapter is not None and not family.modes:
-        scales = adapter.scales(source, stored)
+        layers = adapter.layers(source, stored)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
     block = None if family.topology == "causal" else block_length
@@ -124,7 +124,7 @@ def load_masked(
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if adapter is not None and own is None:
-        adapter.merge(module, family.key_mapping or {}, scales)
+        adapter.merge(module, family.key_mapping or {}, layers)
     if device is not None:
         module = module.to(device)
     default_new = generation.get("max_new_tokens")

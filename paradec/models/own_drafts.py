@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError, Stored, fetch, published_to_own
 from paradec.models.family import Family
-from paradec.models.lora import CONFIG, WEIGHTS, LoRA, read_lora
+from paradec.models.lora import CONFIG, LoRA, read_lora
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,16 @@ def of(
     Raises:
         CheckpointError: an adapter of another checkpoint.
     """
-    place, inside = source if adapter is None else adapter.source, ""
     if adapter is None and family.draft_adapter is not None:
-        inside = f"{family.draft_adapter}/"
-        if fetch(source, inside + CONFIG, revision) is not None:
+        if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
             adapter = read_lora(source, revision, family.draft_adapter)
     drafts = None
     if adapter is not None:
         products = {}
-        for name, scale in adapter.scales(source, stored).items():
+        for name, layer in adapter.layers(source, stored).items():
             own = published_to_own(f"{name}.weight", family.key_mapping or {}).removesuffix(".weight")
-            products[own] = (*adapter.pairs[name], scale)
-        config, weights = (fetch(place, inside + name, revision if inside else None) for name in (CONFIG, WEIGHTS))
-        assert config is not None and weights is not None  # they have been read
-        drafts = DraftAdapter((config, weights), products)
+            down, up = (half["default"].weight.data for half in (layer.lora_A, layer.lora_B))
+            products[own] = (down, up, layer.scaling["default"])
+        drafts = DraftAdapter((adapter.file.with_name(CONFIG), adapter.file), products)
     assert block_length is not None  # families with modes state one
     return OwnDrafts(block_length, drafts)
