@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,10 +17,8 @@ from typer.core import TyperGroup
 
 import paradec
 from paradec.cli import options, show, work
-from paradec.cli.bench import bench
-from paradec.cli.caches import caches
 from paradec.cli.chat import chat
-from paradec.cli.compare import compare
+from paradec.cli.compare import bench, compare
 from paradec.cli.design import design
 from paradec.cli.eval import evaluate
 from paradec.cli.export_folder import export_folder
@@ -29,9 +26,8 @@ from paradec.cli.generate import generate
 from paradec.cli.image import image
 from paradec.cli.infill import infill
 from paradec.cli.learn2pd import learn2pd
-from paradec.cli.samplers import samplers
+from paradec.cli.listings import caches, samplers, tasks
 from paradec.cli.serve import serve
-from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
 from paradec.cli.tune import tune
 from paradec.core.interrupts import EXIT_CODE, debugging
@@ -43,52 +39,28 @@ _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError
 class _OneLineErrors(TyperGroup):
     """A command group that reports every wrong argument, its own or the library's, in one line."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:
-            return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+            return super().main(*args, standalone_mode=False, **extra)
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             try:
-                # The exit code of a typer.Exit, or what the command returned.
-                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                # the exit code of a typer.Exit, or what the command returned
+                code = super().main(*args, standalone_mode=False, **extra)
                 if sys.stdout is not None:
                     sys.stdout.flush()
             except typer.Abort:
                 code = EXIT_CODE
-            except BrokenPipeError:
-                code = _closed_pipe()
+            except BrokenPipeError:  # nobody reads what is printed (`paradec samplers | head -1`)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                code = 1
             except Exception as error:
                 code = _fail(error)
         sys.exit(code if isinstance(code, int) else 0)
 
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:  # which typer would report in its own way
-            ctx.exit(_closed_pipe())
-        except KeyboardInterrupt:  # typer makes an exit of it
-            if debugging():
-                traceback.print_exc()
-            raise
-
-
-def _closed_pipe() -> int:
-    """Nobody reads what is printed (`paradec samplers | head -1`): end without a message."""
-    # what is still in the buffer would fail once more when Python ends
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
-
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    show.clear_waiting()
+    show.clear_line()
     print("warning: " + " ".join(str(message).split()), file=sys.stderr)
 
 

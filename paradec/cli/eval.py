@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import textwrap
@@ -13,107 +14,60 @@ import typer
 from paradec.cli import options, show, tables
 from paradec.core.interrupts import EXIT_CODE, raise_again
 from paradec.core.text_files import write_bytes
+from paradec.request import FIELDS
 
-RecipeFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="[RECIPE.yaml]", help="A recipe; given options override it."),
-]
-Tasks = Annotated[
-    list[str] | None,
-    typer.Option(help="Tasks of the harness, separated by commas; 'paradec' has the packaged prompts."),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-Shots = Annotated[int | None, typer.Option(help="Examples before each prompt; by default the task's number.")]
-Chat = Annotated[
-    bool | None,
-    typer.Option("--chat/--no-chat", help="Whether prompts go through the chat template; by default if there is one."),
-]
-Multiturn = Annotated[
-    bool, typer.Option("--multiturn/--one-turn", help="Examples as turns of the chat, or in one turn.")
-]
-Request = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--request", metavar="NAME=VALUE", help="A field of the request, or a setting of its sampler; may be repeated."
-    ),
-]
-Sampler = Annotated[str | None, typer.Option("--sampler", help="A name that `paradec samplers` lists.")]
-Cache = Annotated[
-    str | None, typer.Option("--cache", help="A name that `paradec caches` lists, with settings in parentheses.")
-]
-Until = Annotated[bool, typer.Option("--until/--no-until", help="Whether the tasks' stop strings end answers.")]
-Judge = Annotated[
-    str | None, typer.Option("--likelihood", help="How masked models score continuations: monte_carlo or chain.")
-]
-Samples = Annotated[int, typer.Option("--mc-num", help="Maskings of monte_carlo.")]
-Greedy = Annotated[
-    bool,
-    typer.Option(
-        "--check-greedy/--no-check-greedy", help="Also report whether greedy decoding gives the continuation."
-    ),
-]
-Choices = Annotated[
-    str, typer.Option("--choices", help="How tasks with choices are answered: score each one, or decode one of them.")
-]
-Batch = Annotated[int, typer.Option(help="Prompts decoded together.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
-Limit = Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")]
-Include = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Tasks of your own, as YAML.")]
-Unsafe = Annotated[
-    bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code that the model writes.")
-]
-UseCache = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Store every answer; a run with the same options continues from the file."),
-]
-Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result, with the whole recipe.")]
-LogSamples = Annotated[bool, typer.Option("--log-samples", help="Add all prompts and answers to the result.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print what would run and the memory that it needs; load no weights.")
-]
+RECIPE = typer.Argument(metavar="[RECIPE.yaml]", exists=True, dir_okay=False, help="A recipe; options override it.")
+TASKS = typer.Option(help="Tasks of the harness, separated by commas; 'paradec' has the packaged prompts.")
+CHAT = typer.Option(help="Whether prompts go through the chat template; by default if there is one.")
+TURNS = typer.Option("--multiturn/--one-turn", help="Examples as turns of the chat, or in one turn.")
+REQUEST = typer.Option(metavar="NAME=VALUE", help="A field of the request or a setting of its sampler; repeated.")
+CACHE = typer.Option("--cache", help="A name that `paradec caches` lists, with settings in parentheses.")
+UNTIL = typer.Option(help="Whether the tasks' stop strings end answers.")
+LIKELIHOOD = typer.Option(help="How masked models score continuations: monte_carlo or chain.")
+GREEDY = typer.Option(help="Also report whether greedy decoding gives the continuation.")
+CHOICES = typer.Option(help="How tasks with choices are answered: score each one, or decode one of them.")
+UNSAFE = typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code that the model writes.")
+USE_CACHE = typer.Option(metavar="FILE", help="Store every answer; a run with the same options continues from it.")
+DRY_RUN = typer.Option("--dry-run", help="Print what would run and the memory that it needs; load no weights.")
 
 
 @options.takes("model dtype device block_length steps max_new_tokens preset as_json")
 def evaluate(
     context: typer.Context,
-    recipe: RecipeFile = None,
-    tasks: Tasks = None,
-    revision: Revision = None,
-    sampler: Sampler = None,
-    cache: Cache = None,
-    request: Request = None,
-    shots: Shots = None,
-    chat: Chat = None,
-    multiturn: Multiturn = True,
-    until: Until = True,
-    likelihood: Judge = None,
-    mc_num: Samples = 128,
-    check_greedy: Greedy = True,
-    choices: Choices = "score",
-    batch: Batch = 1,
-    seed: Seed = 0,
-    limit: Limit = None,
-    include: Include = None,
-    unsafe_code: Unsafe = False,
-    use_cache: UseCache = None,
-    log_samples: LogSamples = False,
-    out: Out = None,
-    dry_run: DryRun = False,
+    recipe: Annotated[Path | None, RECIPE] = None,
+    tasks: Annotated[list[str] | None, TASKS] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    sampler: Annotated[str | None, typer.Option(help="A name that `paradec samplers` lists.")] = None,
+    cache: Annotated[str | None, CACHE] = None,
+    request: Annotated[list[str] | None, REQUEST] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each prompt; by default the task's.")] = None,
+    chat: Annotated[bool | None, CHAT] = None,
+    multiturn: Annotated[bool, TURNS] = True,
+    until: Annotated[bool, UNTIL] = True,
+    likelihood: Annotated[str | None, LIKELIHOOD] = None,
+    mc_num: Annotated[int, typer.Option("--mc-num", help="Maskings of monte_carlo.")] = 128,
+    check_greedy: Annotated[bool, GREEDY] = True,
+    choices: Annotated[str, CHOICES] = "score",
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    seed: options.Seed = 0,
+    limit: options.Limit = None,
+    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Tasks of your own, as YAML.")] = None,
+    unsafe_code: Annotated[bool, UNSAFE] = False,
+    use_cache: Annotated[Path | None, USE_CACHE] = None,
+    log_samples: Annotated[bool, typer.Option("--log-samples", help="Add all prompts and answers.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result and the recipe.")] = None,
+    dry_run: Annotated[bool, DRY_RUN] = False,
     **shared: Any,
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
-    options.check_readable("the recipe", recipe)
-    options.check_readable("--preset", shared["preset"])
     options.check_writable("--out", out)
-    given = options.given(context)
-    values = {name: context.params[name] for name in given}
-    wanted, changed = recipe_of(recipe, values)
+    wanted, changed = recipe_of(recipe, {name: context.params[name] for name in options.given(context)})
 
     from paradec.tools.evaluation import evaluate as running
 
     if dry_run:
-        said = running.plan(wanted)
-        typer.echo(json.dumps(said, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(said))
+        plan = running.plan(wanted)
+        typer.echo(json.dumps(plan, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(plan))
         return
     for sentence in running.other_versions(wanted):
         print(f"warning: {sentence}", file=sys.stderr)
@@ -121,15 +75,11 @@ def evaluate(
         running.tasks_of(wanted)
     show.quiet_loading()
     raise_again()
+    stored = None if use_cache is None else str(use_cache)
     try:
-        found = running.evaluate(
-            wanted,
-            device=shared["device"],
-            use_cache=None if use_cache is None else str(use_cache),
-            log_samples=log_samples,
-        )
+        found = running.evaluate(wanted, device=shared["device"], use_cache=stored, log_samples=log_samples)
     except KeyboardInterrupt:
-        kept = f"; what was answered is in {str(use_cache)!r}" if use_cache is not None else ""
+        kept = f"; what was answered is in {stored!r}" if stored is not None else ""
         print(f"interrupted: no score{kept}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
     found["changed"] = changed
@@ -144,30 +94,18 @@ def evaluate(
         typer.echo(line)
 
 
-OF_REQUEST = ("sampler", "cache", "block_length", "steps", "max_new_tokens")
-"""Options that are fields of the request."""
-OF_RECIPE = (
-    *("tasks", "model", "revision", "dtype", "shots", "chat", "multiturn", "until", "likelihood", "mc_num"),
-    *("check_greedy", "choices", "batch", "seed", "limit", "unsafe_code", "include", "preset"),
-)
-"""Options that are fields of the recipe."""
-
-
 def recipe_of(file: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The recipe of a file and of the options that were given, and the fields of the file that these changed.
-
-    Raises:
-        ValueError: neither a file nor tasks; and as `Recipe`.
-    """
+    """The recipe of a file and of the options that were given, and the fields of the file that these changed."""
     from paradec.tools.evaluation.recipe import Recipe
 
-    changes = {name: given[name] for name in OF_RECIPE if name in given}
+    own = {entry.name for entry in dataclasses.fields(Recipe)}
+    changes = {name: value for name, value in given.items() if name in own and name != "request"}
     for name in ("include", "preset"):
         if changes.get(name) is not None:
             changes[name] = str(changes[name])
     if "tasks" in changes:
         changes["tasks"] = tuple(options.names(changes["tasks"]) or ())
-    fields = {name: given[name] for name in OF_REQUEST if given.get(name) is not None}
+    fields = {name: value for name, value in given.items() if name in FIELDS and name not in own}
     fields |= options.settings(given.get("request"), "--request")
     if file is None:
         if "tasks" not in changes:
@@ -195,7 +133,7 @@ def scores(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
-    """What decoding took, how certain log-likelihoods are, and what was published."""
+    """The cost of decoding, how certain log-likelihoods are, and what was published."""
     config, lines = found["config"], []
     if spent := config.get("spent"):
         lines.append(
@@ -213,34 +151,27 @@ def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
     return lines
 
 
-def plan_text(said: dict[str, Any]) -> str:
+def plan_text(plan: dict[str, Any]) -> str:
     """A dry run in words."""
-    recipe, sampler = said["recipe"], dict(said["sampler"])
-    name = sampler.pop("sampler", "")
-    settings = ", ".join(f"{key}={value}" for key, value in sampler.items())
-    shots = "the task's own number of" if recipe["shots"] is None else recipe["shots"]
-    chat = {None: "where the tokenizer has a template", True: "yes", False: "no"}[recipe["chat"]]
-    lines = [
-        *textwrap.wrap(recipe["about"], 80),
-        f"model     {recipe['model'] or 'the packaged model'}"
-        + (f" @ {recipe['revision']}" if recipe["revision"] else "")
-        + (f", {recipe['dtype']}" if recipe["dtype"] else ""),
-        f"tasks     {', '.join(recipe['tasks'])}, {shots} shots, chat: {chat}",
-        f"sampler   {name}{f' ({settings})' if settings else ''}",
-        "request   " + (", ".join(f"{key}={value}" for key, value in recipe["request"].items()) or "the defaults"),
-        f"batch     {recipe['batch']}, seed {recipe['seed']}, "
-        + (f"{recipe['limit']} prompts of each task" if recipe["limit"] else "all prompts"),
-        "versions  " + ", ".join(f"{package} {release}" for package, release in said["versions"].items()),
-    ]
-    if recipe["published"]:
-        lines.append("published {metric} {value} ({source})".format(**recipe["published"]))
-    memory = said["memory"]
-    if "unknown" in memory:
-        lines.append(f"memory    unknown: {memory['unknown']}")
-    else:
+
+    def joined(values: dict[str, Any], sign: str = "=") -> str:
+        return ", ".join(f"{key}{sign}{value}" for key, value in values.items())
+
+    recipe, memory = plan["recipe"], plan["memory"]
+    settings = {key: value for key, value in plan["sampler"].items() if key != "sampler"}
+    if "unknown" not in memory:
         sizes = ", ".join(f"{memory[part] / 1e9:.2f} {part}" for part in ("weights", "store", "logits"))
-        lines.append(
-            f"memory    {memory['total'] / 1e9:.2f} GB ({sizes}) for a batch of {memory['prompt_tokens']} + "
-            f"{memory['max_new_tokens']} tokens"
-        )
-    return "\n".join([*lines, *(f"note: {sentence}" for sentence in said["missing"])])
+        tokens = f"{memory['prompt_tokens']} + {memory['max_new_tokens']} tokens"
+        memory = {"total": f"{memory['total'] / 1e9:.2f} GB ({sizes}) for a batch of {tokens}"}
+    lines = {
+        "model": " ".join(filter(None, (recipe["model"] or "packaged", recipe["revision"], recipe["dtype"]))),
+        "tasks": f"{', '.join(recipe['tasks'])}; {joined({key: recipe[key] for key in ('shots', 'chat', 'limit')})}",
+        "sampler": plan["sampler"].get("sampler", "") + (f" ({joined(settings)})" if settings else ""),
+        "request": joined(recipe["request"]) or "the defaults",
+        "batch": f"{recipe['batch']}, seed {recipe['seed']}",
+        "versions": joined(plan["versions"], " "),
+        "published": "{metric} {value} ({source})".format(**recipe["published"]) if recipe["published"] else "",
+        "memory": joined(memory, " ").removeprefix("total "),
+    }
+    text = [*textwrap.wrap(recipe["about"], 80), *(f"{name:<10}{line}" for name, line in lines.items() if line)]
+    return "\n".join([*text, *(f"note: {sentence}" for sentence in plan["missing"])])

@@ -7,24 +7,17 @@ from typing import Annotated
 
 import typer
 
-Kind = Annotated[
-    str,
-    typer.Argument(
-        help="generate (transformers' custom_generate), modular (a block of diffusers' modular pipelines) or pipeline "
-        "(a pipeline's class)."
-    ),
-]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")]
-Model = Annotated[
-    str | None, typer.Option(metavar="DIR", help="For pipeline: the folder of the pipeline that it is made for.")
-]
-Sampler = Annotated[
-    str | None,
-    typer.Option(help='For pipeline: what is attached, with settings: "taylorseer(interval=4)", "seacache".'),
-]
+KIND = typer.Argument(help="generate (custom_generate of transformers), or modular or pipeline (of diffusers).")
+MODEL = typer.Option(metavar="DIR", help="For pipeline: the folder of the pipeline that it is made for.")
+SAMPLER = typer.Option(help='For pipeline: what is attached, with settings: "taylorseer(interval=4)", "seacache".')
 
 
-def export_folder(kind: Kind, folder: Folder, model: Model = None, sampler: Sampler = None) -> None:
+def export_folder(
+    kind: Annotated[str, KIND],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
+    model: Annotated[str | None, MODEL] = None,
+    sampler: Annotated[str | None, SAMPLER] = None,
+) -> None:
     """Write a folder that transformers or diffusers loads code from, so that their users call paradec from there."""
     from paradec.integrations.folders.export import export_folder as export
 

@@ -4,7 +4,7 @@ A line of the answers is {"line", "id" and "constraint" (if the prompt has one),
 "nfe", "settings"}, with several answers to a prompt lists of the middle four; or {"line", "id", "prompt", "error",
 "settings"}. A prompt that fails holds up no other.
 
-"settings" is what the answer depends on beside the prompt: {"paradec": version, "model", "dtype" and "drafter" as they
+"settings" is what the answer depends on besides the prompt: {"paradec": version, "model", "dtype" and "drafter" as they
 were given, "request": what differs from the defaults of `paradec.Request`, and always the seed}. It is in every line,
 so that answers of different settings cannot get into one file, whatever line a job was killed at.
 """
@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import typer
 
@@ -39,7 +39,7 @@ SOME_FAILED = 1
 BEGINNING = b'{"line": '
 """Of every line of answers."""
 PER_PROMPT = (ValueError, TypeError, FloatingPointError)
-"""What a prompt may raise that others are not concerned with."""
+"""Errors of one prompt that others are not concerned with."""
 
 
 @dataclass
@@ -52,10 +52,10 @@ class Line:
     id: Any = None
     error: str | None = None
     constraint: Any = None
-    """What the answer must be, as data that `Request.constraint` takes; None takes what is asked of all."""
+    """As data that `Request.constraint` takes; None takes what is asked of all."""
 
     def entry(self, found: dict[str, Any]) -> dict[str, Any]:
-        """What is written of it."""
+        """The line of answers with what was found."""
         named = {} if self.id is None else {"id": self.id}
         named |= {} if self.constraint is None else {"constraint": self.constraint}
         return {"line": self.number, **named, "prompt": self.prompt, **found}
@@ -63,42 +63,30 @@ class Line:
 
 @dataclass
 class FileJob:
-    """The two files: checked when made, before a model is loaded.
-
-    Raises:
-        ValueError: prompts that cannot be read, or answers that cannot be written or gone on with. OSError: no file.
-    """
+    """The two files: checked when made, before a model is loaded."""
 
     source: Path
     out: Path
     resume: bool = False
     lines: list[Line] = field(init=False)
-    there: list[dict[str, Any]] = field(init=False, default_factory=list)
+    earlier: list[dict[str, Any]] = field(init=False, default_factory=list)
     """The whole lines of an earlier run."""
-    before: dict[int, dict[str, Any]] = field(init=False, default_factory=dict)
-    """By line: its answers, without the prompts that failed, which are tried again."""
     settings: dict[str, Any] = field(init=False, default_factory=dict)
     """What every line says of how it was made."""
 
     def __post_init__(self) -> None:
-        options.check_readable("--in", self.source)
         options.check_writable("--out", self.out)
         self.lines = read_lines(self.source)
-        there = self.out.exists() and self.out.stat().st_size > 0
-        if there and self.out.samefile(self.source):
+        if not self.out.exists() or self.out.stat().st_size == 0:
+            return
+        if self.out.samefile(self.source):
             raise ValueError(f"--in and --out are one file, {str(self.out)!r}")
-        if there and not self.resume:
+        if not self.resume:
             raise ValueError(f"--out {str(self.out)!r} holds something: --resume goes on with it, or remove it")
-        if there:
-            self.there = read_answers(self.out, self.lines)
-            self.before = {entry["line"]: entry for entry in self.there if "error" not in entry}
-        self.goes_on = there
+        self.earlier = read_answers(self.out, self.lines)
 
     def agree(self, said: dict[str, Any]) -> int | None:
-        """Take the settings, and the seed of an earlier run where none was given; returns the seed.
-
-        Args:
-            said: as `prepare` says it.
+        """Take the settings that `prepare` found. Returns the seed, of an earlier run where none was given.
 
         Raises:
             ValueError: an earlier run had other settings; the message names them.
@@ -107,10 +95,10 @@ class FileJob:
         request = self.settings["request"]
         if request.get("temperature"):
             request["draws"] = DRAWS
-        if self.there:
-            request.setdefault("seed", self.there[0]["settings"]["request"].get("seed"))
+        if self.earlier:
+            request.setdefault("seed", self.earlier[0]["settings"]["request"].get("seed"))
         known: list[Any] = [self.settings]
-        for entry in self.there:
+        for entry in self.earlier:
             if entry["settings"] in known:
                 continue
             if found := differences(entry["settings"], self.settings):
@@ -129,47 +117,33 @@ class FileJob:
         return seed
 
     def answer(self, work: Work, batch: int | None, as_json: bool) -> NoReturn:
-        """Answer what is not answered yet, write each answer as soon as it has ended, print a summary, exit. In the end
-        the file has the order of the prompts.
-
-        Args:
-            batch: rows decoded together at most; None is what fits.
+        """Answer what is not answered yet, write the answers batch by batch, print a summary, exit. In the end the file
+        has the order of the prompts. batch: rows decoded together at most; None is what fits.
         """
         self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
-        todo = [line for line in self.lines if line.number not in self.before]
+        before = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
+        todo = [line for line in self.lines if line.number not in before]
         parts = [rows[line.number] for line in todo if line.number in rows]
         fitting = work.rows_that_fit(_joined(parts)) if parts else 1
         size = min(fitting, batch or fitting)
-        together = max(1, size // work.answers)  # lines
         if parts:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
-        if self.goes_on:
-            write_lines(self.out, self.before.values())  # nothing is written onto a line that was cut off
-        found, code = show.Answers(single=False), 0
-        entries: list[dict[str, Any]] = []
+        if self.out.is_file():
+            write_lines(self.out, before.values())  # nothing is written onto a line that was cut off
+        code = 0
         raise_again()
-        try:
-            with self.out.open("ab") as file, show.Bar() as bar:
-
-                def write(done: list[dict[str, Any]]) -> None:
-                    """Append them, whole lines, at once."""
-                    told = [entry | {"settings": self.settings} for entry in done]
-                    file.write(b"".join(map(json_bytes, told)))
-                    file.flush()
-                    entries.extend(told)
-
-                for first, lines in _in_chunks(todo, together):
-                    chunk = Chunk(work, lines, rows, size, write)
-                    if chunk.decode(found, bar, (first, len(todo))):
-                        code = EXIT_CODE
-                        break
-        except KeyboardInterrupt:  # between two batches
-            code = EXIT_CODE
-        if self.out.is_file():  # answers are in the order of the prompts; a pipe has them as they came
-            write_lines(self.out, sorted([*self.before.values(), *entries], key=lambda entry: entry["line"]))
-        failed = sum("error" in entry for entry in entries)
-        self._tell(found, len(entries) - failed, failed, code != 0, as_json)
+        with self.out.open("ab") as file, show.Bar() as bar:
+            run = Run(work, rows, size, file, self.settings, bar, total=len(todo))
+            try:
+                for _, alike in itertools.groupby(todo, lambda line: line.constraint):
+                    while some := [*itertools.islice(alike, max(1, size // work.answers))]:
+                        run.answer(some)
+            except KeyboardInterrupt:
+                code = EXIT_CODE
+        if self.out.is_file():  # a pipe keeps the answers as they came
+            write_lines(self.out, sorted([*before.values(), *run.entries], key=lambda entry: entry["line"]))
+        failed = self._tell(run, len(before), code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
@@ -184,120 +158,102 @@ class FileJob:
                     rows += work.encode(line.prompt).rows[:1]
                     kept.append(line)
                 except PER_PROMPT as error:
-                    line.error = _said(error)
+                    line.error = _one_line(error)
         every = Prompts(rows, False, [0] * len(rows)).repeated(work.answers).numbered()
         copies = work.answers
         return {line.number: every.part(copies * i, copies * (i + 1)) for i, line in enumerate(kept)}
 
-    def _tell(self, found: show.Answers, answered: int, failed: int, interrupted: bool, as_json: bool) -> None:
-        there = len(self.before)
+    def _tell(self, run: Run, before: int, interrupted: bool, as_json: bool) -> int:
+        """Print the summary. Returns how many prompts failed."""
+        found, failed = run.found, sum("error" in entry for entry in run.entries)
+        answered, totals = len(run.entries) - failed, found.totals
         if as_json:
             data = {"out": str(self.out), "prompts": len(self.lines), "answered": answered, "failed": failed}
-            data |= {"there_before": there, "interrupted": interrupted, "tokens": sum(found.tokens)}
-            data |= {"forwards": found.nfe, "row_calls": sum(found.row_nfe)}
-            data |= {"forwarded_tokens": found.forwarded_tokens}
-            typer.echo(json.dumps(data | {"seconds": found.seconds}, ensure_ascii=False))
-            return
+            data |= {"there_before": before, "interrupted": interrupted, "tokens": sum(found.rows["tokens"])}
+            data |= {"forwards": totals["nfe"], "row_calls": sum(found.rows["row_nfe"])}
+            data |= {"forwarded_tokens": totals["forwarded_tokens"], "seconds": totals["seconds"]}
+            typer.echo(json.dumps(data, ensure_ascii=False))
+            return failed
         what = f"{show.count(answered, 'answer')} in {self.out}"
-        if there:
-            what += f" beside {there} that were there"
+        if before:
+            what += f" beside {before} that were there"
         if failed:
             what += f", {failed} failed (their lines have an error)"
         if interrupted:
-            what += f", interrupted at {there + answered + failed} of {len(self.lines)}: --resume goes on"
+            what += f", interrupted at {before + answered + failed} of {len(self.lines)}: --resume goes on"
         typer.echo(what)
-        if found.tokens:
-            typer.echo(found.summary(len(found.tokens), interrupted=False))
+        if len(found):
+            typer.echo(found.summary(len(found), interrupted=False))
+        return failed
 
 
 @dataclass
-class Chunk:
-    """Lines that are decoded together. Each is written when it has ended; none is written twice."""
+class Run:
+    """Decodes lines, whose `rows` are given by their numbers, `size` rows together, and writes their answers to `file`.
+    total: the lines in all."""
 
     work: Work
-    lines: list[Line]
     rows: dict[int, Prompts]
-    """By line: its rows."""
     size: int
-    """Rows decoded together."""
-    write: Callable[[list[dict[str, Any]]], None]
-    written: set[int] = field(default_factory=set)
-    """Numbers of lines."""
+    file: BinaryIO
+    settings: dict[str, Any]
+    bar: show.Bar
+    total: int
+    entries: list[dict[str, Any]] = field(init=False, default_factory=list)
+    found: show.Answers = field(init=False, default_factory=lambda: show.Answers(single=False))
 
-    def decode(self, found: show.Answers, bar: show.Bar, place: tuple[int, int]) -> bool:
-        """Decode and write them; of an interrupted chunk those that had ended. Returns whether it was interrupted.
-
-        Args:
-            found: where their cost is added. place: how many lines are before these, and of how many.
-        """
-        self._write([line.entry({"error": line.error}) for line in self.lines if line.error is not None])
-        good = [line for line in self.lines if line.error is None]
+    def answer(self, lines: list[Line]) -> None:
+        """Decode lines together and write them; where one of them raises, each by itself. Ctrl-C raises
+        KeyboardInterrupt when what had ended is written."""
+        self._write([line.entry({"error": line.error}) for line in lines if line.error is not None])
+        lines = [line for line in lines if line.error is None]
         try:
-            return bool(good) and self._together(good, found, bar, place)
+            self._decode(lines)
         except PER_PROMPT as error:
-            if len(good) == 1:
-                good[0].error = _said(error)
-                self._write([good[0].entry({"error": good[0].error})])
-                return False
-        for line in good:  # one of them: each by itself
-            one = Chunk(self.work, [line], self.rows, self.size, self.write)
-            if line.number not in self.written and one.decode(found, bar, place):
-                return True
-        return False
+            if len(lines) == 1:
+                self._write([lines[0].entry({"error": _one_line(error)})])
+                return
+            for line in lines:
+                self.answer([line])
 
-    def _together(self, good: list[Line], found: show.Answers, bar: show.Bar, place: tuple[int, int]) -> bool:
+    def _decode(self, lines: list[Line]) -> None:
         from paradec.cli.batches import completed, in_batches
-        from paradec.cli.ended import Ended
 
+        if not lines:
+            return
         copies = self.work.answers
-        asked = _joined([self.rows[line.number] for line in good])
-        answers: list[dict[str, Any]] = [{} for _ in asked.rows]
-        first = 0  # of the batch
-
-        def tell(output: Output, ended: Iterable[int]) -> None:
-            for row in ended:
-                answers[first + row] = _answer(output, row)
-            done = []
-            for at, line in enumerate(good):
-                own = answers[copies * at : copies * (at + 1)]
-                if all(own):
-                    lists = {name: [answer[name] for answer in own] for name in own[0]}
-                    done.append(line.entry(own[0] if copies == 1 else lists))
-            self._write(done)
-
-        def run(batch: Prompts) -> Output:
-            bar.among(place[0] * copies, len(asked.rows), place[1] * copies)
-            more = {} if good[0].constraint is None else {"constraint": good[0].constraint}
-            return self.work.run(batch, Ended(self.work.model, batch, tell, bar.update), **more)
-
-        for batch, output, stopped in in_batches(run, asked, self.size):
-            kept = completed(output) if stopped else range(len(batch.rows))
-            with held_back():
-                tell(output, kept)
-                found.add(output, list(kept))
-            if stopped:
-                return True
+        prompts = _joined([self.rows[line.number] for line in lines])
+        self.bar.among(len(self.entries), len(lines), self.total)
+        more = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
+        answers: dict[int, dict[str, Any]] = {}
+        first, interrupted = 0, False  # row of the batch
+        for batch, output, interrupted in in_batches(
+            lambda batch: self.work.run(batch, self.bar.update, **more), prompts, self.size
+        ):
+            kept = completed(output) if interrupted else range(len(batch.rows))
+            self.found.add(output, kept)
+            answers |= {first + row: _answer(output, row) for row in kept}
             first += len(batch.rows)
-        return False
+        done = []
+        for at, line in enumerate(lines):
+            own = [answers[row] for row in range(copies * at, copies * (at + 1)) if row in answers]
+            if len(own) == copies:
+                lists = {name: [answer[name] for answer in own] for name in own[0]}
+                done.append(line.entry(own[0] if copies == 1 else lists))
+        self._write(done)
+        if interrupted:
+            raise KeyboardInterrupt
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        new = [entry for entry in entries if entry["line"] not in self.written]
-        if new:
-            with held_back():
-                self.write(new)
-                self.written |= {entry["line"] for entry in new}
+        """Append whole lines, at once."""
+        with held_back():
+            entries = [entry | {"settings": self.settings} for entry in entries]
+            self.file.write(b"".join(map(json_bytes, entries)))
+            self.file.flush()
+            self.entries += entries
 
 
-def _in_chunks(lines: Sequence[Line], most: int) -> Iterator[tuple[int, list[Line]]]:
-    """The lines, at most so many together, which have one constraint; and how many are before them."""
-    first = 0
-    for _, same in itertools.groupby(lines, lambda line: line.constraint):
-        while some := [*itertools.islice(same, most)]:
-            yield first, some
-            first += len(some)
-
-
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -316,12 +272,8 @@ def _joined(parts: Sequence[Prompts]) -> Prompts:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The prompts of a file: one a line, in a file named .jsonl as JSON. Blank lines are passed over; a line that is no
-    prompt has an error.
-
-    Raises:
-        ValueError: no text, or no prompt. OSError: it cannot be read.
-    """
+    """Read the prompts of a file: one a line, in a file named .jsonl as JSON. Blank lines are skipped; a line that is
+    not a prompt has an error. Raises ValueError for a file without text or prompts."""
     try:
         given = lines_of(read_text(path))
     except ValueError as error:
@@ -356,11 +308,8 @@ def _line_of(number: int, text: str) -> Line:
 
 
 def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The whole lines of an earlier run, in the order of the file: a last one that was cut off is left out.
-
-    Raises:
-        ValueError: something else, answers to other prompts, or lines that do not say their settings.
-    """
+    """The whole lines of an earlier run, in the order of the file: a last one that was cut off is left out. Raises
+    ValueError for other lines, answers to other prompts, and lines that do not say their settings."""
     asked = {line.number: line.entry({}) for line in lines if line.error is None}
     prompts = {line.number: _question(asked.get(line.number, {"prompt": line.prompt})) for line in lines}
     found: list[dict[str, Any]] = []

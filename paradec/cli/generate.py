@@ -1,7 +1,6 @@
-"""`paradec generate`: prompts are answered in batches that fit memory, and each answer is printed when it has ended.
+"""`paradec generate`: prompts are answered in batches that fit memory, and printed batch by batch.
 
-`decode` is what `paradec infill` does as well. `work` prepares it, `show` has the lines that are printed, `files` does
-`--in` and `--out`.
+`decode` is what `paradec infill` does as well. `work` prepares it, `files` does `--in` and `--out`.
 """
 
 from __future__ import annotations
@@ -9,17 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paradec.cli import options, show
-from paradec.cli.constraints import Choices, Pattern, Schema, constraint
 from paradec.cli.files import FileJob
+from paradec.cli.options import existing_file
 from paradec.cli.work import Work, one_prompt, prepare
-from paradec.core.checks import check_int
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import lines_of
 
@@ -27,46 +24,19 @@ if TYPE_CHECKING:
     from paradec.api.output import Output
     from paradec.core.prompts import Prompts
 
-Prompt = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.'),
-]
-Blocks = Annotated[str | None, typer.Option(help="Blocks of the answer: fixed, whole, adaptive or pipelined.")]
-BlockAdd = Annotated[
-    float | None,
-    typer.Option(help="Pipelined blocks: the next one opens when this share of the last open one is decided."),
-]
-BlockFull = Annotated[
-    float | None,
-    typer.Option(help="Pipelined blocks: when this share is decided, the next one must progress too."),
-]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        help="For speculative: a smaller causal model of the same vocabulary, a drafter of --model (EAGLE, DFlash, "
-        "DSpark), mtp (the model's own heads), prompt_lookup, or token_recycling (with --set rule=naive)."
-    ),
-]
-Lines = Annotated[bool, typer.Option("--lines", help="Take every line of the prompt as a separate prompt.")]
-In = Annotated[
-    Path | None,
-    typer.Option(
-        "--in",
-        metavar="FILE",
-        help='Prompts of a file in the place of PROMPT: one a line, in .jsonl {"prompt": ...} or {"messages": [...]}, '
-        'optionally "constraint".',
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one per line, written as they end."),
-]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch", help="The most rows decoded together; by default as many as fit.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the answers in --out; retry failed prompts.")]
+PROMPT = typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.')
+DRAFTER = typer.Option(
+    help="For speculative: a smaller model of the same vocabulary, a drafter of --model (EAGLE, DFlash, DSpark), mtp "
+    "(the model's own heads), prompt_lookup, or token_recycling (with --set rule=naive)."
+)
+Drafter = Annotated[str | None, DRAFTER]
+IN = existing_file('Prompts, one a line; in .jsonl {"prompt" or "messages": ..., "id", "constraint" if any}.', "--in")
+ADD = "Pipelined blocks: the next one opens when this share of the last open one is decided."
+FULL = "Pipelined blocks: when this share is decided, the next one must progress too."
+STOP = typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
+OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one per line, written batch by batch.")
+EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
+BATCH = typer.Option(min=1, help="The most rows decoded together; by default as many as fit.")
 
 
 @options.takes(
@@ -75,46 +45,49 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue from the answer
 )
 def generate(
     context: typer.Context,
-    prompt: Prompt = None,
-    blocks: Blocks = None,
-    block_add: BlockAdd = None,
-    block_full: BlockFull = None,
-    stop: Stop = None,
-    choice: Choices = None,
-    regex: Pattern = None,
-    json_schema: Schema = None,
-    raw: Raw = False,
-    lines: Lines = False,
+    prompt: Annotated[list[str] | None, PROMPT] = None,
+    blocks: Annotated[str | None, typer.Option(help="Blocks: fixed, whole, adaptive or pipelined.")] = None,
+    block_add: Annotated[float | None, typer.Option(help=ADD)] = None,
+    block_full: Annotated[float | None, typer.Option(help=FULL)] = None,
+    stop: Annotated[list[str] | None, STOP] = None,
+    choice: options.Choices = None,
+    regex: options.Pattern = None,
+    json_schema: options.Schema = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="Take every line of the prompt as a separate prompt.")] = False,
     drafter: Drafter = None,
-    in_: In = None,
-    out: Out = None,
-    batch: BatchSize = None,
-    resume: Resume = False,
+    in_: Annotated[Path | None, IN] = None,
+    out: Annotated[Path | None, OUT] = None,
+    batch: Annotated[int | None, BATCH] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from --out; retry failed prompts.")] = False,
     **shared: Any,
 ) -> None:
     """Answer a prompt and report the forwards and time."""
-    trace, live, as_json = (shared.pop(name) for name in ("trace", "live", "as_json"))
-    asked = None if in_ is None else file_job(in_, out, prompt, resume, live=live, trace=trace, lines=lines)
-    if asked is None and (out is not None or resume):
+    view = {name: shared.pop(name) for name in ("trace", "live", "as_json")}
+    job, text = None, ""
+    if in_ is not None:
+        others = {"a prompt": prompt, "--live": view["live"], "--trace": view["trace"], "--lines": lines}
+        for name, value in others.items():
+            if value:
+                raise ValueError(f"--in has its own prompts and answers to a file: leave out {name}")
+        if out is None:
+            raise ValueError(f"--in {str(in_)!r} needs --out FILE.jsonl for the answers")
+        job = FileJob(in_, out, resume)
+    elif out is not None or resume:
         raise ValueError(f"--{'resume' if out is None else 'out'} goes with --in FILE: answers are printed otherwise")
-    text = "" if asked is not None else options.read_text(one_prompt(prompt, "generate"))
-    check_int("--batch", batch, low=1, none=True)
+    else:
+        text = options.read_text(one_prompt(prompt, "generate"))
     shared["blocks"], shared["block_length"] = pipelined(blocks, shared["block_length"], block_add, block_full)
-    shared |= constraint(choice, regex, json_schema)
+    shared |= options.constraint(choice, regex, json_schema)
     shared |= {"given": options.given(context), "stop_strings": stop, "chat": False if raw else None}
-    if asked is not None:
-        work = prepare("generate", None, agree=asked.agree, drafter=drafter, **shared)
-        asked.answer(work, batch, as_json=as_json)
+    if job is not None:
+        job.answer(prepare("generate", None, agree=job.agree, drafter=drafter, **shared), batch, view["as_json"])
     prompts = [line for _, line in lines_of(text)] if lines and text.strip() else text
-    decode("generate", prompts, trace=trace, live=live, as_json=as_json, batch=batch, drafter=drafter, **shared)
+    decode("generate", prompts, batch=batch, drafter=drafter, **view, **shared)
 
 
 def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
-    """The values of `blocks` and `block_length` for these options.
-
-    Raises:
-        ValueError: --block-add or --block-full without pipelined blocks of a length, or out of its range.
-    """
+    """The values of `blocks` and `block_length` for --block-add and --block-full, which pipelined blocks have alone."""
     given = {"add": add, "full": full}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not settings:
@@ -128,30 +101,6 @@ def pipelined(blocks: str | None, length: int | None, add: float | None, full: f
     return PipelinedBlocks(length, forced=forced, **settings), None
 
 
-def file_job(
-    source: Path,
-    out: Path | None,
-    prompt: list[str] | None,
-    resume: bool,
-    *,
-    live: bool,
-    trace: Path | None,
-    lines: bool,
-) -> FileJob:
-    """What `--in` asks for.
-
-    Raises:
-        ValueError, OSError: files that cannot be used, or options that are for a prompt on the command line.
-    """
-    others = {"a prompt": prompt, "--live": live, "--trace": trace, "--lines": lines}
-    for name, value in others.items():
-        if value:
-            raise ValueError(f"--in has its own prompts and answers to a file: leave out {name}")
-    if out is None:
-        raise ValueError(f"--in {str(source)!r} needs --out FILE.jsonl for the answers")
-    return FileJob(source, out, resume)
-
-
 def decode(
     function: str,
     prompt: Any,
@@ -162,88 +111,65 @@ def decode(
     batch: int | None = None,
     **common: Any,
 ) -> None:
-    """Load the model, run `paradec.generate` or `paradec.infill`, and print the result.
-
-    Args:
-        function: "generate" or "infill". prompt: as it takes it. batch: rows decoded together at most. common: as
-            `prepare` takes it. The others are options of the command as they were given.
-    """
+    """Load the model, run the function "generate" or "infill" on a prompt, and print the result. common: options that
+    `prepare` takes; the others are options of the command."""
     options.check_writable("--trace", trace)
     if trace is not None:
         from paradec.tools.traces.files import check_suffix
 
         check_suffix(trace, "--trace")
+    from paradec.request import seed_matters
+
     work = prepare(function, prompt, **common)
-    asked = work.encode(prompt)
-    size = min(work.rows_that_fit(asked), batch or len(asked.rows))
-    if trace is not None and len(asked.rows) > size:
-        raise ValueError(f"--trace records one batch, which is {size} answers here, not {len(asked.rows)}")
-    found, code = print_answers(work, asked, size, live=live, quiet=as_json, trace=trace)
-    if as_json and found.tokens:
-        report = found.report(work.method, work.cache_name, interrupted=code != 0)
+    if work.answers > 1 and not seed_matters(work.method, work.request["temperature"], work.request["suffix"]):
+        warnings.warn(EQUAL, stacklevel=1)
+    prompts = work.encode(prompt)
+    size = min(work.rows_that_fit(prompts), batch or len(prompts.rows))
+    if trace is not None and len(prompts.rows) > size:
+        raise ValueError(f"--trace records one batch, which is {size} answers here, not {len(prompts.rows)}")
+    answers, code = print_answers(work, prompts, size, live=live, quiet=as_json, trace=trace)
+    if as_json and len(answers):
+        report = answers.report(work.method, work.cache_name, interrupted=code != 0)
         typer.echo(json.dumps(report, ensure_ascii=False))
-    elif found.tokens:
-        typer.echo(found.summary(len(asked.rows), interrupted=code != 0), err=True)
+    elif len(answers):
+        typer.echo(answers.summary(len(prompts.rows), interrupted=code != 0), err=True)
     raise typer.Exit(code)
 
 
 def print_answers(
-    work: Work, asked: Prompts, size: int, *, live: bool, quiet: bool, trace: Path | None
+    work: Work, prompts: Prompts, size: int, *, live: bool, quiet: bool, trace: Path | None
 ) -> tuple[show.Answers, int]:
-    """Decode batch after batch, and print each answer as soon as it has ended.
-
-    Args:
-        asked: every row, `size` of them to a batch. live: whether to show the tokens being filled in. quiet: whether
-            not to print the answers. trace: where the trace goes.
-
-    Returns:
-        What was found, and the exit code. Of a batch that was interrupted the rows that had ended are kept; if it is
-        the only one all of them, as they were then.
-    """
-    from paradec.cli.batches import completed, in_batches, repeats
-    from paradec.cli.ended import Ended
+    """Decode `size` rows after the other; print the answers of each batch unless `quiet`. Returns the answers, of an
+    interrupted batch the rows that had ended (of the only batch all of them, as they were then), and the exit code."""
+    from paradec.cli.batches import completed, in_batches
     from paradec.cli.watch import PACE, LiveView
 
-    found, bar, code = show.Answers(asked.single), show.Bar(), 0
-    watched = live and show.on_terminal(sys.stdout)
-    traced = {"trace": trace is not None}
-    printed: set[int] = set()
+    answers, bar, code = show.Answers(prompts.single), show.Bar(), 0
+    view = LiveView(work.model.tokenizer, pace=PACE) if live and show.on_terminal(sys.stdout) else None
 
-    def tell(output: Output, rows: Iterable[int], first: int) -> None:
-        """Print `rows` of a batch whose first row is number `first` of all."""
-        texts: Any = [output.text] if asked.single else output.text
-        for row in rows:
-            if not quiet and first + row not in printed:
-                if sys.stdout.isatty():
-                    bar.stop()  # what is printed now would go through it
-                typer.echo(show.numbered(texts[row], None if asked.single else first + row))
-                printed.add(first + row)
-
-    def decode(batch: Prompts) -> Output:
-        if watched:
-            with LiveView(work.model.tokenizer, pace=PACE) as view:
-                return view.timed(lambda: work.run(batch, view.update, **traced))
-        first = len(found.tokens)
-        bar.among(first, len(batch.rows), len(asked.rows))
-        if trace is not None or quiet:
-            return work.run(batch, bar.update, **traced)
-        return work.run(batch, Ended(work.model, batch, lambda output, rows: tell(output, rows, first), bar.update))
+    def run(batch: Prompts) -> Output:
+        bar.among(len(answers), len(batch.rows), len(prompts.rows))
+        if view is None:
+            return work.run(batch, bar.update, trace=trace is not None)
+        with view:
+            return work.run(batch, view.update, trace=trace is not None)
 
     raise_again()
     try:
         with bar:
-            for batch, output, interrupted in in_batches(decode, asked, size):
+            for batch, output, interrupted in in_batches(run, prompts, size):
                 code = EXIT_CODE if interrupted else 0
-                first, alone = len(found.tokens), len(batch.rows) == len(asked.rows)
+                output.seconds -= 0.0 if view is None else view.slept
+                first, alone = len(answers), len(batch.rows) == len(prompts.rows)
+                kept = completed(output) if interrupted and not alone else range(len(batch.rows))
+                texts: Any = [output.text] if prompts.single else output.text
+                bar.stop()  # what is printed now would go through it
                 with held_back():
-                    kept = completed(output) if interrupted and not alone else range(len(batch.rows))
-                    found.add(output, kept)
-                    tell(output, kept, first)
-                if not first and not interrupted and work.request["temperature"] == 0 and repeats(batch, output):
-                    bar.stop()
-                    warnings.warn(show.EQUAL, stacklevel=1)
+                    answers.add(output, kept)
+                    for row in () if quiet else kept:
+                        typer.echo(texts[row] if prompts.single else f"[{first + row + 1}] {texts[row]}")
                 if trace is not None and output.trace is not None:
                     output.trace.save(trace)
     except KeyboardInterrupt:  # between two batches
         code = EXIT_CODE
-    return found, code
+    return answers, code

@@ -9,116 +9,94 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import paradec
 from paradec import caches
 from paradec.cli import options, show
-from paradec.cli.sheets import ImageJob
-from paradec.core.checks import MODELS, check_int, check_text, shown
+from paradec.cli.work import check_drafter, drafter_setting
+from paradec.core.checks import MODELS, check_text, count, per_forward
 from paradec.core.interrupts import EXIT_CODE, raise_again
 from paradec.request import FIELDS
 
-NEED_A_DRAFTER = {
-    "speculative": "a smaller model of the family, or an EAGLE or DFlash drafter",
-    "cspd": "a smaller MAR with the same VAE",
-    "code": "a larger VAR with the same VQ, which makes the first scales",
-}
-"""Samplers that draft with another model, and which."""
-LONGEST_SIDE = 2**16
-"""Pixels that --height and --width may be."""
+if TYPE_CHECKING:
+    from paradec.api.images import ImageOutput
+    from paradec.core.trace import Trace
 
-Out = Annotated[Path, typer.Option(metavar="FILE.png", help="File for the pictures, on one sheet.")]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-var, "
-        "digits-maskgit, digits-lpd and digits-dit are inside the package."
-    ),
-]
-Prompts = Annotated[list[str] | None, typer.Option(help="Text that describes the picture; may be repeated.")]
-Classes = Annotated[
-    str | None,
-    typer.Option("--class", "--class-labels", metavar="N,N,...", help="Classes, separated by commas; N-M is a range."),
-]
-Sampler = Annotated[
-    str | None,
-    typer.Option(
-        help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, lpd, recap, "
-        "...; MAR: mar, recap, cspd; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion "
-        "pipelines: taylorseer."
-    ),
-]
-Interval = Annotated[int | None, typer.Option(help="For taylorseer: evaluate one step in this many.")]
-Order = Annotated[int | None, typer.Option(help="For taylorseer: order of the expansion.")]
-Steps = Annotated[int | None, typer.Option(help="Solver steps, or planned forwards; not for autoregressive models.")]
-Cache = Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")]
-NumImages = Annotated[int, typer.Option("--num-images", "-n", help="Pictures for each prompt or class.")]
-Side = Annotated[int | None, typer.Option(help="In pixels; by default the model's own.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="Text that guidance moves the picture away from.")]
-GuidanceScale = Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens; 0 takes all.")]
-Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: show the plain run's pictures above.")]
-Columns = Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")]
-Enlarge = Annotated[
-    int | None,
-    typer.Option(help="Factor by which each side is enlarged; by default enough to see small pictures."),
-]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        help="For speculative, lantern and cspd: a smaller model of the family, such as digits-ar-drafter, or EAGLE's; "
-        "for code: the larger VAR; for distilled: the student's teacher."
-    ),
-]
-VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
-VAE = Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")]
-TracePictures = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Record the step of each token: .png draws it, dark to yellow, .html is a page to step through, "
-        ".gif an animation, .json data for `paradec trace`.",
-    ),
-]
+MAX_IMAGES = 100_000
+MAX_SIDE = 2**16
+"""Pixels that --height and --width may be."""
+SHEETS = (".png", ".jpg", ".jpeg", ".webp")
+RECORDS = (".html", ".htm", ".gif", ".json")
+"""Suffixes of `--trace` that are a `paradec.core.trace.Trace`."""
+TRACE_SIDE = 160
+"""Pixels along a picture of `--trace`, about."""
+SMALL, SEEN = 128, 256
+"""Pictures whose longer side has fewer pixels than `SMALL` are enlarged to at most `SEEN`."""
+
+MODEL = typer.Option(
+    help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-var, "
+    "digits-maskgit, digits-lpd and digits-dit are inside the package."
+)
+CLASSES = typer.Option("--class", "--class-labels", metavar="N,N,...", help="Classes; N-M is a range.")
+SAMPLER = typer.Option(
+    help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, lpd, recap, "
+    "...; MAR: mar, recap, cspd; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion "
+    "pipelines: taylorseer."
+)
+STEPS = typer.Option(help="Solver steps, or planned forwards; not for autoregressive models.")
+SIDE = typer.Option(min=1, max=MAX_SIDE, help="In pixels; by default the model's own.")
+NUMBER = typer.Option("--num-images", "-n", min=1, max=MAX_IMAGES, help="Pictures for each prompt or class.")
+NEGATIVE = typer.Option(help="Text that guidance moves the picture away from.")
+TOP_K = typer.Option(min=0, help="Draw from this many of the likeliest tokens; 0 takes all.")
+COMPARE = typer.Option("--compare", help="Diffusion pipelines: show the plain run's pictures above.")
+ENLARGE = typer.Option(min=1, max=64, help="Factor of each side; by default enough to see small pictures.")
+DRAFTER = typer.Option(
+    help="For speculative, lantern and cspd: a smaller model of the family, such as digits-ar-drafter, or EAGLE's; for "
+    "code: the larger VAR; for distilled: the student's teacher."
+)
+TRACE = typer.Option(metavar="FILE", help=options.TRACE + " .png draws the step of each token, dark to yellow.")
 
 
 @options.takes("set_ preset top_p seed dtype device as_json")
 def image(
-    out: Out,
-    model: Model = "digits-ar",
-    prompt: Prompts = None,
-    class_: Classes = None,
-    sampler: Sampler = None,
-    interval: Interval = None,
-    order: Order = None,
-    steps: Steps = None,
-    cache: Cache = None,
-    num_images: NumImages = 1,
-    height: Side = None,
-    width: Side = None,
-    negative_prompt: NegativePrompt = None,
-    guidance_scale: GuidanceScale = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    compare: Compare = False,
-    columns: Columns = None,
-    enlarge: Enlarge = None,
-    drafter: Drafter = None,
-    vq: VQ = None,
-    vae: VAE = None,
-    trace: TracePictures = None,
+    out: Annotated[Path, typer.Option(metavar="FILE.png", help="File for the pictures, on one sheet.")],
+    model: Annotated[str, MODEL] = "digits-ar",
+    prompt: Annotated[list[str] | None, typer.Option(help="Text of the picture; may be repeated.")] = None,
+    class_: Annotated[str | None, CLASSES] = None,
+    sampler: Annotated[str | None, SAMPLER] = None,
+    interval: Annotated[int | None, typer.Option(help="For taylorseer: evaluate one step in this many.")] = None,
+    order: Annotated[int | None, typer.Option(help="For taylorseer: order of the expansion.")] = None,
+    steps: Annotated[int | None, STEPS] = None,
+    cache: Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")] = None,
+    num_images: Annotated[int, NUMBER] = 1,
+    height: Annotated[int | None, SIDE] = None,
+    width: Annotated[int | None, SIDE] = None,
+    negative_prompt: Annotated[str | None, NEGATIVE] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
+    compare: Annotated[bool, COMPARE] = False,
+    columns: Annotated[int | None, typer.Option(min=1, help="Pictures in a row of the sheet.")] = None,
+    enlarge: Annotated[int | None, ENLARGE] = None,
+    drafter: Annotated[str | None, DRAFTER] = None,
+    vq: Annotated[str | None, typer.Option(help="The VQ decoder's file, where the checkpoint has none.")] = None,
+    vae: Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")] = None,
+    trace: Annotated[Path | None, TRACE] = None,
     **shared: Any,
 ) -> None:
     """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and report the cost."""
-    options.check_writable("--out", out)
-    options.check_writable("--trace", trace)
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
-    settings = settings_of(shared.pop("set_"), {"interval": interval, "order": order})
+    settings = options.settings(shared.pop("set_"))
+    for name, value in {"interval": interval, "order": order}.items():
+        if value is not None and name in settings:
+            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
+        settings |= {} if value is None else {name: value}
     with show.waiting(f"loading {model}"):
         show.quiet_loading()
         index = pipeline_index(model)
@@ -128,108 +106,123 @@ def image(
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature}
     common["seed"] = shared.pop("seed")
     tokens: dict[str, Any] = {"cache": cache, "top_k": top_k, **shared}
-    chosen: Any = sampler
-    if preset is not None and index is None:
-        said = of_preset(preset)
-        chosen = said.pop("sampler", None) if sampler is None else sampler
-        if settings and not isinstance(chosen, str | None):
-            raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
-        for asked in (common, tokens):
-            asked |= {name: said[name] for name in said if name in asked and asked[name] is None}
-    check_options(common | tokens)
-    files: dict[str, Any] = {"vq": vq, "vae": vae}
+    request = common | tokens
+    for name in ("steps", "seed", "guidance_scale", "temperature", "top_p"):
+        if request[name] is not None:
+            FIELDS[name].metadata["check"]("--" + name.replace("_", "-"), request[name])
+    if cache is not None:
+        caches.create(cache)
+    check_text("--negative-prompt", negative_prompt or "")
+    files: dict[str, Any] = {name: file for name, file in (("vq", vq), ("vae", vae)) if file is not None}
     if index is not None:
         from paradec.cli.pipeline import PipelineJob
 
         for name, value in (tokens | files | {"drafter": drafter, "preset": preset}).items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
-        work = PipelineJob(job, index, sampler, settings, compare=compare, **place, **common)
+        work = PipelineJob(job, index, sampler, settings, compare, common, **place)
         work.run(bars=show.on_terminal(sys.stderr), as_json=as_json)
         return
     if compare:
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
-    given = {name: file for name, file in files.items() if file is not None}
+    chosen: Any = sampler
+    if preset is not None and sampler is None:
+        from paradec.request import Request
+
+        chosen = Request.load(preset).changes().get("sampler")
+        if settings and not isinstance(chosen, str | None):
+            raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
     with show.waiting(f"loading {model}"):
-        loaded, method = load_with_sampler(model, chosen, settings, drafter, common | tokens, place, given)
-    raise typer.Exit(make_pictures(job, loaded, method, common | tokens, as_json))
+        # a tree cannot be without its drafter, which is loaded last: it may need the model
+        late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
+        method = sampler_for(model, chosen, settings)
+        check_drafter(method, drafter)
+        for name in ("steps", "cache", "top_k", "top_p"):
+            if name in method.unsupported and request[name] is not None:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is not for {model!r}, which has samplers of family {method.family!r}")
+        loaded = paradec.load(model, **place, **files)
+        if drafter is not None:
+            late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **place)}
+            method = dataclasses.replace(method, **late)
+    raise typer.Exit(make_pictures(job, loaded, method, request | {"preset": preset}, as_json))
 
 
-def settings_of(pairs: list[str] | None, options_of_taylorseer: dict[str, int | None]) -> dict[str, Any]:
-    """The settings of the sampler, of which some have options of their own.
+@dataclass
+class ImageJob:
+    """The files and the conditions of one command: checked when made, before a model is loaded."""
 
-    Raises:
-        ValueError: a setting that is given twice, and as `options.settings`.
-    """
-    settings = options.settings(pairs)
-    for name, value in options_of_taylorseer.items():
-        if value is not None and name in settings:
-            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
-        settings |= {} if value is None else {name: value}
-    return settings
+    out: Path
+    trace: Path | None
+    columns: int | None
+    enlarge: int | None
+    """None enlarges pictures that are too small to be seen."""
+    prompts: list[str] | None
+    classes: str | None
+    conditions: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, file, allowed in (("--out", self.out, SHEETS), ("--trace", self.trace, (*RECORDS, *SHEETS))):
+            options.check_writable(name, file)
+            if file is not None and file.suffix.lower() not in allowed:
+                raise ValueError(f"{name} {str(file)!r} must end in {', '.join(allowed[:-1])} or {allowed[-1]}")
+        if (self.prompts is None) == (self.classes is None):
+            raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
+        for prompt in self.prompts or ():
+            check_text("--prompt", prompt)
+        if self.classes is not None:
+            self.conditions = {"class_labels": read_classes(self.classes)}
+        else:
+            self.conditions = {"prompts": self.prompts}
+
+    @property
+    def sheet_of_steps(self) -> bool:
+        """Whether `--trace` is a picture of which step made what, and no record of the run."""
+        return self.trace is not None and self.trace.suffix.lower() in SHEETS
+
+    def write(self, images: Sequence[Any] | None, steps: Any = None, record: Trace | None = None) -> None:
+        """Write the sheets: images (None after an interrupt), and for `--trace` steps ([B, h, w] int64, which step made
+        which token final) or a record of the run."""
+        from paradec.api.images import contact_sheet, step_pictures
+
+        if images is not None:
+            enlarge = seen_size(images[0].size) if self.enlarge is None else self.enlarge
+            contact_sheet(images, self.columns, enlarge=enlarge).save(self.out)
+        if self.trace is not None and self.sheet_of_steps:
+            pictures = step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:])))
+            contact_sheet(pictures, self.columns).save(self.trace)
+        elif self.trace is not None and record is not None:
+            record.save(self.trace)
 
 
-def of_preset(path: Path) -> dict[str, Any]:
-    """What a saved request says of pictures.
-
-    Raises:
-        ValueError: no file that `Request.save` wrote, or one with a field that pictures do not have.
-    """
-    from paradec.api.images import SERVED
-    from paradec.request import Request
-
-    options.check_readable("--preset", path)
-    said = Request.load(path).changes()
-    said.pop("trace", None)  # `--trace` says where it goes
-    for name, value in said.items():
-        if name not in SERVED:
-            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out of --preset")
-    return said
+def read_classes(text: str) -> list[int]:
+    """ "3,5-7" -> [3, 5, 6, 7]. Raises ValueError for other texts."""
+    classes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--class {text!r} must be numbers and ranges, separated by commas: 3,5-7")
+        stop = int(last) if dash else int(first)
+        if not int(first) <= stop < int(first) + MAX_IMAGES:
+            raise ValueError(f"--class {text!r}: the range {part.strip()} is empty or too long")
+        classes += range(int(first), stop + 1)
+    return classes
 
 
-def load_with_sampler(
-    source: str,
-    sampler: Any,
-    settings: dict[str, Any],
-    drafter: str | None,
-    request: dict[str, Any],
-    place: dict[str, Any],
-    files: dict[str, Any],
-) -> tuple[Any, Any]:
-    """A model of `paradec.load` and its sampler, which is checked first.
-
-    Args:
-        settings: of the sampler. request: arguments of `generate_images`. place: dtype and device. files: of decoders.
-
-    Raises:
-        ValueError: a sampler that this model does not take, or an option that the sampler does not take.
-    """
-    # a tree cannot be without its drafter, which is loaded last: it may need the model
-    late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
-    method = sampler_for(source, sampler, settings)
-    check_drafter(method, drafter)
-    check_options_of(method, source, request)
-    loaded = paradec.load(source, **place, **files)
-    if drafter is not None:
-        late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **place)}
-        method = dataclasses.replace(method, **late)
-    return loaded, method
+def seen_size(size: tuple[int, int]) -> int:
+    """How much a picture of `size` pixels is enlarged, so that it can be seen: 9 times for 28 x 28."""
+    longest = max(size)
+    return max(1, SEEN // longest) if longest < SMALL else 1
 
 
 def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, Any], as_json: bool) -> int:
-    """Run `paradec.generate_images`, write the sheets, print what it took. Returns the exit code."""
-    code = 0
+    """Run `paradec.generate_images`, write the sheets, print the cost. Returns the exit code."""
+    code, traced = 0, job.trace is not None
+    request = request | job.conditions | {"sampler": sampler, "trace": traced}
     raise_again()
     try:
         with show.Bar() as bar:
-            output = paradec.generate_images(
-                model,
-                **job.conditions,
-                **request,
-                sampler=sampler,
-                trace=job.trace is not None,
-                callback=bar.update,
-            )
+            output = paradec.generate_images(model, **request, callback=bar.update)
     except paradec.Interrupted as interrupt:
         code, output = EXIT_CODE, interrupt.output
     if job.sheet_of_steps:
@@ -237,48 +230,29 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
     else:
         job.write(output.images, record=output.trace)
     if as_json:
-        typer.echo(json.dumps(show.pictures_report(job.out, job.conditions, output, sampler)))
+        report: dict[str, Any] = {"out": None if output.images is None else str(job.out), **job.conditions}
+        report |= {"codes": None if output.codes is None else output.codes.tolist()}
+        copied = ("nfe", "row_nfe", "draft_nfe", "row_forwards", "forwarded_tokens", "tokens_per_forward", "seconds")
+        report |= {name: getattr(output, name) for name in copied} | {"accepted": output.accepted.T.tolist()}
+        typer.echo(json.dumps(report | {"sampler": sampler.to_dict(), "interrupted": output.images is None}))
     else:
-        typer.echo(show.pictures_summary(job.out, output))
+        typer.echo(summary(job.out, output))
     return code
 
 
-def check_options(request: dict[str, Any]) -> None:
-    """Check what can be checked without the model. request: arguments of `generate_images`.
-
-    Raises:
-        ValueError: an option out of its range; the message names it.
-    """
-    from paradec.api.pictures import MOST_IMAGES
-
-    check_int("--num-images", request["num_images"], low=1, high=MOST_IMAGES)
-    for name in ("height", "width"):
-        check_int(f"--{name}", request[name], low=1, high=LONGEST_SIDE, none=True)
-    check_int("--top-k", request["top_k"], low=0, none=True)
-    for name in ("steps", "seed", "guidance_scale", "temperature", "top_p"):
-        if request[name] is not None:
-            FIELDS[name].metadata["check"]("--" + name.replace("_", "-"), request[name])
-    if isinstance(request["cache"], str):
-        caches.create(request["cache"])
-    if request["negative_prompt"] is not None:
-        check_text("--negative-prompt", request["negative_prompt"])
-
-
-def check_options_of(sampler: Any, source: str, request: dict[str, Any]) -> None:
-    """Raise ValueError for an option that models with samplers of this family do not have."""
-    others = [name for name in ("steps", "cache", "top_k", "top_p") if name in sampler.unsupported]
-    for name in others:
-        if request[name] is not None:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is not for {source!r}, which has samplers of family {sampler.family!r}")
+def summary(out: Path, output: ImageOutput) -> str:
+    """The cost of pictures in one line; `out`: the file of the sheet."""
+    what = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
+    end = f" in {out}" if output.images is not None else ", interrupted"
+    drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
+    drafts = f", {show.forwards(drafted, output.draft_nfe)} of the drafter" if drafted else ""
+    took = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {per_forward(len(output.row_nfe))}"
+    return f"{what}{end}: {took}, {output.seconds:.2f} s"
 
 
 def pipeline_index(source: str) -> dict[str, Any] | None:
-    """What `model_index.json` says, if `source` is a diffusers pipeline; None for models of `paradec.load`.
-
-    Raises:
-        CheckpointError: neither of them.
-    """
+    """The `model_index.json` of a diffusers pipeline; None for models of `paradec.load`. Raises CheckpointError for
+    neither of them."""
     from paradec.models.checkpoint import CheckpointError, read_json
     from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, packaged_image
 
@@ -293,11 +267,9 @@ def pipeline_index(source: str) -> dict[str, Any] | None:
 
 
 def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
-    """The sampler of one command for a model of `paradec.load`, before its weights are read.
-
-    Raises:
-        ValueError: a sampler of a family that this model does not take, or no image model.
-    """
+    """The sampler for a model of `paradec.load`, before its weights are read. Raises ValueError for samplers of
+    another family, and for other models."""
+    from paradec.api.images import picture_sampler
     from paradec.models.images.loading import FAMILIES, image_adapter
 
     model_type = image_type(source)
@@ -306,8 +278,6 @@ def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
             f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
             + ", ".join(FAMILIES)
         )
-    from paradec.api.images import picture_sampler
-
     return picture_sampler(image_adapter(model_type), sampler, repr(source), **settings)
 
 
@@ -320,28 +290,9 @@ def image_type(source: str) -> Any:
     return file_type(place) if os.path.isfile(place) else read_json(place, "config.json", None).get("model_type")
 
 
-def check_drafter(sampler: Any, drafter: str | None) -> None:
-    """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
-    if drafter is None and sampler.name in NEED_A_DRAFTER:
-        raise ValueError(f"--sampler {sampler.name} needs --drafter: {NEED_A_DRAFTER[sampler.name]}")
-    if drafter is not None and drafter_setting(sampler) is None:
-        raise ValueError(
-            f"--drafter is for speculative, lantern, lantern++, cspd, code and distilled; {sampler.name} takes none"
-        )
-
-
-def drafter_setting(sampler: Any) -> str | None:
-    """The setting of a sampler that takes another model."""
-    return next((name for name in ("drafter", "draft", "teacher") if name in sampler.settings()), None)
-
-
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """Another model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. options: as for
-    `paradec.load`.
-
-    Raises:
-        ValueError: a model of another kind.
-    """
+    `paradec.load`. Raises ValueError for other models."""
     from paradec.models.images.loading import FAMILIES, image_adapter
     from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load

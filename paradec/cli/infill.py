@@ -1,4 +1,4 @@
-"""`paradec infill`: masks in a text are filled. What it does and prints is what `paradec generate` does."""
+"""`paradec infill`: masks in a text are filled. The rest is as in `paradec generate`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options
-from paradec.cli.constraints import Holes, of_holes
 from paradec.cli.generate import decode
 from paradec.cli.work import one_prompt
 
-Prompt = Annotated[str | None, typer.Option(help="A user's turn; the text is then the assistant's answer.")]
-Text = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="TEXT", show_default=False, help='Text with <mask> in it, in quotes; "-" reads standard input.'
-    ),
-]
-Mask = Annotated[str, typer.Option(help="Text that represents one token to fill; <mask:3> represents three.")]
-BlockLength = Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to append to the text.")]
+TEXT = typer.Argument(metavar="TEXT", help='Text with <mask> in it, in quotes; "-" reads standard input.')
+MASK = typer.Option(help="Text that represents one token to fill; <mask:3> represents three.")
+TURN = typer.Option(help="A user's turn; the text is then the assistant's answer.")
+HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, from 1, with what matches; repeated.")
 
 
 @options.takes(
@@ -29,12 +22,12 @@ MaxNewTokens = Annotated[int, typer.Option(help="Tokens to append to the text.")
 )
 def infill(
     context: typer.Context,
-    text: Text = None,
-    prompt: Prompt = None,
-    mask: Mask = "<mask>",
-    block_length: BlockLength = None,
-    max_new_tokens: MaxNewTokens = 0,
-    hole: Holes = None,
+    text: Annotated[list[str] | None, TEXT] = None,
+    prompt: Annotated[str | None, TURN] = None,
+    mask: Annotated[str, MASK] = "<mask>",
+    block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to append to the text.")] = 0,
+    hole: Annotated[list[str] | None, HOLE] = None,
     **shared: Any,
 ) -> None:
     """Fill the masks in a text and report the forwards and time."""
@@ -42,3 +35,18 @@ def infill(
     turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": given}]
     shared |= of_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
     decode("infill", given if prompt is None else turns, given=options.given(context), **shared)
+
+
+def of_holes(pairs: list[str] | None) -> dict[str, Any]:
+    """The argument `constraints` of `paradec.infill` that `--hole` says, if it is given."""
+    from paradec.constraints.values import Regex
+
+    found: dict[int, Any] = {}
+    for pair in pairs or ():
+        number, equals, pattern = pair.partition("=")
+        if not equals or not number.strip().isdecimal() or int(number) < 1:
+            raise ValueError(f"--hole takes N=PATTERN with a number from 1, got {pair!r}")
+        if int(number) - 1 in found:
+            raise ValueError(f"--hole gives {int(number)} twice")
+        found[int(number) - 1] = Regex(pattern)
+    return {"constraints": found} if found else {}

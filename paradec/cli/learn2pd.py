@@ -13,29 +13,9 @@ from paradec.cli import options, show
 from paradec.core.checks import check_int
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-Out = Annotated[Path, typer.Option(metavar="FILE.safetensors", help="File for the filter.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help='A prompt per line, or JSON lines with a "prompt" each in a file named .jsonl. By default prompts of '
-        "the packaged tasks (not those of `paradec compare`).",
-    ),
-]
-PerTask = Annotated[int, typer.Option(help="Packaged prompts per task.")]
-Kind = Annotated[str, typer.Option(help="block (the paper's, one block length) or features (any).")]
-Caches = Annotated[
-    list[str] | None, typer.Option("--cache", help="A cache that the filter will be used with; may be repeated.")
-]
-Epochs = Annotated[int, typer.Option(help="Passes over all records; 40000 in the paper.")]
-LearningRate = Annotated[float, typer.Option(help="AdamW's learning rate.")]
-Threshold = Annotated[float, typer.Option(help="Acceptance threshold for precision and recall.")]
-FalseAcceptWeight = Annotated[float, typer.Option(help="Extra weight of tokens that are not final.")]
-Seed = Annotated[int, typer.Option(help="Seed of the split and the weights.")]
-Records = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.safetensors", help="Store the collected records here, and continue from them."),
-]
+PROMPTS = options.existing_file('A prompt per line; in .jsonl {"prompt": ...}. By default prompts of packaged tasks.')
+RECORDS = typer.Option(metavar="FILE.safetensors", help="Store the collected records here, and continue from them.")
+CACHES = typer.Option("--cache", help="A cache that the filter will be used with; may be repeated.")
 
 learn2pd = typer.Typer(help="Filters for the sampler learn2pd.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -48,21 +28,20 @@ def _learn2pd() -> None:
 @learn2pd.command()
 @options.takes("model block_length max_new_tokens batch dtype device", batch=16)
 def train(
-    out: Out,
-    prompts: Prompts = None,
-    per_task: PerTask = 28,
-    kind: Kind = "block",
-    cache: Caches = None,
-    epochs: Epochs = 4000,
-    lr: LearningRate = 3e-3,
-    threshold: Threshold = 0.96,
-    false_accept_weight: FalseAcceptWeight = 1.0,
-    seed: Seed = 0,
-    records: Records = None,
+    out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="File for the filter.")],
+    prompts: Annotated[Path | None, PROMPTS] = None,
+    per_task: Annotated[int, typer.Option(help="Packaged prompts per task.")] = 28,
+    kind: Annotated[str, typer.Option(help="block (the paper's, one block length) or features (any).")] = "block",
+    cache: Annotated[list[str] | None, CACHES] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over all records; 40000 in the paper.")] = 4000,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 3e-3,
+    threshold: Annotated[float, typer.Option(help="Acceptance threshold for precision and recall.")] = 0.96,
+    false_accept_weight: Annotated[float, typer.Option(help="Extra weight of tokens that are not final.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the split and the weights.")] = 0,
+    records: Annotated[Path | None, RECORDS] = None,
     **shared: Any,
 ) -> None:
     """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to what was final."""
-    options.check_readable("--prompts", prompts)
     options.check_writable("--out", out)
     options.check_writable("--records", records)
 
@@ -72,56 +51,38 @@ def train(
     from paradec.tools.training import learn2pd as training
 
     # Everything is checked before the model is loaded, and before the hours of collecting.
-    training.check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
-    for name in cache or []:
-        paradec.caches.create(name)
-    check_int("batch", shared["batch"], low=1)
-    for name in ("max_new_tokens", "block_length"):
-        check_int(name, shared[name], low=1, none=True)
-
-    texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
-    earlier = training.Records.load(records) if records is not None and records.exists() else None
-    loaded = options.load(shared)
-    decoding = shared | {"caches": cache or ["none"], "resume": earlier}
     fitting: dict[str, Any] = {"kind": kind, "epochs": epochs, "lr": lr, "threshold": threshold, "seed": seed}
     fitting["false_accept_weight"] = false_accept_weight
-    facts, network = collect_and_train(loaded, texts, records, decoding, fitting)
-    try:
-        save_filter(out, facts, network)
-    except SafetensorError as error:  # of the file system; it is no OSError
-        raise OSError(f"cannot write --out {str(out)!r}: {error}") from error
-    typer.echo(show.filter_summary(out, facts.held_out, threshold))
-
-
-def collect_and_train(
-    model: Any, texts: Any, records: Path | None, decoding: dict[str, Any], fitting: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Run `collect` and `train` of `paradec.tools.training.learn2pd`, with a progress bar.
-
-    Args:
-        records: where what is collected is kept. decoding: arguments of `collect`. fitting: arguments of `train`.
-
-    Returns:
-        The filter's facts and its network.
-
-    Raises:
-        typer.Exit: Ctrl-C; what was collected is kept.
-    """
-    from paradec.tools.training import learn2pd as training
+    training.check_settings(**fitting)
+    for name in cache or []:
+        paradec.caches.create(name)
+    check_int("max_new_tokens", shared["max_new_tokens"], low=1, none=True)
+    texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
+    earlier = training.Records.load(records) if records is not None and records.exists() else None
+    model = options.load(shared)
 
     def save(collected: Any) -> None:
         if records is not None and collected.done:
             collected.save(records)
 
-    bar = show.Bar()
+    collecting = shared | {"caches": cache or ["none"], "resume": earlier, "checkpoint": save}
     raise_again()
     try:
-        with bar:
-            collected = training.collect(model, texts, **decoding, checkpoint=save, progress=bar.work)
+        with show.Bar() as bar:
+            collected = training.collect(model, texts, **collecting, progress=bar.work)
             save(collected)
-            return training.train(collected, **fitting, progress=bar.work)
+            facts, network = training.train(collected, **fitting, progress=bar.work)
     except paradec.Interrupted as interrupt:
         save(interrupt.output)
         kept = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
         print(f"interrupted{kept}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
+    try:
+        save_filter(out, facts, network)
+    except SafetensorError as error:  # of the file system; it is no OSError
+        raise OSError(f"cannot write --out {str(out)!r}: {error}") from error
+    held_out = facts.held_out
+    typer.echo(
+        f"{out}: precision {held_out['precision']:.4f}, recall {held_out['recall']:.4f} at {threshold:g}, over "
+        f"{held_out['undecided']} undecided positions of prompts kept from training"
+    )

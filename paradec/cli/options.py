@@ -8,10 +8,8 @@ import importlib.util
 import inspect
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,73 +17,51 @@ import typer
 
 import paradec
 from paradec.cli import show
-from paradec.core.checks import check_choice, check_text
+from paradec.core.checks import LARGEST_INT, LARGEST_INT64, check_choice, check_text
+from paradec.core.component_text import split_file, split_outside
 from paradec.core.text_files import decoded
+from paradec.core.text_files import read_text as text_of_file
 from paradec.request import FIELDS
 
-# Declarations ----------------------------------------------------------------------------------------------------
-
-Model = Annotated[str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")]
-Preset = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.json",
-        help="A request that `paradec tune` or `Request.save` wrote; given options override it.",
-    ),
-]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; may be repeated.")
-]
-AttentionSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--attention-set",
-        metavar="NAME=VALUE",
-        help="A setting of the attention (select, skip, block_size, preset=short, ...); may be repeated.",
-    ),
-]
-Batch = Annotated[int, typer.Option(help="Prompts decoded together.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Record what each step evaluated and made final: .html is a page to step through, .gif an animation, "
-        ".json data for `paradec trace`.",
-    ),
-]
-Live = Annotated[bool, typer.Option("--live", help="Show tokens on the terminal as they are decided.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Names = list[str] | None
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each task; by default all.")]
+SAMPLERS = "Samplers, combinations and your own (FILE.py:CLASS), separated by commas; by default all masked ones."
+Samplers = Annotated[Names, typer.Option(help=SAMPLERS)]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_INT64, help="Seed of the random draws.")]
 
 
-def _field_option(field: Field[Any]) -> tuple[Any, Any]:
-    """Make an option and its default of a field of a request."""
-    metadata = field.metadata
-    names = ["--" + field.name.replace("_", "-"), metadata["short"]] if "short" in metadata else []
-    option = typer.Option(*names, metavar=metadata.get("metavar"), help=metadata["help"])
-    return Annotated[metadata["option"], option], metadata.get("option_default", field.default)
+def existing_file(help: str, *names: str, metavar: str = "FILE") -> Any:
+    """Declare an option of a file that must be there."""
+    return typer.Option(*names, metavar=metavar, exists=True, dir_okay=False, readable=True, help=help)
 
 
-SHARED: dict[str, tuple[Any, Any]] = {
-    name: _field_option(field) for name, field in FIELDS.items() if field.metadata["option"] is not None
-} | {
-    "model": (Model, None),
-    "set_": (Set, None),
-    "preset": (Preset, None),
-    "attention_set": (AttentionSet, None),
-    "batch": (Batch, 1),
-    "dtype": (Dtype, None),
-    "device": (Device, None),
-    "trace": (TraceFile, None),
-    "live": (Live, False),
-    "as_json": (AsJson, False),
+Choices = Annotated[Names, typer.Option("--choice", metavar="TEXT", help="Answer with one of these texts; repeated.")]
+Pattern = Annotated[str | None, typer.Option("--regex", metavar="PATTERN", help="Answer with a text that matches.")]
+Schema = Annotated[Path | None, existing_file("Answer with JSON of the schema in this file.", "--json-schema")]
+PRESET = "A request that `paradec tune` or `Request.save` wrote; given options override it."
+ATTENTION = "A setting of the attention (select, skip, block_size, preset=short, ...); may be repeated."
+TRACE = "Record the steps: .html is a page to step through, .gif an animation, .json data for `paradec trace`."
+BOUNDS: dict[str, Any] = {"min": 1, "max": LARGEST_INT}
+SHARED: dict[str, tuple[Any, Any, Any]] = {
+    "model": (str | None, typer.Option(help="A folder or a hub id; by default the small model in the package."), None),
+    "set_": (Names, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; repeated."), None),
+    "preset": (Path | None, existing_file(PRESET, metavar="FILE.json"), None),
+    "attention_set": (Names, typer.Option("--attention-set", metavar="NAME=VALUE", help=ATTENTION), None),
+    "batch": (int, typer.Option(help="Prompts decoded together.", **BOUNDS), 1),
+    "dtype": (str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's."), None),
+    "device": (str | None, typer.Option(help="cpu, cuda, cuda:1, ..."), None),
+    "trace": (Path | None, typer.Option(metavar="FILE", help=TRACE), None),
+    "live": (bool, typer.Option("--live", help="Show tokens on the terminal as they are decided."), False),
+    "as_json": (bool, typer.Option("--json", help="Print one JSON object."), False),
 }
-"""Parameters of commands, each with its default."""
-FILE_AND_NAME = re.compile(r"([^(]+\.py:\w+)(\(.*\))?")
-"""A sampler or a cache of one's own, on the command line, and its settings."""
+"""Parameters of commands, each with its type and its default; fields of a request are added."""
+for _name, _field in FIELDS.items():
+    if (_option := _field.metadata)["option"] is not None:
+        _names = ["--" + _name.replace("_", "-"), _option["short"]] if "short" in _option else []
+        _bounds = BOUNDS if _name == "block_length" else {}
+        _declared = typer.Option(*_names, metavar=_option.get("metavar"), help=_option["help"], **_bounds)
+        SHARED[_name] = (_option["option"], _declared, _option.get("option_default", _field.default))
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -98,8 +74,8 @@ def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
         own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         shared = []
         for name in names.split():
-            annotation, default = SHARED[name]
-            default = defaults.get(name, default)
+            kind, declared, default = SHARED[name]
+            annotation, default = Annotated[kind, declared], defaults.get(name, default)
             shared.append(inspect.Parameter(name, own[0].KEYWORD_ONLY, default=default, annotation=annotation))
         needed = [parameter for parameter in own if parameter.default is parameter.empty]
         parameters = [*needed, *shared, *(parameter for parameter in own if parameter not in needed)]
@@ -120,15 +96,8 @@ def num_processes() -> int:
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else 1
 
 
-# What they say ---------------------------------------------------------------------------------------------------
-
-
 def read_text(argument: str) -> str:
-    """The argument, or for "-" what standard input holds, without its last line's end.
-
-    Raises:
-        ValueError: standard input is closed, or no text.
-    """
+    """The argument, or for "-" the text of standard input, without its last line's end."""
     if argument != "-":
         return argument
     if num_processes() > 1:
@@ -141,21 +110,8 @@ def read_text(argument: str) -> str:
     return text.replace("\r\n", "\n").rstrip("\n")
 
 
-def check_readable(option: str, file: Path | None) -> None:
-    """Raise ValueError unless there is a file to read, where one is given."""
-    if file is None:
-        return
-    check_text(option, str(file))
-    if not file.exists():
-        raise ValueError(f"{option} {str(file)!r}: there is no such file")
-    if file.is_dir():
-        raise ValueError(f"{option} {str(file)!r} is a folder; give a file")
-    if not os.access(file, os.R_OK):
-        raise ValueError(f"cannot read {option} {str(file)!r}: permission denied")
-
-
 def check_writable(option: str, file: Path | None) -> None:
-    """Raise ValueError unless the file can be written, where there is one."""
+    """Raise ValueError unless the file can be written, where one is given."""
     if file is None:
         return
     check_text(option, str(file))  # it is printed as well
@@ -166,99 +122,74 @@ def check_writable(option: str, file: Path | None) -> None:
 
 
 def names(given: list[str] | None) -> list[str] | None:
-    """Comma-separated names, in one option or several; commas in parentheses separate settings."""
-    if given is None:
-        return None
-    found: list[str] = []
-    for text in given:
-        found.append("")
-        depth = 0
-        for sign in text:
-            depth += (sign in "([") - (sign in ")]")
-            if sign == "," and depth <= 0:
-                found.append("")
-            else:
-                found[-1] += sign
-    return [name.strip() for name in found]
+    """Split comma-separated names, of one option or several; commas in parentheses separate settings."""
+    return None if given is None else [name.strip() for text in given for name in split_outside(text, ",")]
 
 
 def sampler_names(given: list[str] | None) -> list[str] | None:
-    """`names`, each by `own_name`."""
-    found = names(given)
-    return found if found is None else [own_name("--samplers", text, "sampler") for text in found]
+    """Split `--samplers`, and import the classes of files in it."""
+    return None if given is None else [import_classes("--samplers", text, "sampler") for text in names(given) or ()]
 
 
-def own_name(option: str, text: str, kind: str) -> str:
-    """A name. FILE.py:NAME, with or without settings in parentheses, is a class, which is registered under its name.
-
-    Args:
-        kind: "sampler" or "cache".
-
-    Raises:
-        ValueError: no such file, or no class of this kind in it, or one whose name is taken.
-    """
-    split = FILE_AND_NAME.fullmatch(text)
-    if split is None:
-        return text
+def import_classes(option: str, text: str, kind: str) -> str:
+    """Register the classes that FILE.py:CLASS names in a text; returns the text with the names of the classes. kind:
+    "sampler" or "cache". Raises ValueError for other files, other classes, and names that are taken."""
     from paradec.caches.base import Cache
     from paradec.core.protocol import Sampler
 
     base, registry = (Cache, paradec.caches.registry) if kind == "cache" else (Sampler, paradec.samplers.registry)
-    cls = from_file(option, split[1])
-    if not isinstance(cls, type) or not issubclass(cls, base):
-        raise ValueError(f"{option} {text!r} must be a class of a {kind}, as docs/write_a_{kind}.md shows one")
-    if cls.name not in registry or registry.get(cls.name) is not cls:
-        registry.register(cls.name, cls)
-    return cls.name + (split[2] or "")
+    terms = split_outside(text, "+")
+    for place, term in enumerate(terms):
+        if (found := split_file(term)) is None:
+            continue
+        cls = from_file(option, found[0])
+        if not isinstance(cls, type) or not issubclass(cls, base):
+            raise ValueError(f"{option} {term!r} must be a class of a {kind}, as docs/write_a_{kind}.md shows one")
+        if cls.name not in registry or registry.get(cls.name) is not cls:
+            registry.register(cls.name, cls)
+        terms[place] = cls.name + found[1]
+    return "+".join(terms)
 
 
 def from_file(option: str, text: str) -> Any:
     """The function or class that FILE.py:NAME, or MODULE:NAME, names; modules of the working directory are found.
-
-    Raises:
-        ValueError: another form, no such file, one that fails, or no such name in it.
-    """
-    place, colon, name = text.rpartition(":")
-    if not colon or not name.isidentifier() or not place:
+    Raises ValueError for another form, and for a file that is missing, fails or has no such name."""
+    place, _, name = text.rpartition(":")
+    if not name.isidentifier() or not place:
         raise ValueError(f"{option} {text!r} must be FILE.py:NAME or MODULE:NAME")
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise ValueError(f"{option} {text!r}: {place!r} is no file")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = _module_of(option, text, place) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
         raise ValueError(f"{option} {text!r} cannot be imported: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{option} {text!r}: {place!r} fails with {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{option} {text!r}: {place!r} has no function or class {name!r}")
     return found
 
 
-def _module_of(option: str, text: str, place: str) -> Any:
-    """A file as a module, once."""
-    if not os.path.isfile(place):
-        raise ValueError(f"{option} {text!r}: {place!r} is no file")
-    known = f"file {os.path.realpath(place)}"
-    if known in sys.modules:
-        return sys.modules[known]
-    spec = importlib.util.spec_from_file_location(known, place)
-    assert spec is not None and spec.loader is not None
-    sys.modules[known] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[known]
-        if isinstance(error, Exception) and not isinstance(error, ImportError):
-            raise ValueError(f"{option} {text!r}: {place!r} fails with {type(error).__name__}: {error}") from error
-        raise
-    return module
+def _import_file(place: str) -> Any:
+    """Import a file as a module, once."""
+    name = f"file {os.path.realpath(place)}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, place)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:
-    """Read `name=value` pairs.
-
-    Raises:
-        ValueError: no such pair, or a name that is given twice.
-    """
+    """Read `name=value` pairs. Raises ValueError for other pairs, and for a name that is given twice."""
     found: dict[str, Any] = {}
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
@@ -282,11 +213,7 @@ def _value(text: str) -> Any:
 
 
 def attention_of(name: str | None, pairs: list[str] | None) -> Any:
-    """What `paradec.generate` takes as `attention`.
-
-    Raises:
-        ValueError: an unknown name, settings of dense attention, or settings that are wrong.
-    """
+    """The argument `attention`. Raises ValueError for an unknown name, and for settings that are wrong."""
     given = settings(pairs, "--attention-set")
     if name is not None:
         check_choice("attention", name, ["dense", *paradec.attention.names()])
@@ -305,19 +232,27 @@ def given(context: typer.Context) -> set[str]:
 
 
 def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -> dict[str, Any]:
-    """Arguments of a request: a preset's values take the place of defaults.
-
-    Args:
-        request: what the options say. there: the fields among them that were given.
-
-    Raises:
-        ValueError: no file that `Request.save` wrote.
-    """
+    """Arguments of a request: a preset's values take the place of defaults, but not of the fields `there` that were
+    given."""
     if preset is None:
         return request
     from paradec.request import Request
 
-    check_readable("--preset", preset)
     changes = Request.load(preset).changes()
     changes.pop("trace", None)  # `--trace` says where it goes
     return request | {name: value for name, value in changes.items() if name not in there}
+
+
+def constraint(choices: list[str] | None, pattern: str | None, schema: Path | None) -> dict[str, Any]:
+    """The argument `constraint` that `--choice`, `--regex` or `--json-schema` says, if one is given."""
+    options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say what an answer must be; give one of them")
+    from paradec.constraints.values import Choice, JsonSchema, Regex
+
+    if schema is not None:
+        return {"constraint": JsonSchema(text_of_file(schema))}
+    if pattern is not None:
+        return {"constraint": Regex(pattern)}
+    return {"constraint": Choice(tuple(choices))} if choices else {}

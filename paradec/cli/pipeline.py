@@ -1,4 +1,4 @@
-"""What `paradec image` does with a diffusers pipeline: which class it is, its arguments, plain and accelerated runs.
+"""`paradec image` with a diffusers pipeline: its class, its arguments, plain and accelerated runs.
 
 Imports diffusers, so that the command imports it when it is needed."""
 
@@ -7,20 +7,20 @@ from __future__ import annotations
 import inspect
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 import typer
-from PIL.Image import Image
 
 import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
-from paradec.cli import show
-from paradec.cli.sheets import ImageJob, Made
-from paradec.core.checks import check_choice
+from paradec.cli.image import ImageJob
+from paradec.core.checks import check_choice, count
 from paradec.core.thumbnails import of_steps
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of
@@ -29,14 +29,11 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 AMUSED = ("maskgit", "halton", "lpd", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""
 DTYPES = ("float32", "bfloat16", "float16")
+CALL_FIELDS = ("transformer", "step", "branch", "kind", "evaluated", "forecast", "bytes", "seconds")
 
 
 def pipeline_class(index: dict[str, Any]) -> Any:
-    """The class that a model_index.json names.
-
-    Raises:
-        CheckpointError: diffusers does not have it.
-    """
+    """The class that a model_index.json names. Raises CheckpointError where diffusers does not have it."""
     name = index.get("_class_name")
     found = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
     if not isinstance(found, type) or not issubclass(found, diffusers.DiffusionPipeline):
@@ -44,18 +41,20 @@ def pipeline_class(index: dict[str, Any]) -> Any:
     return found
 
 
-def load_pipeline(cls: Any, folder: str, dtype: str | None) -> Any:
-    """A pipeline with its weights; `dtype` is one of `DTYPES`, or None for the files' own.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
+def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, bars: bool = False) -> Any:
+    """A pipeline with its weights; `dtype` is one of `DTYPES`, or None for the files' own. bars: whether it shows its
+    progress. Raises CheckpointError where it cannot be loaded."""
+    diffusers.utils.logging.set_verbosity_error()
+    if not bars:
+        diffusers.utils.logging.disable_progress_bar()
     options = {} if dtype is None else {"torch_dtype": getattr(torch, dtype)}
     try:
-        return cls.from_pretrained(folder, **options)
+        pipe = cls.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(f"{folder!r} cannot be loaded as {cls.__name__}: {reason}") from error
+    pipe.set_progress_bar_config(disable=not bars, leave=False)
+    return pipe if device is None else pipe.to(device)
 
 
 @dataclass
@@ -64,29 +63,17 @@ class PipelineJob:
 
     Args:
         job: files and conditions. index: from `pipeline_index`. sampler: a name, or None for the default. settings: of
-            the sampler. compare: whether to run without it as well.
-        others: as the options of the command.
-
-    Raises:
-        ValueError: what this pipeline does not take; the message says what it takes. CheckpointError: a pipeline that
-            diffusers does not have.
+            the sampler. compare: whether to run without it as well. request: further options of the command.
     """
 
     job: ImageJob
     index: dict[str, Any]
     sampler: InitVar[str | None]
     settings: InitVar[dict[str, Any]]
-    compare: bool = False
-    steps: int | None = None
-    guidance_scale: float | None = None
-    height: int | None = None
-    width: int | None = None
-    num_images: int = 1
-    negative_prompt: str | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    dtype: str | None = None
-    device: str | None = None
+    compare: bool
+    request: dict[str, Any]
+    dtype: str | None
+    device: str | None
     method: Any = field(init=False)
     cls: Any = field(init=False)
 
@@ -108,18 +95,17 @@ class PipelineJob:
             other = "--class" if condition == "prompts" else "--prompt"
             raise ValueError(f"{name} does not take {condition}; give {other}")
         for option in ("height", "width", "negative_prompt", "guidance_scale"):
-            if getattr(self, option) is not None and option not in takes:
+            if self.request[option] is not None and option not in takes:
                 raise ValueError(f"--{option.replace('_', '-')} is no argument of {name}")
-        if not self.codes:
-            if self.temperature is not None:
-                raise ValueError("--temperature is for models of tokens; leave it out")
-            if self.job.sheet_of_steps:
-                raise ValueError(
-                    "--trace draws which step made which token final; a diffusion model makes all pixels at every step "
-                    "(--json has its calls, and --trace FILE.html draws them)"
-                )
-        elif self.compare:
+        if self.codes and self.compare:
             raise ValueError(f"--compare is for diffusion pipelines; {name} draws other codes with each sampler")
+        if not self.codes and self.request["temperature"] is not None:
+            raise ValueError("--temperature is for models of tokens; leave it out")
+        if not self.codes and self.job.sheet_of_steps:
+            raise ValueError(
+                "--trace draws which step made which token final; a diffusion model makes all pixels at every step "
+                "(--json has its calls, and --trace FILE.html draws them)"
+            )
         if self.dtype is not None:
             check_choice("--dtype", self.dtype, DTYPES)
         try:
@@ -128,80 +114,85 @@ class PipelineJob:
             raise ValueError(f"--device {self.device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
     def run(self, bars: bool = False, as_json: bool = False) -> None:
-        """Load the pipeline, make the pictures, write the sheets and print what it took.
-
-        Args:
-            bars: whether to show progress. as_json: whether to print it as data.
-
-        Raises:
-            CheckpointError: the pipeline cannot be loaded.
-        """
-        diffusers.utils.logging.set_verbosity_error()
-        if not bars:
-            diffusers.utils.logging.disable_progress_bar()
-        pipe = load_pipeline(self.cls, self.index["folder"], self.dtype)
-        pipe = pipe if self.device is None else pipe.to(self.device)
-        pipe.set_progress_bar_config(disable=not bars, leave=False)
+        """Load the pipeline, make the pictures, write the sheets and print the cost, with `as_json` as data. bars:
+        whether progress is shown. Raises CheckpointError where the pipeline cannot be loaded."""
+        pipe = load_pipeline(self.cls, self.index["folder"], self.dtype, self.device, bars)
         call = self._call(pipe)
-        base = int(torch.randint(2**62, ())) if self.seed is None else self.seed
+        base = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
         rows = len(next(iter(call.values())))
 
-        def paint() -> tuple[list[Image], float]:
+        def paint() -> tuple[list[Any], float]:
             # one generator for each picture: it depends on its own number alone
             draw = [torch.Generator().manual_seed(base + row) for row in range(rows)]
             begin = time.perf_counter()
             images = pipe(**call, generator=draw).images
             return images, time.perf_counter() - begin
 
-        made = self._paint_codes(pipe, call, paint) if self.codes else self._paint(pipe, paint)
-        self.job.columns = rows if made.plain is not None and self.job.columns is None else self.job.columns
+        plain, plain_seconds = paint() if self.compare else ([], 0.0)
+        steps, seen = None, list[torch.Tensor]()
+        if self.codes:
+            session = self._set_scheduler(pipe)
+            call["callback"] = lambda step, timestep, codes: seen.append(codes.cpu())
+        else:
+            session = paradec.accelerate(pipe, self.method)
+        with nullcontext() if session is None or self.codes else session:
+            images, seconds = paint()
+            report: Any = None if session is None else session.report()
+        if self.codes:  # [B, h, w]: the step at which each code became final
+            mask = pipe.scheduler.config.mask_token_id
+            steps = torch.stack([codes == mask for codes in seen]).sum(0).numpy()
+        self.job.columns = rows if plain and self.job.columns is None else self.job.columns
         record = None
         if self.job.trace is not None and not self.job.sheet_of_steps:
-            record = of_steps(made.steps, made.images, self.method) if self.codes else made.told.trace(made.images)
-        self.job.write((made.plain or []) + made.images, made.steps, record)
-        if as_json:
-            report = show.pipeline_report(self.job.out, self.job.conditions, self.cls.__name__, self.method, made)
-            typer.echo(json.dumps(report))
-        else:
-            typer.echo(show.pipeline_summary(self.job.out, made))
+            record = of_steps(steps, images, self.method) if self.codes else report.trace(images)
+        self.job.write(plain + images, steps, record)
+        apart = [
+            np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in zip(images, plain, strict=False)
+        ]
+        compared = {"plain_seconds": plain_seconds, "pixel_difference": float(np.mean(apart) / 255)} if plain else {}
+        if not as_json:
+            width, height = images[0].size
+            text = f"{count(len(images), 'picture')} of {height} x {width} pixels in {self.job.out}, {seconds:.2f} s"
+            if plain:
+                text += f" (plain, above: {plain_seconds:.2f} s; pixels {compared['pixel_difference']:.4f} apart)"
+            typer.echo(text if report is None else f"{text}\n{getattr(report, 'summary', str(report))}")
+            return
+        found: dict[str, Any] = {"out": str(self.job.out), **self.job.conditions, "pipeline": self.cls.__name__}
+        found |= {"pictures": len(images), "seconds": seconds, "sampler": self.method.to_dict(), **compared}
+        if hasattr(report, "calls"):
+            calls = [{name: getattr(call, name) for name in CALL_FIELDS} for call in report.calls]
+            found |= {"full_steps": report.full_steps, "bytes": report.bytes, "calls": calls}
+        elif report is not None:
+            found |= {"cells": report.cells, "bytes": report.bytes}
+        typer.echo(json.dumps(found))
 
     def _call(self, pipe: Any) -> dict[str, Any]:
-        """The pipeline's arguments, what it is conditioned on first, a row for every picture."""
+        """The pipeline's arguments, its condition first, a row for every picture."""
         (given,) = self.job.conditions.values()
-        rows = [entry for entry in given for _ in range(self.num_images)]
+        rows = [entry for entry in given for _ in range(self.request["num_images"])]
         if "class_labels" in self.job.conditions:
             classes = pipe.transformer.config.num_embeds_ada_norm
             call: dict[str, Any] = {"class_labels": labels_of(rows, classes)}
         else:
             call = {"prompt": rows}
-            if self.negative_prompt is not None:
-                call["negative_prompt"] = [self.negative_prompt] * len(rows)
-        options = {"num_inference_steps": self.steps, "guidance_scale": self.guidance_scale}
-        options |= {"height": self.height, "width": self.width}
+            if self.request["negative_prompt"] is not None:
+                call["negative_prompt"] = [self.request["negative_prompt"]] * len(rows)
+        options = {"num_inference_steps": self.request["steps"]}
+        options |= {name: self.request[name] for name in ("guidance_scale", "height", "width")}
         return call | {name: value for name, value in options.items() if value is not None}
 
-    def _paint(self, pipe: Any, paint: Any) -> Made:
-        plain, plain_seconds = paint() if self.compare else (None, 0.0)
-        with paradec.accelerate(pipe, self.method) as session:
-            images, seconds = paint()
-            return Made(images, seconds, session.report(), plain=plain, plain_seconds=plain_seconds)
-
-    def _paint_codes(self, pipe: Any, call: dict[str, Any], paint: Any) -> Made:
-        """With the sampler as the pipeline's scheduler, and for ReCAP hooks as well."""
-        own: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
+    def _set_scheduler(self, pipe: Any) -> Any:
+        """Make the sampler the scheduler of a pipeline of codes; for ReCAP also hooks, whose session is returned."""
+        temperature = self.request["temperature"]
+        own: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         if self.method.name == "recap":
             session = paradec.accelerate(pipe, self.method)
             if own:
                 pipe.scheduler.register_to_config(**own)
-        else:
-            session = None
-            schedulers = paradec.schedulers
-            scheduler = {"maskgit": schedulers.MaskGITScheduler, "halton": schedulers.HaltonScheduler}
-            scheduler["lpd"] = schedulers.LPDScheduler
-            settings = {name: getattr(self.method, name) for name in self.method.settings()}
-            pipe.scheduler = scheduler[self.method.name].from_config(pipe.scheduler.config, **settings, **own)
-        mask, seen = pipe.scheduler.config.mask_token_id, []
-        call["callback"] = lambda step, timestep, codes: seen.append(codes.cpu())
-        images, seconds = paint()
-        masked = torch.stack([codes == mask for codes in seen])  # [T, B, h, w]
-        return Made(images, seconds, None if session is None else session.report(), masked.sum(0).numpy())
+            return session
+        schedulers = paradec.schedulers
+        scheduler = {"maskgit": schedulers.MaskGITScheduler, "halton": schedulers.HaltonScheduler}
+        scheduler["lpd"] = schedulers.LPDScheduler
+        settings = {name: getattr(self.method, name) for name in self.method.settings()}
+        pipe.scheduler = scheduler[self.method.name].from_config(pipe.scheduler.config, **settings, **own)
+        return None

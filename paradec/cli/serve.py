@@ -11,75 +11,47 @@ import typer
 
 from paradec.cli import options, show
 from paradec.cli.generate import Drafter
-from paradec.core.checks import LARGEST_INT64, check_int, check_number
+from paradec.core.checks import LARGEST_INT64, check_number
 from paradec.core.text_files import read_text
 
-Host = Annotated[str, typer.Option(help="Address to listen on; by default only this machine.")]
-Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")]
-BatchSize = Annotated[int, typer.Option("--batch", help="The most rows decoded together.")]
-MaxMemory = Annotated[int | None, typer.Option(help="Bytes that keys and values may take; limits the rows.")]
-PrefixMemory = Annotated[
-    int | None,
-    typer.Option(
-        help="Bytes of keys and values that answered requests leave for those that begin alike; 0 keeps nothing. "
-        "By default a quarter of what the rows take."
-    ),
-]
-Name = Annotated[str | None, typer.Option(help="Name of the model for clients; by default that of --model.")]
-Presets = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help='What `paradec tune` or `Request.save` wrote: NAME.json is {"preset": "NAME"} of a body.'
-    ),
-]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="File with the API key that clients must send; PARADEC_API_KEY can hold it instead."
-    ),
-]
-MaxAnswer = Annotated[int, typer.Option(help="The most tokens of an answer.")]
-MaxBody = Annotated[int, typer.Option(help="The most bytes of a request.")]
-MaxRequests = Annotated[int, typer.Option(help="Requests answered or waiting at once; more get 429.")]
-MaxWork = Annotated[
-    int,
-    typer.Option(help="Tokens of prompts and answers, asked for or being answered at once; more get 429."),
-]
-Timeout = Annotated[float, typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")]
+BATCH = typer.Option("--batch", min=1, help="The most rows decoded together.")
+MEMORY = typer.Option(min=1, max=LARGEST_INT64, help="Bytes that keys and values may take; limits the rows.")
+KEPT = "Bytes of keys and values kept of answered requests, for equal beginnings; by default a quarter of the rows'."
+PREFIXES = typer.Option(min=0, max=LARGEST_INT64, help=KEPT)
+PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: NAME.json is {"preset": "NAME"} of a body.')
+KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
+REQUESTS = typer.Option(min=1, help="Requests answered or waiting at once; more get 429.")
+WORK = typer.Option(min=1, help="Tokens of prompts and answers, asked for or being answered at once; more get 429.")
+TIMEOUT = typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")
 LOCAL = ("127.0.0.1", "localhost", "::1")
-KEY = "PARADEC_API_KEY"
 
 
 @options.takes("model sampler set_ preset cache suffix max_new_tokens temperature dtype device")
 def serve(
     context: typer.Context,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    name: Name = None,
-    batch: BatchSize = 8,
-    max_memory: MaxMemory = None,
-    prefix_memory: PrefixMemory = None,
-    presets: Presets = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; by default only this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default --model's.")] = None,
+    batch: Annotated[int, BATCH] = 8,
+    max_memory: Annotated[int | None, MEMORY] = None,
+    prefix_memory: Annotated[int | None, PREFIXES] = None,
+    presets: Annotated[Path | None, PRESETS] = None,
     drafter: Drafter = None,
-    api_key_file: KeyFile = None,
-    max_answer: MaxAnswer = 4096,
-    max_body: MaxBody = 2**20,
-    max_requests: MaxRequests = 512,
-    max_work: MaxWork = 2**20,
-    timeout: Timeout = 60.0,
+    api_key_file: Annotated[Path | None, KEY_FILE] = None,
+    max_answer: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 4096,
+    max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 2**20,
+    max_requests: Annotated[int, REQUESTS] = 512,
+    max_work: Annotated[int, WORK] = 2**20,
+    timeout: Annotated[float, TIMEOUT] = 60.0,
     **shared: Any,
 ) -> None:
     """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""
-    check_int("--port", port, low=0, high=65535)
-    check_int("--batch", batch, low=1)
-    check_int("--max-memory", max_memory, low=1, high=LARGEST_INT64, none=True)
-    check_int("--prefix-memory", prefix_memory, low=0, high=LARGEST_INT64, none=True)
-    limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
-    limits["max_work"] = max_work
-    for limit, value in limits.items():
-        check_int(f"--{limit.replace('_', '-')}", value, low=1)
     check_number("--timeout", timeout, low=0, open_low=True)
-    key = read_key(api_key_file)
+    key = os.environ.get("PARADEC_API_KEY") or None
+    if api_key_file is not None:
+        key = read_text(api_key_file).strip()
+        if not key or any(sign.isspace() for sign in key):
+            raise ValueError(f"--api-key-file {str(api_key_file)!r} must hold one key")
     from paradec.integrations.server import check_installed, listen
 
     check_installed()
@@ -90,7 +62,7 @@ def serve(
     from paradec.integrations.server.asked import read_presets
 
     offered = read_presets(presets)
-    work = prepare("generate", None, given=options.given(context), drafter=drafter, **shared)
+    work = prepare("generate", None, options.given(context), drafter=drafter, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
@@ -100,8 +72,10 @@ def serve(
         rows: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
         engine = Engine(work.model, **rows, sampler=work.method, **request)
     called = name or shared["model"] or "packaged"
+    limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
+    limits |= {"max_work": max_work, "timeout": timeout}
     try:
-        built = app.build_app(engine, name=called, presets=offered, api_key=key, timeout=timeout, **limits)
+        built = app.build_app(engine, name=called, presets=offered, api_key=key, **limits)
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"{called}: http://{shown}:{listening.getsockname()[1]}/v1")
         sys.stdout.flush()
@@ -121,18 +95,3 @@ def check_served(model: Any, max_memory: int | None, **request: Any) -> None:
     error = None if ticket.output is None else ticket.output.error
     if isinstance(error, (ValueError, TypeError)):
         raise error
-
-
-def read_key(file: Path | None) -> str | None:
-    """The API key of a file, or of the environment; None where there is none.
-
-    Raises:
-        ValueError, OSError: a file without a key.
-    """
-    if file is None:
-        return os.environ.get(KEY) or None
-    options.check_readable("--api-key-file", file)
-    key = read_text(file).strip()
-    if not key or any(sign.isspace() for sign in key):
-        raise ValueError(f"--api-key-file {str(file)!r} must hold one key")
-    return key

@@ -10,19 +10,17 @@ import typer
 
 from paradec.cli import options
 
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE.json...", help="Files that `--trace FILE.json` wrote; up to 4.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help=".html (a page to step through), .gif, or .png, .pdf, .svg (a plot)."),
-]
-Names = Annotated[list[str] | None, typer.Option("--name", help="Name of a run; once for each file.")]
-Title = Annotated[str, typer.Option(help="Title of a page.")]
+FILES = typer.Argument(metavar="FILE.json...", exists=True, dir_okay=False, help="Up to 4 that `--trace` wrote.")
+OUT = typer.Option(metavar="FILE", help=".html (a page to step through), .gif, or .png, .pdf, .svg (a plot).")
+NAMES = typer.Option("--name", help="Name of a run; once for each file.")
 
 
 def trace(
-    files: Files, out: Out = None, name: Names = None, title: Title = "", as_json: options.AsJson = False
+    files: Annotated[list[Path], FILES],
+    out: Annotated[Path | None, OUT] = None,
+    name: Annotated[list[str] | None, NAMES] = None,
+    title: Annotated[str, typer.Option(help="Title of a page.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Draw recorded runs, several side by side. Without --out, print their forwards."""
     from paradec.core.trace import Trace
@@ -33,23 +31,22 @@ def trace(
     options.check_writable("--out", out)
     if out is not None:
         check_suffix(out, "--out")
-    for file in files:
-        options.check_readable("FILE", file)
-    if out is not None and any(out.resolve() == file.resolve() for file in files):
-        raise ValueError(f"--out {str(out)!r} is one of the files to read")
+        if any(out.resolve() == file.resolve() for file in files):
+            raise ValueError(f"--out {str(out)!r} is one of the files to read")
     if name and len(name) != len(files):
         raise ValueError(f"--name is given {len(name)} times for {len(files)} files; give one for each, or none")
-    traces = [Trace.load(file) for file in files]
-    called = check_runs(traces, name or _told_apart([file.stem for file in files]))
+    traces, stems = [Trace.load(file) for file in files], [file.stem for file in files]
+    numbered = [f"{stem} ({i})" if stems.count(stem) > 1 else stem for i, stem in enumerate(stems, 1)]
+    called = check_runs(traces, name or numbered)
     if out is not None and out.suffix.lower() in PAGES:
         out.write_text(page(traces, called, title), encoding="utf-8")
     elif out is not None:
         save(traces, out, called)
-    found = [_numbers(each, run) for each, run in zip(called, traces, strict=True)]
+    runs = [_numbers(each, run) for each, run in zip(called, traces, strict=True)]
     if as_json:
-        typer.echo(json.dumps({"out": None if out is None else str(out), "runs": found}))
+        typer.echo(json.dumps({"out": None if out is None else str(out), "runs": runs}))
         return
-    for numbers in found:
+    for numbers in runs:
         typer.echo(
             "{name}: {sampler}, rows {rows}, steps {steps}, forwards {forwards}, tokens final {final}, {unit} "
             "evaluated {evaluated}".format(**numbers)
@@ -58,13 +55,8 @@ def trace(
         typer.echo(f"written to {out}")
 
 
-def _told_apart(names: list[str]) -> list[str]:
-    """Names of files, numbered where they are equal."""
-    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
-
-
 def _numbers(name: str, trace: Any) -> dict[str, Any]:
-    """What a run took."""
+    """The cost of a run."""
     last: dict[tuple[int, int], Any] = {
         (row, position): token for step in trace.steps for row, position, token, _ in step.commits
     }

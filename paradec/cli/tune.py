@@ -14,209 +14,117 @@ from paradec.cli import options, show
 from paradec.core.checks import check_int, check_temperature
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.jsonl",
-        help='Your own prompts, one JSON object a line: {"prompt": ...}, with "answer" or "regex" where you know what '
-        'is right; or {"input_ids": [...], "answer_ids": [...]}. By default the packaged ones.',
-    ),
-]
-Limit = Annotated[
-    int | None, typer.Option(help="Number of prompts: the first of a file, or this many of each packaged task.")
-]
-Samplers = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Samplers, separated by commas, combinations, and samplers of your own (FILE.py:NAME); by default every "
-        "masked one that works."
-    ),
-]
-Caches = Annotated[
-    list[str] | None,
-    typer.Option(help="Caches, separated by commas; by default none for forwards, all for seconds."),
-]
-Blocks = Annotated[
-    list[str] | None,
-    typer.Option(help="Block lengths, separated by commas, 'own' for the model's; by default a few around it."),
-]
-Objective = Annotated[str, typer.Option(help="forwards, seconds (measured here), or both.")]
-Score = Annotated[
-    str | None,
-    typer.Option(
-        help="answers, checker, or agreement with one token per step; by default answers if all prompts have one."
-    ),
-]
-Checker = Annotated[
-    str | None,
-    typer.Option(metavar="FILE.py:NAME", help="A function that scores an answer to a prompt, from 0 to 1."),
-]
-Mask = Annotated[str | None, typer.Option(help="Text that represents a token to fill, as in `paradec infill`.")]
-Trials = Annotated[int, typer.Option(help="Settings to propose after the preset ones.")]
-Minutes = Annotated[float | None, typer.Option(help="Start no new trial after this time; the report takes extra time.")]
-StudyFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.db", help="Store the search here; the same command continues it."),
-]
-PresetOut = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE.json", help="Write the preset, for --preset of other commands.")
-]
-Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all that was measured.")]
-PointNumber = Annotated[
-    int | None, typer.Option(help="The point of the front that --out gets; by default the chosen one.")
-]
-Tolerance = Annotated[
-    float,
-    typer.Option(help="Points of score that the preset may be below the best hand-set one."),
-]
-Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")]
-Pipeline = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Search the solver steps of this diffusers pipeline instead (a folder, or digits-dit): --budget of its "
-        "steps, in runs with the next class or the next of --prompts.",
-    ),
-]
-Budget = Annotated[int | None, typer.Option(help="With --pipeline: solver steps to evaluate; by default 7.")]
-Steps = Annotated[
-    int | None, typer.Option(help="With --pipeline: solver steps of a run; by default the pipeline's own.")
-]
-Target = Annotated[
-    str | None, typer.Option(help="With --pipeline: what is forecast: output (the default), stack, block or module.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]
+PROMPTS = options.existing_file(
+    'Your prompts, a line {"prompt": ...}, with "answer" or "regex" if known; or {"input_ids": ..., "answer_ids": ...}.'
+)
+LIMIT = typer.Option(help="Number of prompts: the first of a file, or this many of each packaged task.")
+CACHES = typer.Option(help="Caches, separated by commas; by default none for forwards, all for seconds.")
+BLOCKS = typer.Option(help="Block lengths, separated by commas, 'own' for the model's; by default a few around it.")
+SCORE = typer.Option(help="answers (the default if there are any), checker, or agreement with one token per step.")
+CHECKER = typer.Option(metavar="FILE.py:NAME", help="A function that scores an answer to a prompt, from 0 to 1.")
+MASK = typer.Option(help="Text that represents a token to fill, as in `paradec infill`.")
+MINUTES = typer.Option(help="Start no new trial after this time; the report takes extra time.")
+STUDY = typer.Option(metavar="FILE.db", help="Store the search here; the same command continues it.")
+OUT = typer.Option(metavar="FILE.json", help="Write the preset, for --preset of other commands.")
+REPORT = typer.Option(metavar="FILE.json", help="Write all that was measured.")
+POINT = typer.Option(min=1, help="The point of the front that --out gets; by default the chosen one.")
+TOLERANCE = typer.Option(help="Points of score that the preset may be below the best hand-set one.")
+PIPELINE = typer.Option(metavar="DIR", help="Search --budget solver steps of a diffusers pipeline, or of digits-dit.")
+BUDGET = typer.Option(min=1, help="With --pipeline: solver steps to evaluate; by default 7.")
+STEPS = typer.Option(min=1, help="With --pipeline: solver steps of a run; by default the pipeline's own.")
+TARGET = typer.Option(help="With --pipeline: what is forecast: output (the default), stack, block or module.")
 
 
-@options.takes("model batch max_new_tokens temperature dtype device", batch=8)
+@options.takes("model batch max_new_tokens temperature dtype device as_json", batch=8)
 def tune(
-    prompts: Prompts = None,
-    limit: Limit = None,
-    score: Score = None,
-    checker: Checker = None,
-    mask: Mask = None,
-    samplers: Samplers = None,
-    caches: Caches = None,
-    blocks: Blocks = None,
-    objective: Objective = "forwards",
-    trials: Trials = 40,
-    minutes: Minutes = None,
-    study: StudyFile = None,
-    out: PresetOut = None,
-    report: Report = None,
-    point: PointNumber = None,
-    tolerance: Tolerance = 1.0,
-    seed: Seed = 0,
-    pipeline: Pipeline = None,
-    budget: Budget = None,
-    steps: Steps = None,
-    target: Target = None,
-    as_json: AsJson = False,
+    prompts: Annotated[Path | None, PROMPTS] = None,
+    limit: Annotated[int | None, LIMIT] = None,
+    score: Annotated[str | None, SCORE] = None,
+    checker: Annotated[str | None, CHECKER] = None,
+    mask: Annotated[str | None, MASK] = None,
+    samplers: options.Samplers = None,
+    caches: Annotated[list[str] | None, CACHES] = None,
+    blocks: Annotated[list[str] | None, BLOCKS] = None,
+    objective: Annotated[str, typer.Option(help="forwards, seconds (measured here), or both.")] = "forwards",
+    trials: Annotated[int, typer.Option(help="Settings to propose after the preset ones.")] = 40,
+    minutes: Annotated[float | None, MINUTES] = None,
+    study: Annotated[Path | None, STUDY] = None,
+    out: Annotated[Path | None, OUT] = None,
+    report: Annotated[Path | None, REPORT] = None,
+    point: Annotated[int | None, POINT] = None,
+    tolerance: Annotated[float, TOLERANCE] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")] = 0,
+    pipeline: Annotated[str | None, PIPELINE] = None,
+    budget: Annotated[int | None, BUDGET] = None,
+    steps: Annotated[int | None, STEPS] = None,
+    target: Annotated[str | None, TARGET] = None,
     **shared: Any,
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
     chooses, the other half is reported."""
     for_text: dict[str, Any] = {"limit": limit, "score": score, "checker": checker, "mask": mask, "samplers": samplers}
-    for_text |= {"caches": caches, "blocks": blocks, "minutes": minutes, "point": point, "model": shared.get("model")}
-    for_text["max_new_tokens"] = shared.get("max_new_tokens")
-    files = {"study": study, "out": out, "report": report}
-    of_steps = {"budget": budget, "steps": steps, "target": target}
-    if pipeline is not None or any(value is not None for value in of_steps.values()):
-        _search_steps(pipeline, of_steps, for_text, files, prompts, trials, seed, as_json, shared)
-    from paradec.tools.tuning.study import check_installed
-
-    # Everything is checked before the model is loaded, which may take minutes.
-    check_installed()
-    options.check_readable("--prompts", prompts)
+    for_text |= {"caches": caches, "blocks": blocks, "minutes": minutes, "point": point, "model": shared["model"]}
+    for_text["max_new_tokens"] = shared["max_new_tokens"]
+    for_steps: dict[str, Any] = {"budget": budget, "steps": steps, "target": target}
+    files: dict[str, Path | None] = {"study": study, "out": out, "report": report}
+    as_json = shared.pop("as_json")
+    for name, value in (for_steps if pipeline is None else for_text).items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
     for name, file in files.items():
         options.check_writable(f"--{name}", file)
-    check_int("point", point, low=1, none=True)
-    check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
-    check_temperature("temperature", shared["temperature"])
-    wanted: dict[str, Any] = space_of(samplers, caches, blocks)
-    wanted |= {"objective": objective, "trials": trials, "minutes": minutes, "tolerance": tolerance}
-    wanted |= {"batch": shared.pop("batch"), "seed": seed}
-    wanted |= {"score": score, "checker": None if checker is None else options.from_file("--checker", checker)}
+    if pipeline is not None:
+        from paradec.cli.tune_steps import search_steps
+
+        given = {name: value for name, value in for_steps.items() if value is not None}
+        place = {name: shared[name] for name in ("dtype", "device")}
+        code = search_steps(
+            pipeline, prompts=prompts, runs=trials, seed=seed, as_json=as_json, **files, **place, **given
+        )
+        raise typer.Exit(code)
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts
     from paradec.tools.tuning.run import check_search
     from paradec.tools.tuning.scoring import Scorer
+    from paradec.tools.tuning.study import check_installed
 
-    check_search(objective, trials, minutes, tolerance, wanted["batch"], seed)
-    asked = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
-    Scorer.of(asked, score, wanted["checker"])
-    loaded = options.load(shared)
-    request = {name: value for name, value in shared.items() if value is not None}
-    found, code = search(loaded, asked, mask=mask, study=study, **wanted, **request)
-    typer.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else str(found))
-    if report is not None:
-        found.to_json(report)
-    if out is not None and found.points:
-        found.save(out, point)
-        print(
-            f"preset {str(out)!r}: {found.points[found.chosen if point is None else point - 1].name}", file=sys.stderr
-        )
-    if code:
-        print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
-    raise typer.Exit(code)
-
-
-def _search_steps(
-    pipeline: str | None,
-    of_steps: dict[str, Any],
-    for_text: dict[str, Any],
-    files: dict[str, Path | None],
-    prompts: Path | None,
-    trials: int,
-    seed: int,
-    as_json: bool,
-    shared: dict[str, Any],
-) -> None:
-    """`paradec tune --pipeline`; ends the command."""
-    for name, value in (of_steps if pipeline is None else for_text).items():
-        if value is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
-    from paradec.cli.tune_steps import search_steps
-
-    assert pipeline is not None
-    options.check_readable("--prompts", prompts)
-    for name, file in files.items():
-        options.check_writable(f"--{name}", file)
-    chosen: dict[str, Any] = {"prompts": prompts, "runs": trials, "seed": seed, "as_json": as_json, **files}
-    chosen |= {name: shared.get(name) for name in ("dtype", "device")}
-    chosen |= {name: value for name, value in of_steps.items() if value is not None}
-    raise typer.Exit(search_steps(pipeline, **chosen))
-
-
-def space_of(samplers: list[str] | None, caches: list[str] | None, blocks: list[str] | None) -> dict[str, Any]:
-    """What these options say, as arguments of `paradec.tune`.
-
-    Raises:
-        ValueError: an unknown name, or what is no length.
-    """
+    # Everything is checked before the model is loaded, which may take minutes.
+    check_installed()
+    check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
+    check_temperature("temperature", shared["temperature"])
     names, allowed = options.sampler_names(samplers), options.names(caches)
     for name in names or ():
         paradec.samplers.create(name)
     for name in allowed or ():
         paradec.caches.create(name)
     lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
-    return {"samplers": names, "caches": allowed, "blocks": lengths}
-
-
-def search(model: Any, prompts: Any, **arguments: Any) -> tuple[Any, int]:
-    """Run `paradec.tune` with a progress bar.
-
-    Returns:
-        The `Tuning`, of an interrupted one what was found so far, and the exit code.
-    """
-    bar = show.Bar()
+    score_with = None if checker is None else options.from_file("--checker", checker)
+    check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
+    texts = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
+    Scorer.of(texts, score, score_with)
+    wanted: dict[str, Any] = {"samplers": names, "caches": allowed, "blocks": lengths, "objective": objective}
+    wanted |= {"trials": trials, "minutes": minutes, "tolerance": tolerance, "seed": seed, "score": score}
+    wanted |= {"checker": score_with, "mask": mask, "study": study}
+    model = options.load(shared)
+    wanted |= {name: value for name, value in shared.items() if value is not None}
+    code = 0
     raise_again()
     try:
-        with bar:
-            return paradec.tune(model, prompts, progress=bar.work, **arguments), 0
+        with show.Bar() as bar:
+            found = paradec.tune(model, texts, progress=bar.work, **wanted)
     except paradec.Interrupted as interrupt:
-        return interrupt.output, EXIT_CODE
+        found, code = interrupt.output, EXIT_CODE
+    typer.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else str(found))
+    if report is not None:
+        found.to_json(report)
+    if out is not None and found.points:
+        found.save(out, point)
+        chosen = found.points[found.chosen if point is None else point - 1]
+        print(f"preset {str(out)!r}: {chosen.name}", file=sys.stderr)
+    if code:
+        print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
+    raise typer.Exit(code)
 
 
 def _length(text: str) -> int | None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import typer
 
@@ -38,13 +36,7 @@ def search_steps(
     dtype: str | None = None,
     device: str | None = None,
 ) -> int:
-    """Search, print what was found and write the files. Returns the exit code.
-
-    Raises:
-        ValueError: an argument out of its range, before weights are read. CheckpointError: no such pipeline.
-    """
-    check_int("budget", budget, low=1)
-    check_int("steps", steps, low=1, none=True)
+    """Search, print the result and write the files. Returns the exit code."""
     check_int("trials", runs, low=0)
     sampler = paradec.TaylorSeer(target=target)
     index = pipeline_index(source)
@@ -54,18 +46,22 @@ def search_steps(
     takes = inspect.signature(cls.__call__).parameters
     if "class_labels" not in takes and prompts is None:
         raise ValueError(f"{cls.__name__} takes prompts: give --prompts FILE.jsonl, of which each run takes the next")
-    texts = None if prompts is None else _texts(prompts)
-    if texts is not None and "prompt" not in takes:
+    if prompts is not None and "prompt" not in takes:
         raise ValueError(f"{cls.__name__} takes no prompts; leave --prompts out")
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    pipe = load_pipeline(cls, index["folder"], dtype)
-    pipe = pipe if device is None else pipe.to(device)
-    pipe.set_progress_bar_config(disable=True)
-    run = _runner(pipe, texts, steps)
-    bar = show.Bar()
+    texts = [] if prompts is None else _texts(prompts)
+    pipe = load_pipeline(cls, index["folder"], dtype, device)
+    options = {} if steps is None else {"num_inference_steps": steps}
+
+    def run(seed: int) -> Any:
+        """One run of a seed: the next class or prompt, and noise of its own."""
+        draw = torch.Generator().manual_seed(seed)
+        if texts:
+            return pipe(prompt=texts[seed % len(texts)], generator=draw, **options)
+        classes = pipe.transformer.config.num_embeds_ada_norm
+        return pipe(class_labels=[seed % classes], generator=draw, **options)
+
     try:
-        with bar:
+        with show.Bar() as bar:
             found = paradec.tune_steps(
                 pipe, run, budget=budget, sampler=sampler, runs=runs, seed=seed, study=study, progress=bar.work
             )
@@ -89,17 +85,3 @@ def _texts(file: Path) -> list[str]:
         if not isinstance(text, str):
             raise ValueError(f"--prompts {str(file)!r} holds {text!r}; a pipeline's prompts are texts")
     return found
-
-
-def _runner(pipe: Any, texts: list[str] | None, steps: int | None) -> Callable[[int], Any]:
-    """One run of a seed: the next class or prompt, and noise of its own."""
-    options = {} if steps is None else {"num_inference_steps": steps}
-
-    def run(seed: int) -> Any:
-        draw = torch.Generator().manual_seed(seed)
-        if texts is not None:
-            return pipe(prompt=texts[seed % len(texts)], generator=draw, **options)
-        classes = pipe.transformer.config.num_embeds_ada_norm
-        return pipe(class_labels=[seed % classes], generator=draw, **options)
-
-    return run

@@ -1,9 +1,9 @@
-"""`--live`: tokens being filled in, on a terminal. rich is imported when something is drawn."""
+"""`--live`: tokens being filled in, on a terminal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from paradec.api.output import Output
     from paradec.core.contract import TextState
 
 UNDECIDED = "\N{LIGHT SHADE}"
@@ -36,7 +35,7 @@ LONG_RUN = 8
 """As many end tokens, or tokens of blocks that have not been opened, are shown one by one; more as a number."""
 PACE = 0.12
 """Seconds that a step stays to be seen, where the model is faster."""
-LONGEST_PACED = 6.0
+MAX_PACED = 6.0
 """Seconds that a request is held up at most for being watched."""
 
 
@@ -47,27 +46,24 @@ class LiveView:
         tokenizer: the model's; without one, ids are shown.
         console: a rich console; by default standard output.
         interval: seconds between two drawings, at least.
-        pace: seconds that each step stays, of models that are faster; what that takes is counted in `slept`.
+        pace: seconds that each step stays, of models that are faster. `slept` counts the seconds of a request that were
+            not the model's.
     """
 
     def __init__(self, tokenizer: Any, console: Console | None = None, interval: float = 0.05, pace: float = 0.0):
-        self.tokenizer = tokenizer
-        self.interval = interval
-        self.pace = pace
-        self.slept = 0.0
         from rich.console import Console
         from rich.live import Live
 
+        self.tokenizer, self.interval, self.pace = tokenizer, interval, pace
         self.console = console or Console()
         self.screen = Live(console=self.console, auto_refresh=False, transient=True)
-        self.due = 0.0
+        self.due = self.slept = 0.0
         self.undecided: Any = None
 
     def __enter__(self) -> LiveView:
-        from rich.text import Text
-
+        self.due, self.slept, self.undecided = 0.0, 0.0, None
         self.screen.start()
-        self.screen.update(Text("decoding ...", style="dim"), refresh=True)
+        self.screen.update("decoding ...", refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,29 +76,20 @@ class LiveView:
             return
         self.screen.update(self.draw(state), refresh=True)
         self.due = time.monotonic() + self.interval
-        if self.pace > 0 and self.slept < LONGEST_PACED:
+        if self.pace > 0 and self.slept < MAX_PACED:
             time.sleep(self.pace)
             self.due = 0.0
-            self.slept += time.monotonic() - begin  # and what it took to draw
-
-    def timed(self, decode: Callable[[], Output]) -> Output:
-        """Decode, and take out of the output's seconds what was slept."""
-        from paradec.core.protocol import Interrupted
-
-        try:
-            output = decode()
-        except Interrupted as interrupt:
-            interrupt.output.seconds -= self.slept
-            raise
-        output.seconds -= self.slept
-        return output
+            self.slept += time.monotonic() - begin
 
     def draw(self, state: TextState) -> RenderableType:
-        """The rows as they are, below what they took. What became final since the last drawing is highlighted."""
+        """The rows as they are, below their cost. What became final since the last drawing is highlighted."""
         from rich.console import Group
         from rich.text import Text
 
-        texts, decided, open_ = self._rows(state)
+        texts, decided, total = self._rows(state)
+        calls = state.nfe.tolist()
+        rate = f"{decided / max(1, sum(calls)):.1f} {per_forward(len(calls)).removeprefix('tokens ')}"
+        status = f"{decided} of {total} tokens, {count(max(calls), 'forward')}, {rate}"
         legend = Text.assemble(
             (UNDECIDED, STYLES["undecided"]), (" undecided  ", "dim"), (END, STYLES["end"]), (" end  ", "dim"),
             ("new", "green"), no_wrap=True,
@@ -111,24 +98,18 @@ class LiveView:
             legend.append("  ").append("draft", STYLES["draft"])
         elif getattr(state, "revises", False):
             legend.append("  ").append(UNDECIDED, STYLES["taken"]).append(" taken back", "dim")
-        width, room = self.console.width, max(3, self.console.height - 3)
-        lines = [line for text in texts for line in text.wrap(self.console, width)]
-        if len(texts) > 1 and len(lines) > room:  # the first rows represent all
-            shown = lines[: room - 1]
-            shown.append(Text(f"and {len(lines) - len(shown)} more lines", style="dim"))
-        else:  # of a long text the end, where the open block is
-            shown = lines[-room:]
-        return Group(_status(decided, open_, state.nfe.tolist(), width), *shown, legend)
+        # of a long text the end, where the open block is
+        room = max(3, self.console.height - 3)
+        lines = [line for text in texts for line in text.wrap(self.console, self.console.width)][-room:]
+        return Group(Text(status, style="dim", no_wrap=True, overflow="crop"), *lines, legend)
 
     def _rows(self, state: TextState) -> tuple[list[Text], int, int]:
         """Each row as styled text, with its number where there are several; how many tokens are final, of end tokens
-        one a row, and how many are not."""
+        one a row, and how many there are."""
         from rich.text import Text
 
-        ids, given = state.canvas.tolist(), state.given.tolist()
-        undecided = state.undecided.tolist()
-        known: Any = self.undecided
-        before: Any = [[not flag for flag in row] for row in given] if known is None else known
+        ids, given, undecided = state.canvas.tolist(), state.given.tolist(), state.undecided.tolist()
+        before: Any = [[not flag for flag in row] for row in given] if self.undecided is None else self.undecided
         self.undecided = undecided
         opened: Any = getattr(state, "block_end", state.end)
         drafted = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
@@ -155,24 +136,7 @@ class LiveView:
             decided += kinds.count("final") + kinds.count("fresh") + ("end" in kinds)
             open_ += sum(map(kinds.count, ("undecided", "draft", "ahead", "taken")))
             texts.append(Text.assemble(number, rendered(self.tokenizer, ids[row][start:end], kinds)))
-        return texts, decided, open_
-
-
-def _status(decided: int, undecided: int, row_nfe: list[int], width: int) -> Text:
-    """What the rows took so far, in one line that fits: a bar, tokens, forwards."""
-    from rich.text import Text
-
-    total = decided + undecided
-    text = f"{decided} of {total} tokens, {count(max(row_nfe), 'forward')}"
-    rate = f", {decided / max(1, sum(row_nfe)):.1f} {per_forward(len(row_nfe)).removeprefix('tokens ')}"
-    text += rate if len(text + rate) <= width else ""
-    cells = min(30, width - len(text) - 2)
-    if cells < 5:
-        return Text(text, style="dim", no_wrap=True)
-    full = round(cells * decided / max(1, total))
-    bar = Text("\N{BOX DRAWINGS HEAVY HORIZONTAL}" * full, style="green")
-    bar.append("\N{BOX DRAWINGS HEAVY HORIZONTAL}" * (cells - full), style="bright_black")
-    return Text.assemble(bar, "  ", (text, "dim"), no_wrap=True)
+        return texts, decided, decided + open_
 
 
 def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:

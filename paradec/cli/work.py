@@ -1,4 +1,4 @@
-"""What commands that decode text prepare: prompt, sampler and request, all checked before the model is loaded."""
+"""Prompt, sampler and request of the commands that decode text, checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -19,27 +19,21 @@ from paradec.core.checks import check_int, check_model, check_text
 if TYPE_CHECKING:
     from paradec.api.output import Output
     from paradec.core.prompts import Prompts
-    from paradec.request import Request
 
 
 def one_prompt(words: list[str] | None, command: str) -> str:
-    """The prompt of a command line.
-
-    Raises:
-        ValueError: none, or several arguments, which a prompt without quotes is; the message has the quotes.
-    """
+    """The prompt of a command line. Raises ValueError for none, and for several arguments, as without quotes."""
     if not words:
         raise ValueError(f"Missing argument 'PROMPT': paradec {command} \"...\", or - for standard input")
     if len(words) > 1:
-        whole = " ".join(words)
-        quoted = shlex.quote(whole) if any(sign in whole for sign in '"$`\\!') else f'"{whole}"'
+        quoted = shlex.quote(" ".join(words))
         raise ValueError(f"the prompt is {len(words)} arguments; put it in quotes: paradec {command} {quoted}")
     return words[0]
 
 
 @dataclass
 class Work:
-    """A model that is loaded, and what is asked of it."""
+    """A loaded model, and what to decode with it."""
 
     function: str
     """"generate" or "infill"."""
@@ -54,61 +48,58 @@ class Work:
 
     @property
     def cache_name(self) -> str:
-        """What a report calls the cache."""
+        """The cache's name in reports."""
         cache = self.request["cache"]
-        own = {"draft_verify": "causal", "renoising": "canvas"}.get(self.method.family, "none")
-        return own if cache is None else cache.name
+        builtin = {"draft_verify": "causal", "renoising": "canvas"}.get(self.method.family, "none")
+        return builtin if cache is None else cache.name
 
     def encode(self, prompt: Any) -> Prompts:
-        """The rows of a prompt or of several, each as often as it is to be answered, numbered for their draws."""
+        """Encode one prompt or several: a row per answer, numbered for its draws."""
         from paradec.core.prompts import encode
 
-        asked = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
-        return asked.repeated(self.answers).numbered()
+        prompts = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
+        return prompts.repeated(self.answers).numbered()
 
-    def rows_that_fit(self, asked: Prompts) -> int:
+    def rows_that_fit(self, prompts: Prompts) -> int:
         """How many of these rows are decoded together."""
         from paradec.cli.batches import rows_that_fit
 
         new = self.request["max_new_tokens"]
         new = self.model.default_max_new_tokens if new is None else new
         branches = 1 if self.request["guidance_scale"] == 1 else 2
-        return rows_that_fit(self.model, max(map(len, asked.rows)) + new, branches)
+        return rows_that_fit(self.model, max(map(len, prompts.rows)) + new, branches)
 
-    def try_start(self, asked: Prompts) -> None:
+    def try_start(self, prompts: Prompts) -> None:
         """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
         from paradec.request import Request
 
-        with self.method.start(self.model, asked, Request(sampler=self.method, **self.request)).freed_store():
+        with self.method.start(self.model, prompts, Request(sampler=self.method, **self.request)).freed_store():
             pass
 
     def run(self, prompts: Any, callback: Callable[[Any, Any], None], **more: Any) -> Output:
         """Decode a batch, with a callback after every commit. more: further arguments, of this batch."""
-        call = getattr(paradec, self.function)
-        return call(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **more})
+        function = getattr(paradec, self.function)
+        return function(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **more})
 
 
-RENAMED = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
-RENAMED |= dict.fromkeys(("choice", "regex", "json_schema"), "constraint")
-"""Options, and the arguments that they set."""
+ARGUMENTS = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
+ARGUMENTS |= dict.fromkeys(("choice", "regex", "json_schema"), "constraint")
+"""Arguments that options of another name set."""
 
 
 def prepare(
     function: str,
     prompt: Any,
+    given: set[str],
     *,
     model: str | None,
     preset: Path | None,
-    given: set[str],
     sampler: str,
     set_: list[str] | None,
     dtype: str | None,
     device: str | None,
     attention: str | None = None,
     attention_set: list[str] | None = None,
-    num_return_sequences: int = 1,
-    guidance_scale: float = 1.0,
-    seed: int | None = None,
     drafter: str | None = None,
     agree: Callable[[dict[str, Any]], int | None] | None = None,
     **request: Any,
@@ -116,29 +107,28 @@ def prepare(
     """Check what can be checked without the model, which may take minutes to load, then load it.
 
     Args:
-        function: "generate" or "infill". prompt: as it takes it; None where there are none yet. given: options that
-            are on the command line. agree: called before the model is loaded with what was set, as data: "model",
-            "dtype", "drafter" and "request" (what differs from the defaults); returns the seed. request: further
-            arguments of the function. The others are options of the command as they were given.
-
-    Raises:
-        ValueError, TypeError, OSError: what cannot be used; and what `agree` raises.
+        function: "generate" or "infill". prompt: for it; None where there are none yet. given: options that are on the
+            command line. agree: called before the model is loaded with "model", "dtype", "drafter" and "request" (what
+            differs from the defaults) as data; returns the seed. The others: options of the command.
     """
-    # said at once: the libraries take seconds to import
+    # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
-        from paradec.request import DEFAULTS
+        from paradec.core.blocks import LONGEST_BLOCK
+        from paradec.core.prompts import check_placeholder
+        from paradec.request import DEFAULTS, FIELDS, Request, seed_matters
 
-        values = options.settings(set_)
+        settings = options.settings(set_)
         check_texts(prompt, request)
-        request |= {"sampler": sampler, "num_return_sequences": num_return_sequences, "seed": seed}
-        request["guidance_scale"] = guidance_scale
+        request = {"num_return_sequences": 1, "guidance_scale": 1.0, "seed": None, **request}
+        request["sampler"] = options.import_classes("--sampler", sampler, "sampler")
+        request["cache"] = options.import_classes("--cache", request["cache"], "cache")
         request["attention"] = options.attention_of(attention, attention_set)
-        request = options.with_preset(request, preset, {RENAMED.get(name, name) for name in given})
+        request = options.with_preset(request, preset, {ARGUMENTS.get(name, name) for name in given})
         chosen = request.pop("sampler")
-        late = {"tree": values.pop("tree")} if drafter is not None and "tree" in values else {}
+        late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
         if isinstance(chosen, str):
-            method = paradec.samplers.create(chosen, **values)
-        elif values:
+            method = paradec.samplers.create(chosen, **settings)
+        elif settings:
             raise ValueError(f"--set {set_[0] if set_ else ''}: --preset has a sampler with settings; give --sampler")
         else:
             method = chosen
@@ -147,31 +137,35 @@ def prepare(
             request["cache"] = paradec.caches.create(request["cache"])
         if request["cache"] is not None and request["cache"].name == "none":
             request["cache"] = None
+        fields = Request(**{name: value for name, value in request.items() if name in FIELDS})
+        needs_answer = function == "generate"
+        check_int(
+            "max_new_tokens", request["max_new_tokens"], low=int(needs_answer), high=LONGEST_BLOCK, none=needs_answer
+        )
+        check_placeholder(request.get("mask"))
         answers = request.pop("num_return_sequences")
-        asked = check_options(function, request, answers)
         # a model may have a sampler of its own for who names none
-        left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not values
+        left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not settings
         if agree is not None:
-            named = {} if left_open else {"sampler": method.to_dict() | late}
-            said: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
-            said |= {"drafter": drafter, "request": asked.to_dict() | named}
-            request["seed"] = agree({name: value for name, value in said.items() if value is not None})
+            changes = fields.to_dict() | ({} if left_open else {"sampler": method.to_dict() | late})
+            facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
+            facts |= {"drafter": drafter, "request": changes}
+            request["seed"] = agree({name: value for name, value in facts.items() if value is not None})
         show.quiet_loading()
         together = options.num_processes() > 1
         if together and device is not None:
             raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
         loaded = paradec.load(model, dtype=dtype, device=device, tp_plan="auto" if together else None)
         from paradec.api.generate import MADE, own_defaults, sampler_on
-        from paradec.request import seed_matters
 
         check_model(function, loaded, MADE)
-        own = own_defaults(loaded).get("sampler")
-        if own is not None and left_open:
-            method = paradec.samplers.create(own)
+        default = own_defaults(loaded).get("sampler")
+        if default is not None and left_open:
+            method = paradec.samplers.create(default)
         method = sampler_on(loaded, method)
         if drafter is not None:
-            small = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
-            method = dataclasses.replace(method, drafter=small, **late)
+            draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
+            method = dataclasses.replace(method, drafter=draft_model, **late)
     drawn = seed_matters(method, request["temperature"], request["suffix"])
     if request["seed"] is None and drawn:  # one for all batches
         import torch
@@ -201,15 +195,32 @@ def release_ranks() -> None:
             exchange(None, FAILURE_WAIT)
 
 
+DRAFTERS = {
+    "cspd": "a smaller MAR with the same VAE",
+    "code": "a larger VAR with the same VQ, which makes the first scales",
+}
+"""What samplers of pictures draft with."""
+
+
+def drafter_setting(sampler: Any) -> str | None:
+    """The setting of a sampler that takes another model."""
+    return next((name for name in ("drafter", "draft", "teacher") if name in sampler.settings()), None)
+
+
 def check_drafter(sampler: Any, drafter: str | None) -> None:
     """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
-    if drafter is None and getattr(sampler, "needs_drafter", False) and sampler.drafter is None:
-        raise ValueError(f"--sampler {sampler.name} needs --drafter: a smaller causal model of the same vocabulary")
-    if drafter is not None and "drafter" not in sampler.settings():
-        raise ValueError(f"--drafter is for speculative; {sampler.name} takes none")
+    setting = drafter_setting(sampler)
+    needed = sampler.name in DRAFTERS or getattr(sampler, "needs_drafter", False) and sampler.drafter is None
+    if drafter is None and needed:
+        what = DRAFTERS.get(sampler.name, "a smaller model of the same vocabulary, or a drafter of the model")
+        raise ValueError(f"--sampler {sampler.name} needs --drafter: {what}")
+    if drafter is not None and setting is None:
+        raise ValueError(
+            f"--drafter is for speculative, lantern, lantern++, cspd, code and distilled; {sampler.name} takes none"
+        )
 
 
-OF_DRAFTERS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}
+DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}
 """One of these weights is in every folder of a drafter that reads hidden states."""
 
 
@@ -220,52 +231,28 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.drafting import NamedDrafter
 
-    if source in NamedDrafter.kinds and not os.path.exists(source):
-        return source
-    if source == "mtp" and not os.path.exists(source):
-        return load_drafter(base, kind="mtp")
+    if not os.path.exists(source):
+        if source in NamedDrafter.kinds:
+            return source
+        if source == "mtp":
+            return load_drafter(base, kind="mtp")
     if source.endswith(".gguf"):
         return paradec.load(source, **options)
     single = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
     # EAGLE's are often pickled
-    if single or OF_DRAFTERS & stored_weights(source, None).keys():
+    if single or DRAFTER_WEIGHTS & stored_weights(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 
 
 def check_texts(prompt: Any, request: dict[str, Any]) -> None:
-    """Raise ValueError for a prompt, mask or stop string that is no text, and for a prompt without a word. None is no
-    prompt yet."""
-    texts = [prompt] if isinstance(prompt, str) else prompt or []
-    texts = [text["content"] if isinstance(text, dict) else text for text in texts]
-    for text in texts:
-        check_text("prompt", text)
-        if not text.strip():
-            raise ValueError(f"prompt={text!r} is empty; give at least one word")
+    """Raise ValueError for a prompt (None is no prompt yet), mask or stop string that is no text, and for a prompt
+    without a word."""
+    for text in [prompt] if isinstance(prompt, str) else prompt or []:
+        content = text["content"] if isinstance(text, dict) else text
+        check_text("prompt", content)
+        if not content.strip():
+            raise ValueError(f"prompt={content!r} is empty; give at least one word")
     check_text("--mask", request.get("mask") or "")
     for text in request.get("stop_strings") or ():
         check_text("--stop", text)
-
-
-def check_options(function: str, request: dict[str, Any], answers: int) -> Request:
-    """Check what can be checked without the model, which may take minutes to load.
-
-    Args:
-        function: "generate" or "infill". request: arguments of it. answers: per prompt.
-
-    Returns:
-        All of it but the sampler.
-
-    Raises:
-        ValueError: an argument out of its range; the message names it.
-    """
-    from paradec.core.blocks import LONGEST_BLOCK
-    from paradec.core.prompts import check_placeholder
-    from paradec.request import FIELDS, Request
-
-    fields = {name: value for name, value in request.items() if name in FIELDS}
-    asked = Request(num_return_sequences=answers, **fields)
-    low = 1 if function == "generate" else 0
-    check_int("max_new_tokens", request["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
-    check_placeholder(request.get("mask"))
-    return asked

@@ -43,7 +43,7 @@ def test_commands(tmp_path: Path) -> None:
     trace = tmp_path / "steps.json"
     lines = ["/sampler", "/sampler credit(threshold=0.8)", TURNS[0], "/trace", f"/trace {trace}", "/reset", "/help"]
     printed = ok("chat", stdin="\n".join(lines)).splitlines()
-    assert printed[0] == "threshold(threshold=0.9, quota_per_step=none), cache none"
+    assert printed[0] == "threshold(threshold=0.9, quota_per_step='none'), cache none"
     assert printed[1].startswith("credit(threshold=0.8, ") and printed[2] == "apple fig pear"
     steps = json.loads(trace.read_text())["steps"]
     assert "apple fig pear" in printed[3] and printed[3].split()[0] == "1"
@@ -116,11 +116,11 @@ def test_the_cache_goes_with_the_sampler() -> None:
     talk = Talk(work_of(model), "system", history=True, chosen=False)
     assert talk.turns == [{"role": "system", "content": "system"}]
     for sampler, cache in (("wino", "prefix"), ("recap", "prefix")):
-        talk._sampler(sampler)
+        talk._take_sampler(sampler)
         assert talk.work.request["cache"].name == cache
     assert Talk(work_of(model), None, history=False, chosen=False).work.request["cache"].name == "none"
     chosen = Talk(work_of(model, "dual"), None, history=True, chosen=True)
-    chosen._sampler("credit")
+    chosen._take_sampler("credit")
     assert chosen.work.request["cache"].name == "dual"
 
 

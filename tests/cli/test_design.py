@@ -89,7 +89,7 @@ def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: 
         (("--fixed", "3"), "--fixed '3' names no chain, and small has A, B"),
         (("--fixed", "A-x"), "--fixed 'A-x' is no residue"),
         (("--chains", "Q"), "unknown chain: 'Q'"),
-        (("-n", "0"), "-n=0 must be"),
+        (("-n", "0"), "'-n'"),
         (("--temperature", "-1"), "--temperature=-1"),
         (("--order", "left"), "unknown --order: 'left'"),
     ],

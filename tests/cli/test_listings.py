@@ -181,8 +181,8 @@ def test_words_that_the_packaged_model_does_not_know() -> None:
 @pytest.mark.parametrize(
     ("arguments", "quoted"),
     [
-        (["generate", "Sort:", "pear", "fig"], 'paradec generate "Sort: pear fig"'),
-        (["infill", "a", "<mask>"], 'paradec infill "a <mask>"'),
+        (["generate", "Sort:", "pear", "fig"], "paradec generate 'Sort: pear fig'"),
+        (["infill", "a", "<mask>"], "paradec infill 'a <mask>'"),
         (["generate", "it", "costs", "$5"], "paradec generate 'it costs $5'"),
     ],
 )

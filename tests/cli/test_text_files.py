@@ -175,7 +175,7 @@ def test_a_mark_before_a_structure_s_first_line(tmp_path: Path) -> None:
         (("chat", "--preset"), "--preset"),
         (("serve", "--api-key-file"), "--api-key-file"),
         (("image", "--class", "1", "--out", "x.png", "--preset"), "--preset"),
-        (("eval",), "the recipe"),
+        (("eval",), "RECIPE.yaml"),
         (("trace",), "FILE"),
         (("generate", "--out", "x.jsonl", "--in"), "--in"),
     ],
@@ -184,5 +184,7 @@ def test_a_file_that_is_missing_is_named_with_its_option(
     arguments: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refused(*arguments, "gone.json") == f"error: {option} 'gone.json': there is no such file\n"
-    assert refused(*arguments, str(tmp_path)).startswith(f"error: {option} {str(tmp_path)!r} is a folder")
+    missing, folder = refused(*arguments, "gone.json"), refused(*arguments, str(tmp_path))
+    assert (
+        option in missing and "'gone.json' does not exist" in missing and f"{str(tmp_path)!r} is a directory" in folder
+    )

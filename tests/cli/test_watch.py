@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from terminals import Terminal, on_terminal, run
+from terminals import Terminal, on_terminal
 
 import paradec
 from paradec.cli import show, watch
@@ -54,8 +53,6 @@ def test_every_drawing_fits_and_says_where_it_is(width: int, packaged: Model) ->
         assert shown == total - decided
         assert "undecided" in legend and "end" in legend
     assert "kiwi apple fig pear" in " ".join(seen[-1][1:-1]) and END in seen[-1][-2]
-    if width == 200:
-        assert all("\N{BOX DRAWINGS HEAVY HORIZONTAL}" in status for status, *_ in seen)
 
 
 def test_end_tokens_and_undecided_ones_are_told_apart(packaged: Model) -> None:
@@ -96,26 +93,37 @@ def test_what_is_taken_back_stands_out(packaged: Model) -> None:
     assert [again for again, _ in taken] == [red for _, red in taken]
 
 
-def test_a_long_text_is_shown_from_its_end_and_many_rows_from_the_first(packaged: Model) -> None:
+def test_a_long_text_is_shown_from_its_end(packaged: Model) -> None:
     (*_, last) = frames(packaged, 40, "Latin square: A B C D", height=6, max_new_tokens=64)
     assert len(last) <= 6 and END in last[-2]
     (*_, last) = frames(packaged, 60, [PROMPT] * 12, height=8, max_new_tokens=8)
-    assert len(last) <= 8 and last[1].startswith("[1] kiwi") and "more lines" in last[-2]
+    assert len(last) <= 8 and last[-2].startswith("[12] kiwi")
 
 
-def test_steps_stay_to_be_seen_and_what_that_takes_is_no_time_of_the_model(packaged: Model) -> None:
+def test_steps_stay_to_be_seen_and_what_that_takes_is_no_time_of_the_model(
+    packaged: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 6, "block_length": 6}
     view = LiveView(packaged.tokenizer, Console(file=io.StringIO(), force_terminal=True), pace=0.05)
     begin = time.perf_counter()
     with view:
-        out = view.timed(lambda: paradec.generate(packaged, PROMPT, callback=view.update, **request))
+        out = paradec.generate(packaged, PROMPT, callback=view.update, **request)
     took = time.perf_counter() - begin
-    assert view.slept >= 0.05 * out.nfe and out.seconds == pytest.approx(took - view.slept, abs=0.2)
-    assert out.seconds < took - 0.05 * out.nfe + 0.01
+    assert 0.05 * out.nfe <= view.slept < took
+    # the command takes them out of the time that it prints
+    monkeypatch.setattr(watch, "PACE", 0.2)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    flags = ("--sampler", "low_confidence", "--max-new-tokens", "6", "--block-length", "6")
+    begin = time.perf_counter()
+    on_terminal(monkeypatch, 80, "generate", PROMPT, "--live", *flags)
+    took = time.perf_counter() - begin
+    (seconds,) = re.findall(r"([\d.]+) s\n", screen.getvalue())
+    assert float(seconds) < took - 0.2 * out.nfe + 0.01
 
 
 def test_watching_holds_up_for_so_long_and_no_longer(packaged: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LONGEST_PACED", 0.05)
+    monkeypatch.setattr(watch, "MAX_PACED", 0.05)
     view = LiveView(packaged.tokenizer, Console(file=io.StringIO(), force_terminal=True), pace=0.03)
     with view:
         paradec.generate(packaged, PROMPT, callback=view.update, sampler="low_confidence", max_new_tokens=32)
@@ -146,14 +154,9 @@ def test_an_error_takes_the_place_of_what_was_waited_for(monkeypatch: pytest.Mon
         paradec.samplers.create("treshold")
     assert screen.getvalue() == "loading x ...\r\033[2K"
     with show.waiting("loading y"):
-        show.clear_waiting()
+        show.clear_line()
         screen.write("warning: z\n")
-    assert screen.getvalue().endswith("loading y ...\r\033[2Kwarning: z\n")
-
-
-def test_nothing_is_said_in_a_pipe() -> None:
-    result = run("generate", PROMPT)
-    assert result.exit_code == 0 and result.stderr.startswith("5 tokens, ") and result.stderr.count("\n") == 1
+    assert screen.getvalue().endswith("loading y ...\r\033[2Kwarning: z\n\r\033[2K")
 
 
 def test_a_bar_of_a_large_checkpoint_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +172,3 @@ def test_a_bar_of_a_large_checkpoint_is_for_terminals(monkeypatch: pytest.Monkey
             assert logging.is_progress_bar_enabled() is shown
     finally:
         (logging.enable_progress_bar if was else logging.disable_progress_bar)()
-
-
-def test_ids_are_as_they_were(packaged: Model) -> None:
-    """Watching changes no answer."""
-    request: dict[str, Any] = {"sampler": "klass", "max_new_tokens": 24, "seed": 1}
-    view = LiveView(packaged.tokenizer, Console(file=io.StringIO(), force_terminal=True))
-    with view:
-        out = paradec.generate(packaged, PROMPT, callback=view.update, **request)
-    assert torch.equal(out.sequences, paradec.generate(packaged, PROMPT, **request).sequences)

@@ -47,9 +47,9 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--port", "70000"], "--port=70000"),
-        (["--batch", "0"], "--batch=0"),
-        (["--max-body", "0"], "--max-body=0"),
+        (["--port", "70000"], "'--port'"),
+        (["--batch", "0"], "'--batch'"),
+        (["--max-body", "0"], "'--max-body'"),
         (["--timeout", "0"], "--timeout=0"),
         (["--presets", "nowhere"], "presets='nowhere' is no folder"),
         (["--api-key-file", "nowhere"], "nowhere"),

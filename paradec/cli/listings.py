@@ -1,0 +1,146 @@
+"""`paradec samplers`, `paradec caches` and `paradec tasks`: what there is, and what works together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+import paradec
+from paradec.caches.table import MODELS, summary, verdict
+from paradec.cli import options, show, tables
+from paradec.core import packaged
+
+SAMPLER_NAME = typer.Argument(help="A sampler to describe: its effect, settings and paper.")
+CACHE_NAME = typer.Argument(help="A cache to describe: its effect, settings and paper.")
+SAMPLER = typer.Option(help="Whether each cache works with this sampler or combination, and why.")
+MODEL = typer.Option(help="For this checkpoint alone: a folder or a hub id, of which config.json is read.")
+
+
+def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.AsList = False) -> None:
+    """List the samplers and what each does, or say all about one."""
+    if name is not None:
+        paradec.samplers.registry.check(name)
+    with show.waiting("reading the samplers"):
+        cls = None if name is None else paradec.samplers.get(name)
+        entries = tables.entries(paradec.samplers) if name is None else []
+    if name is not None:
+        tables.sheet("sampler", name, cls, as_json, {"decodes": ", ".join(getattr(cls, "models", ()))})
+    elif as_json:
+        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
+    else:
+        tables.listing(entries, "`paradec samplers NAME` says all about one; `paradec compare` measures them")
+
+
+def tasks(as_json: options.AsList = False) -> None:
+    """What the packaged text model can do: its prompts, the words it knows, how long lists may be."""
+    if as_json:
+        found = [
+            {"task": task, "template": template, "example": packaged.example(task), "lengths": packaged.lengths(task)}
+            for task, template in packaged.TEMPLATES.items()
+        ]
+        typer.echo(json.dumps({"tasks": found, "words": packaged.WORDS, "symbols": packaged.SYMBOLS}, indent=2))
+        return
+    rows = [(packaged.example(task), packaged.lengths(task), task) for task in packaged.TEMPLATES]
+    tables.table(("prompt", "words in the list", "task"), rows)
+    tables.echo("words\t" + " ".join(packaged.WORDS))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides of a model whether it works with a cache."""
+
+    topology: str
+    prediction: str
+    name: str = "this model"
+    whole_blocks: bool = False
+
+    @property
+    def label(self) -> str:
+        """ "bidirectional", "block-causal, shifted"."""
+        return self.topology.replace("_", "-") + (", shifted" if self.prediction == "shifted" else "")
+
+
+def caches(
+    name: Annotated[str | None, CACHE_NAME] = None,
+    sampler: Annotated[str | None, SAMPLER] = None,
+    model: Annotated[str | None, MODEL] = None,
+    as_json: options.AsList = False,
+) -> None:
+    """List the caches, and which samplers and models each works with, or say all about one."""
+    if name is not None and (sampler is not None or model is not None):
+        raise ValueError(f"give a cache's name ({name!r}), or --sampler and --model for all of them")
+    if name is not None:
+        paradec.caches.registry.check(name)
+        tables.sheet("cache", name, paradec.caches.get(name), as_json, {})
+        return
+    if sampler is not None:
+        paradec.samplers.registry.check(sampler)
+    found: list[dict[str, Any]]
+    with show.waiting("reading the caches"):
+        facts = None if model is None else facts_of(model)
+        if sampler is not None:
+            found = verdicts(sampler, [facts] if facts else [Facts(*each) for each in MODELS])
+        else:
+            found = pairs = summary(paradec.samplers.registry, paradec.caches.registry)
+    if sampler is None and facts is not None:
+        found = [
+            {"cache": pair["cache"], "samplers": pair["samplers"], "verdict": _of_model(pair, facts)} for pair in pairs
+        ]
+    elif sampler is None:
+        groups = {name: [pair for pair in pairs if pair["cache"] == name] for name in paradec.caches.names()}
+        listed = tables.entries(paradec.caches, {name: {"works_with": group} for name, group in groups.items()})
+        if as_json:
+            found = listed
+        else:
+            hint = "`paradec caches NAME` says all about one, `paradec caches --sampler NAME` what goes with it"
+            tables.listing(listed, hint)
+            typer.echo("")
+            if sys.stdout.isatty():  # the verdicts of most samplers, and who differs
+                found = []
+                for name, group in groups.items():
+                    most = next((pair for pair in group if pair["samplers"].startswith("all")), group[0])
+                    others = ", ".join(pair["samplers"] for pair in group if pair is not most)
+                    kinds = {kind.replace("_", "-"): most[kind] for kind in ("bidirectional", "block_causal")}
+                    found.append({"cache": name, **kinds, "otherwise with": others or "-"})
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        tables.table(tuple(found[0]), [tuple(entry.values()) for entry in found])
+
+
+def facts_of(source: str) -> Facts:
+    """What config.json says of a language model; its weights are not read."""
+    from paradec.models.checkpoint import CheckpointError, read_json
+    from paradec.models.loading import FAMILIES
+
+    config = read_json(source, "config.json", None, required=True)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{source!r} has model_type={model_type!r}; caches are for {', '.join(map(repr, FAMILIES))}"
+        )
+    family = FAMILIES[model_type]
+    return Facts(family.topology, family.prediction, source, config.get("expert_capacity") is not None)
+
+
+def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
+    """What becomes of each cache with a sampler, one entry per kind of model."""
+    method, found = paradec.samplers.create(sampler), []
+    for cache in paradec.caches.names():
+        for facts in models:
+            said = verdict(method, paradec.caches.create(cache), facts)
+            found.append({"cache": cache, "model": facts.label, "verdict": said.status, "why": said.why})
+    return found
+
+
+def _of_model(pair: dict[str, str], facts: Facts) -> str:
+    """The verdict for one kind of model, of "exact" or of "exact (same), refused (shifted)"."""
+    for part in pair[facts.topology].split(", "):
+        status, _, where = part.partition(" (")
+        if not where or where == f"{facts.prediction})":
+            return status
+    return pair[facts.topology]
