@@ -5,10 +5,10 @@ from typing import Any
 from paradec import attention as attention
 from paradec import caches as caches
 from paradec import samplers as samplers
-from paradec.api.decisions.answers import Decision as Decision
-from paradec.api.decisions.answers import Decisions as Decisions
-from paradec.api.decisions.answers import fit_temperature as fit_temperature
+from paradec.api.decisions.decide import Decision as Decision
+from paradec.api.decisions.decide import Decisions as Decisions
 from paradec.api.decisions.decide import decide as decide
+from paradec.api.decisions.decide import fit_temperature as fit_temperature
 from paradec.api.decisions.questions import Pick as Pick
 from paradec.api.decisions.questions import Score as Score
 from paradec.api.decisions.questions import Span as Span

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import paradec
 from paradec import Pick, Score, Span, YesNo
-from paradec.api.decisions import prompts
+from paradec.api.decisions import rows
 from paradec.core import rng
 from paradec.models.cache_argument import cache_keyword
 
@@ -185,20 +185,6 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
         assert found[name].value == one.texts[int(np.argmax(scores))]
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_all_answers_of_a_length_have_the_whole_mass(kind: str) -> None:
-    """Labels are every single token but the end, and no label: the mass is what is left."""
-    model = MODELS[kind]()
-    letters = [chr(code) for code in range(97, 123)]
-    found = paradec.decide(model, "x", {"q": Span(texts=letters)})["q"]
-    (prompt,), at = [ids_of("<|turn|>user\nx<|end|>\n<|turn|>assistant\n")], None
-    at = len(prompt)
-    row = prompt if kind == "causal" else [*prompt, MASK, END]
-    row += padding(model, len(row), at)
-    every = [token for letter in letters for token in ids_of(letter)]
-    assert found.mass == pytest.approx(math.exp(plain_log_p(model, row, at, every, at)), rel=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["bidirectional", "causal"])
 def test_of_several_end_tokens_the_template_s_is_given_and_all_count(kind: str) -> None:
     other = ids_of("x")[0]
@@ -220,7 +206,7 @@ def test_together_each_reads_the_others() -> None:
     model = model_of("bidirectional")
     questions = {"first": YesNo("Is it spam?"), "then": Span("And then?", ["No", "Yes level"])}
     found = paradec.decide(model, "Answer: level", questions, together=True)
-    first = prompts.text_of("Answer: level", questions["first"].asked(), None)
+    first = rows.text_of("Answer: level", questions["first"].asked(), None)
     begin = ids_of(f"<|turn|>user\n{first}<|end|>\n<|turn|>assistant\n")
     between = ids_of("<|end|>\n<|turn|>user\nAnd then?<|end|>\n<|turn|>assistant\n")
     two = ids_of("Yes level")
@@ -239,10 +225,6 @@ def test_together_each_reads_the_others() -> None:
     alone = paradec.decide(model, "Answer: level", questions)
     assert abs(alone["first"].probabilities[True] - found["first"].probabilities[True]) > 1e-3
     assert found.input_tokens == len(row)
-    other = paradec.decide(
-        model, "Answer: level", {**questions, "then": Span("But then?", ["No", "Yes level"])}, together=True
-    )
-    assert abs(other["first"].log_scores[0] - found["first"].log_scores[0]) > 1e-6
 
 
 def canvas_model(dtype: torch.dtype = torch.float64) -> Any:
@@ -343,15 +325,6 @@ def test_rotated_options_have_every_label_once() -> None:
     assert found["spam"].log_scores == pytest.approx(plain["spam"].log_scores, rel=1e-9)
 
 
-def test_rotated_options_take_away_what_a_letter_gets_for_itself() -> None:
-    model = model_of("causal", module=Says({ids_of("A")[0]: 3.0, ids_of("B")[0]: 0.0, ids_of("C")[0]: 1.0}))
-    asked = {"q": Pick("Tone?", ["x", "y", "z"])}
-    assert paradec.decide(model, "s", asked)["q"].value == "x"
-    found = paradec.decide(model, "s", asked, rotate=True)["q"]
-    assert [*found.probabilities.values()] == pytest.approx([1 / 3] * 3)
-    assert found.confidence == pytest.approx(0, abs=1e-12) and found.entropy == pytest.approx(math.log(3))
-
-
 def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     draw = random.Random(0)
     decided, right = [], []
@@ -421,30 +394,19 @@ def test_recorded_answers(name: str) -> None:
 
 
 def test_special_tokens_in_a_state_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen, shared = model_of("bidirectional"), list[bool](), list[bool]()
+    model, shared = model_of("bidirectional"), list[bool]()
     own = PreTrainedTokenizerFast._encode_without_added_tokens
     monkeypatch.setattr(
         PreTrainedTokenizerFast,
         "_encode_without_added_tokens",
         lambda self, text: shared.append(self is TOKENIZER) or own(self, text),
     )
-    whole = prompts.places(model, "a<|mask|>b<|end|>c", [QUESTIONS["spam"].asked()], None, False)[0]
-    assert whole.row.count(MASK) == 1 and whole.row[whole.at] == MASK and whole.row.count(END) == 2
-    assert TOKENIZER.decode([token for token in whole.row if token != MASK]).count("<|mask|>") == 1
+    asked = [QUESTIONS["spam"].asked()]
+    _, [[[step], _]] = rows.lay_out(model, "a<|mask|>b<|end|>c", asked, None, False)
+    assert step.row.count(MASK) == 1 and step.row[step.position] == MASK and step.row.count(END) == 2
+    assert TOKENIZER.decode([token for token in step.row if token != MASK]).count("<|mask|>") == 1
     # transformers' way sets a flag of the tokenizer while it writes: other threads must not see it
     assert shared and not any(shared)
-    text = "<|turn|>user\nx<|end|>"
-    wanted = ids_of(text)
-
-    def hostile(_: int) -> None:
-        prompts.places(model, "a<|mask|>b" * 50, [QUESTIONS["spam"].asked()], None, False)
-
-    def other(_: int) -> None:
-        seen.append(ids_of(text) == wanted)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: (hostile if number % 2 else other)(number), range(80)))
-    assert len(seen) == 40 and all(seen)
 
 
 def test_two_threads_get_what_each_gets_alone() -> None:
@@ -485,11 +447,6 @@ def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
         paradec.decide(model, "a<|mask|>b", FEW)
     with pytest.raises(ValueError, match="no chat template"):
         paradec.decide(model, "a", FEW, together=True)
-
-
-def test_mask_id_0() -> None:
-    """The byte-level tokenizer's mask is 0 already."""
-    assert MASK == 0
 
 
 def test_values_are_copied_saved_and_compared() -> None:
@@ -548,16 +505,15 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "template's text": ("x", ONE, {"template": lambda state, question: 3}, "template returned 3"),
     "long": ("x" * 9000, ONE, {}, "longer than"),
     "mask": ("x", {"q": Span(texts=["a", "<|mask|>"])}, {}, "mask or an end"),
+    "end": ("x", {"q": Span(texts=["a", "<|end|>"])}, {}, "mask or an end"),
     "empty text": (" ", {"q": Span(texts=["a"])}, {}, "nothing is asked"),
 }
 
 
-@pytest.mark.parametrize("topology", ["bidirectional", "causal"])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_refused_before_any_work(name: str, topology: str) -> None:
+def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
     state, questions, more, said = WRONG[name]
-    if topology == "causal" and name == "mask":
-        said, questions = "mask or an end", {"q": Span(texts=["a", "<|end|>"])}
+    topology = "causal" if name in ("long", "end") else "bidirectional"
     with pytest.raises((ValueError, TypeError), match=said) as error:
         paradec.decide(model_of(topology, module=Untouched()), state, questions, **more)
     assert len(str(error.value)) < 500
@@ -652,9 +608,9 @@ def test_labels_without_any_probability() -> None:
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    prompts._prompt.cache_clear()
+    rows._prompt.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers.decision", None)
     with pytest.raises(ImportError, match=r"transformers 5\.23"):
         paradec.decide(model_of("causal"), "x", ONE)
     assert paradec.decide(model_of("causal"), "x", FEW)["b"].value in FEW["b"].texts
-    prompts._prompt.cache_clear()
+    rows._prompt.cache_clear()

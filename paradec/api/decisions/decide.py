@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from paradec.api.decisions.answers import Decision, Decisions, decided
-from paradec.api.decisions.prompts import Place, Template, places
 from paradec.api.decisions.questions import Asked, Pick, Question, Score, Span, YesNo, check_json
-from paradec.api.decisions.reading import Reading, Row
+from paradec.api.decisions.rows import Step, Template, lay_out, read
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
-from paradec.core.prompts import check_rows
 from paradec.core.registry import unknown
 from paradec.models.requests import UNSHARED
 
-MADE = ("text", "canvas")
-"""Kinds of model (`paradec.core.checks.MODELS`) that can be asked."""
-PRIORS = ("empty",)
 TYPES = tuple(kind.type for kind in (YesNo, Pick, Score, Span))
-MOST_SEEDS = 1024
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer to one question."""
+
+    type: str
+    """Of the question: "noul", "choice", "score" or "span"."""
+    value: Any
+    """True or False, the likeliest option or text, or the mean of a `Score`'s levels (0, 1, ...)."""
+    probabilities: Mapping[Any, float]
+    """Of True and False, the options, the levels or the texts."""
+    confidence: float
+    """0 for a guess, 1 for certainty: (p - 1/m) / (1 - 1/m) of the likeliest of m options; of a `Score` 1 less the mean
+    distance to the likeliest level, over that of a uniform guess to the middle; at least 0 (as transformers')."""
+    entropy: float
+    """Of the probabilities, in nats."""
+    mass: float
+    """Of all labels together, among all that the model could have written. A low one: it did not understand."""
+    log_scores: tuple[float, ...]
+    """Of the options, in order: log-probabilities of the labels, less those of the prior, before the temperature."""
+
+
+@dataclass(frozen=True)
+class Decisions(Mapping[str, Decision]):
+    """What `decide` returns: a `Decision` for each question, by its name."""
+
+    answers: Mapping[str, Decision]
+    forwards: int
+    """Calls of the model."""
+    input_tokens: int
+    """Tokens of the rows that the questions were read from."""
+
+    def __getitem__(self, name: str) -> Decision:
+        return self.answers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold; probabilities as pairs, since their keys may be no texts."""
+        data = asdict(self)
+        for answer in data["answers"].values():
+            answer["probabilities"] = [[*pair] for pair in answer["probabilities"].items()]
+        return data
 
 
 def decide(
@@ -44,12 +85,10 @@ def decide(
     >>> paradec.decide(model, "WIN a FREE phone!", questions)["spam"].value  # doctest: +SKIP
     True
 
-    Each question is a row of its own, so that its answer depends on no other question. The prompt is that of
-    transformers' decision pipeline (the System One prompt); on causal models the answers equal that pipeline's. The
-    answer is read where the model would begin it: on causal models from the distribution of the next token, on masked
-    ones at a mask that the end token follows, on canvases of noise from the first step, in which everything but the
-    answer and what follows it is given. Labels of several tokens are read by the chain rule, each token given those
-    before it; a shorter one is followed by an end token.
+    Each question is a row of its own, in the prompt of transformers' decision pipeline; on causal models the answers
+    equal that pipeline's. An answer is read where the model would begin it: from the distribution of the next token, at
+    a mask that the end token follows, or from the first step of a canvas with all else given. Labels of several tokens
+    are read by the chain rule, each token given those before it; a shorter one is followed by an end token.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a tokenizer; of masked models those that are bidirectional or
@@ -69,9 +108,6 @@ def decide(
         seeds: noises that probabilities are means over; of canvases.
         batch_size: rows evaluated together.
 
-    Returns:
-        `Decisions`.
-
     Raises:
         ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
         ImportError: the installed transformers has no prompt for questions, and `template` is not given.
@@ -84,55 +120,74 @@ def decide(
         )
     if not isinstance(questions, Mapping) or not questions:
         raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
-    asked = {}
     for name, question in questions.items():
         if not isinstance(name, str) or not isinstance(question, Question):
             raise TypeError(
                 f"questions={shown(questions)} must map names to paradec.YesNo, Pick, Score or Span; {shown(name)} is "
                 f"{shown(question)}"
             )
-        asked[name] = question.asked()
-    check_bool("rotate", rotate)
-    named: dict[str, Any] = {"together": together, "temperature": temperature, "prior": prior, "seeds": seeds}
-    return planned(model, state, asked, rotate=rotate, template=template, batch_size=batch_size, **named).answer()
+    asked = {name: question.asked() for name, question in questions.items()}
+    return Plan(model, state, asked, together, temperature, prior, rotate, template, seeds, batch_size).answer()
 
 
-@dataclass(frozen=True)
-class Part:
-    """One way in which a question is asked."""
-
-    asked: Asked
-    place: Place
-    weight: float
-    """Of its log scores: those of an empty state are subtracted."""
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What will be read of a model, all of it checked."""
+    """Questions that are checked and laid out in rows, before the model is called. Arguments: as of `decide`, with
+    questions as templates read them."""
 
-    model: Any
-    parts: Mapping[str, list[Part]]
-    asked: Mapping[str, Asked]
-    temperature: Mapping[str, float]
-    seeds: int
-    batch_size: int
+    def __init__(
+        self,
+        model: Any,
+        state: Any,
+        questions: Mapping[str, Asked],
+        together: bool = False,
+        temperature: float | Mapping[str, float] | None = None,
+        prior: str | None = None,
+        rotate: bool = False,
+        template: Template | None = None,
+        seeds: int = 4,
+        batch_size: int = 16,
+    ):
+        check_bool("rotate", rotate)
+        _check_model(model, together)
+        check_json("state", state)
+        if not isinstance(state, (str, dict, list, tuple)):
+            raise TypeError(f"state={shown(state)} must be a text, or an object or a list of JSON")
+        check_bool("together", together)
+        if prior is not None:
+            check_choice("prior", prior, ("empty",))
+        check_int("seeds", seeds, low=1, high=1024)
+        check_int("batch_size", batch_size, low=1)
+        if template is not None and not callable(template):
+            raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
+        self.temperature = _check_temperature(temperature)
+        if together and rotate:
+            raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
+        self.model, self.questions, self.seeds, self.batch_size = model, questions, seeds, batch_size
+        self.input_tokens = 0
+        """Tokens of the rows that the questions are asked in."""
+        self.phrasings: dict[str, list[tuple[Asked, float, list[list[Step]]]]] = {}
+        """The ways in which each question is asked, each with its weight and the steps of its labels."""
+        rows: list[tuple[Mapping[str, Asked], float]] = [(questions, 1.0)] if together else []
+        for name, question in ({} if together else questions).items():
+            turns = len(question.values) if rotate and question.type == Pick.type else 1
+            rows += [({name: question.rotated(by)}, 1 / turns) for by in range(turns)]
+        for about, sign in [(state, 1), ("", -1)] if prior else [(state, 1)]:
+            for row, share in rows:
+                length, steps = lay_out(model, about, [*row.values()], template, together)
+                self.input_tokens += length
+                for (name, question), labels in zip(row.items(), steps, strict=True):
+                    self.phrasings.setdefault(name, []).append((question, sign * share, labels))
 
     @property
-    def input_tokens(self) -> int:
-        """Tokens of the rows that the questions are asked in."""
-        return sum(
-            map(len, {id(part.place.row): part.place.row for own in self.parts.values() for part in own}.values())
-        )
+    def steps(self) -> list[Step]:
+        """All that is read of the model."""
+        return [step for ways in self.phrasings.values() for *_, labels in ways for label in labels for step in label]
 
     @property
     def evaluated(self) -> int:
         """Tokens of all rows that are evaluated, a row for each beginning of a label."""
-        reading = Reading()
-        for part in self._every():
-            _want(reading, self.model, part.place)
         copies = self.seeds if self.model.facts.topology == "canvas" else 1
-        return sum(map(len, reading.wanted)) * copies
+        return sum(map(len, {step.row for step in self.steps})) * copies
 
     def answer(self, before_call: Callable[[], None] | None = None) -> Decisions:
         """Evaluate the rows. before_call: called before every call of the model; what it raises ends the reading.
@@ -140,98 +195,31 @@ class Plan:
         Raises:
             FloatingPointError: as `decide`.
         """
-        reading = Reading()
-        for part in self._every():
-            _want(reading, self.model, part.place)
         with getattr(self.model, "requests", UNSHARED).slot.lock:
-            reading.read(self.model, self.batch_size, self.seeds, before_call)
-        answers = {name: self._answer(name, reading) for name in self.parts}
-        return Decisions(answers, reading.forwards, self.input_tokens)
+            log_probs, forwards = read(self.model, self.steps, self.batch_size, self.seeds, before_call)
+        answers = {name: self._answer(name, log_probs) for name in self.questions}
+        return Decisions(answers, forwards, self.input_tokens)
 
-    def _every(self) -> list[Part]:
-        return [part for own in self.parts.values() for part in own]
-
-    def _answer(self, name: str, reading: Reading) -> Decision:
-        asked = self.asked[name]
-        scores, masses = np.zeros(len(asked.values)), []
-        for part in self.parts[name]:
-            said = np.array([_log_probability(reading, self.model, part.place, text) for text in part.place.texts])
-            if not np.isfinite(said).any():
+    def _answer(self, name: str, log_probs: Mapping[Step, float]) -> Decision:
+        question, masses = self.questions[name], list[float]()
+        scores = np.zeros(len(question.values))
+        for phrasing, weight, labels in self.phrasings[name]:
+            logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
+            if not np.isfinite(logs).any():
                 raise FloatingPointError(f"no label of question {name!r} has a probability")
-            if part.weight > 0:
-                masses.append(min(1.0, float(np.exp(said).sum())))
-            elif not np.isfinite(said).all():
+            if weight > 0:
+                masses.append(min(1.0, float(np.exp(logs).sum())))
+            elif not np.isfinite(logs).all():
                 raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
-            order = [part.asked.values.index(value) for value in asked.values]
-            scores += part.weight * said[order]
+            scores += weight * logs[[phrasing.values.index(value) for value in question.values]]
         if not np.isfinite(scores).any():
             raise FloatingPointError(f"no label of question {name!r} has a probability in every order")
-        return decided(asked, scores.tolist(), float(np.mean(masses)), self.temperature[asked.type])
-
-
-def planned(
-    model: Any,
-    state: Any,
-    asked: Mapping[str, Asked],
-    *,
-    together: bool = False,
-    temperature: float | Mapping[str, float] | None = None,
-    prior: str | None = None,
-    rotate: bool = False,
-    template: Template | None = None,
-    seeds: int = 4,
-    batch_size: int = 16,
-) -> Plan:
-    """Check everything, and lay out the rows; as `decide`, for questions as templates read them."""
-    _check_model(model, together)
-    check_json("state", state)
-    if not isinstance(state, (str, dict, list, tuple)):
-        raise TypeError(f"state={shown(state)} must be a text, or an object or a list of JSON")
-    check_bool("together", together)
-    if prior is not None:
-        check_choice("prior", prior, PRIORS)
-    check_int("seeds", seeds, low=1, high=MOST_SEEDS)
-    check_int("batch_size", batch_size, low=1)
-    if template is not None and not callable(template):
-        raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
-    temperatures = _temperatures(temperature)
-    if together and rotate:
-        raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
-    ways = [(state, 1.0), ("", -1.0)] if prior else [(state, 1.0)]
-    parts: dict[str, list[Part]] = {name: [] for name in asked}
-    for about, sign in ways:
-        if together:
-            found = places(model, about, [*asked.values()], template, True)
-            for (name, one), place in zip(asked.items(), found, strict=True):
-                parts[name].append(Part(one, _checked(model, place), sign))
-            continue
-        for name, one in asked.items():
-            turns = len(one.values) if rotate and one.type == Pick.type else 1
-            rotated = [one.rotated(by) for by in range(turns)] if turns > 1 else [one]
-            for each, place in zip(rotated, places(model, about, rotated, template, False), strict=True):
-                parts[name].append(Part(each, _checked(model, place), sign / turns))
-    return Plan(model, parts, asked, temperatures, seeds, batch_size)
-
-
-def _checked(model: Any, place: Place) -> Place:
-    """Raises ValueError for a row that the model cannot take."""
-    facts, beyond = model.facts, len(place.row) - place.prompt
-    if place.holes == 0:  # the row grows by what is given of a label
-        beyond = max(map(len, place.texts))
-    elif facts.topology == "canvas":
-        if beyond > facts.block_length:
-            raise ValueError(
-                f"the answers take {beyond} positions after the prompt, and a canvas has {facts.block_length}"
-            )
-        beyond = facts.block_length
-    check_rows(model, [[*place.row]])
-    facts.check_length(place.prompt + beyond, beyond)
-    return place
+        return build_decision(question, scores, float(np.mean(masses)), self.temperature[question.type])
 
 
 def _check_model(model: Any, together: bool) -> None:
     """Raise TypeError or ValueError for a model that cannot be asked."""
-    check_model("decide", model, MADE)
+    check_model("decide", model, ("text", "canvas"))
     facts = model.facts
     if getattr(model, "tokenizer", None) is None:
         raise ValueError(f"{facts.name} has no tokenizer, which questions are written with: wrap it with tokenizer=...")
@@ -248,8 +236,8 @@ def _check_model(model: Any, together: bool) -> None:
         )
 
 
-def _temperatures(given: Any) -> dict[str, float]:
-    """One for each type."""
+def _check_temperature(given: Any) -> dict[str, float]:
+    """Raise ValueError for a temperature out of its range, or of no type; return one for each type."""
     values = {} if given is None else given if isinstance(given, Mapping) else dict.fromkeys(TYPES, given)
     for name, value in values.items():
         if name not in TYPES:
@@ -260,31 +248,78 @@ def _temperatures(given: Any) -> dict[str, float]:
     return {name: float(values.get(name, 1.0)) for name in TYPES}
 
 
-# ---- labels of several tokens ---------------------------------------------------------------------------------------
+def build_decision(question: Asked, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:
+    """The decision of a question, from log scores [m] of its options."""
+    probabilities = _softmax(log_scores / temperature)
+    count, best = len(probabilities), int(probabilities.argmax())
+    if question.type == "score":
+        levels = np.arange(count)
+        value: Any = float(probabilities @ levels)
+        distance = float(probabilities @ np.abs(levels - best))
+        guess = sum(abs(level - (count - 1) / 2) for level in range(count)) / count
+        confidence = 1.0 if count == 1 else max(0.0, 1 - distance / guess)
+    else:
+        value = question.values[best]
+        confidence = 1.0 if count == 1 else max(0.0, (float(probabilities[best]) - 1 / count) / (1 - 1 / count))
+    seen = probabilities[probabilities > 0]
+    return Decision(
+        type=question.type,
+        value=value,
+        probabilities=dict(zip(question.values, probabilities.tolist(), strict=True)),
+        confidence=confidence,
+        entropy=max(0.0, -float(seen @ np.log(seen))),
+        mass=mass,
+        log_scores=tuple(log_scores.tolist()),
+    )
 
 
-def _steps(model: Any, place: Place, text: tuple[int, ...]) -> list[tuple[Row, int, tuple[int, ...]]]:
-    """What a label's probability is the product of: rows, positions in them, and the ids that may be there."""
-    found: list[tuple[Row, int, tuple[int, ...]]] = []
-    follows = [(token,) for token in text]
-    if place.closed and len(text) != place.holes:
-        follows.append(tuple(model.facts.eos_token_ids))
-    for count, ids in enumerate(follows):
-        row = place.row[: place.at] + text[:count] + place.row[place.at + count :]
-        found.append((row, place.at + count, ids))
-    return found
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Probabilities [m] proportional to exp(scores); one score at least is finite."""
+    weights = np.exp(scores - scores.max())
+    probabilities: np.ndarray = weights / weights.sum()
+    return probabilities
 
 
-def _want(reading: Reading, model: Any, place: Place) -> None:
-    for text in place.texts:
-        for row, at, ids in _steps(model, place, text):
-            reading.want(row, at, ids, place.prompt)
+def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The temperature of each type of question under which right answers are likeliest, for `temperature` of `decide`.
+
+    The mean of -log p(right answer) is convex in 1 / temperature; its minimum is found by bisection, between 0.001 and
+    1000 (which is the result where answers are all right, or no better than a guess). Fit it on questions whose answers
+    are known, and use it on others.
+
+    Args:
+        decided: results of `decide`, whatever their temperature.
+        right: for each of them the right answers by name: True or False, an option, a level (0, 1, ...) or a text.
+            Questions that are not named are left out.
+
+    Raises:
+        ValueError: nothing to fit, or an answer that is none of a question's; the message names it.
+    """
+    if len(decided) != len(right):
+        raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
+    cases: dict[str, list[tuple[np.ndarray, int]]] = {}
+    for answers, known in zip(decided, right, strict=True):
+        for name, value in known.items():
+            if name not in answers:
+                raise ValueError(f"right answer to {name!r}, which was not asked; asked: {shown([*answers])}")
+            options = [*answers[name].probabilities]
+            if not any(type(value) is type(option) and value == option for option in options):
+                raise ValueError(f"right answer {shown(value)} to {name!r} is none of {shown(options)}")
+            scores = np.array(answers[name].log_scores)
+            cases.setdefault(answers[name].type, []).append((scores - scores.max(), options.index(value)))
+    if not cases:
+        raise ValueError("no right answers: give one at least")
+    return {kind: _fit(scores) for kind, scores in cases.items()}
 
 
-def _log_probability(reading: Reading, model: Any, place: Place, text: tuple[int, ...]) -> float:
-    total = 0.0
-    for row, at, ids in _steps(model, place, text):
-        said = [reading.found[row, at][token] for token in ids]
-        most = max(said)
-        total += most if most == -math.inf else most + math.log(sum(math.exp(value - most) for value in said))
-    return total
+def _fit(cases: Sequence[tuple[np.ndarray, int]]) -> float:
+    """Bisect for the temperature at which expected scores equal those of right answers: the mean of -log p is least."""
+    low, high = math.log(1e-3), math.log(1e3)
+    for _ in range(100):
+        middle, excess = (low + high) / 2, 0.0
+        for scores, right in cases:
+            weights = _softmax(scores / math.exp(middle))
+            seen = weights > 0
+            excess += float(weights[seen] @ scores[seen]) - float(scores[right])
+        low, high = (middle, high) if excess > 0 else (low, middle)  # > 0: the distribution is too sharp
+    return math.exp((low + high) / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from paradec.core.checks import check_text, shown
@@ -16,7 +16,11 @@ LETTERS = tuple(string.ascii_uppercase)
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as a template reads it; the fields are those of a question of transformers' decision pipeline."""
+    """A question as a template reads it; the fields are those of a question of transformers' decision pipeline.
+
+    `labels` are what the model may answer, one for each of the `options`; `descriptions` what these mean, None where
+    nothing is told; `values` what a `Decision` calls them.
+    """
 
     type: str
     """"noul", "choice", "score" or "span"."""
@@ -24,28 +28,26 @@ class Asked:
     """Text or data of JSON; None asks by the options alone."""
     options: list[str]
     labels: list[str]
-    """What the model may answer, one for each option."""
     descriptions: list[Any]
-    """Of the options; None where one has none."""
     values: tuple[Any, ...]
-    """What a decision calls the options."""
 
     def rotated(self, by: int) -> Asked:
         """The same question with its options in another order under the same labels: option i is where i - `by` was."""
-        options, descriptions, values = (
-            [*of[by:], *of[:by]] for of in (self.options, self.descriptions, [*self.values])
-        )
-        return Asked(self.type, self.instructions, options, self.labels, descriptions, tuple(values))
+        options, descriptions = ([*of[by:], *of[:by]] for of in (self.options, self.descriptions))
+        return replace(self, options=options, descriptions=descriptions, values=self.values[by:] + self.values[:by])
 
 
 @dataclass(frozen=True)
 class Question:
-    """Base of the four kinds."""
+    """Base of the four kinds. A wrong argument raises ValueError or TypeError; the message names it."""
 
     instructions: Any = None
 
     type: ClassVar[str] = ""
     """What transformers calls the kind; `temperature` of `decide` goes by it."""
+
+    def __post_init__(self) -> None:
+        check_json("instructions", self.instructions)
 
     def asked(self) -> Asked:
         """The question as a template reads it."""
@@ -72,11 +74,12 @@ class YesNo(Question):
     type: ClassVar[str] = "noul"
 
     def __post_init__(self) -> None:
-        for name in ("instructions", "true", "false"):
-            check_json(name, getattr(self, name))
+        super().__post_init__()
+        check_json("true", self.true)
+        check_json("false", self.false)
         if self.instructions is None and self.true is None and self.false is None:
             raise ValueError("a YesNo needs instructions, or what true or false means")
-        _keep(self, labels=_labels(self.labels, 2))
+        object.__setattr__(self, "labels", _check_labels(self.labels, 2))
 
     def asked(self) -> Asked:
         told = [self.true, self.false]
@@ -103,13 +106,14 @@ class Pick(Question):
     type: ClassVar[str] = "choice"
 
     def __post_init__(self) -> None:
-        check_json("instructions", self.instructions)
-        options, told = _texts("options", self.options), [None] * len(self.options)
-        if isinstance(self.options, Mapping):
-            told = [*self.options.values()]
-            for text in told:
-                check_json("options", text)
-        _keep(self, options=options, descriptions=tuple(told), labels=_labels(self.labels, len(options)))
+        super().__post_init__()
+        options = _check_texts("options", self.options)
+        told = tuple(self.options.values()) if isinstance(self.options, Mapping) else (None,) * len(options)
+        for text in told:
+            check_json("options", text)
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "descriptions", told)
+        object.__setattr__(self, "labels", _check_labels(self.labels, len(options)))
 
     def asked(self) -> Asked:
         options, labels = [*self.options], [*(self.labels or ())]
@@ -135,19 +139,19 @@ class Score(Question):
     type: ClassVar[str] = "score"
 
     def __post_init__(self) -> None:
-        check_json("instructions", self.instructions)
+        super().__post_init__()
         if isinstance(self.levels, (str, bytes)) or not isinstance(self.levels, Sequence) or not len(self.levels):
             raise ValueError(f"levels={shown(self.levels)} must be a sequence of what each level means, lowest first")
         for level in self.levels:
             check_json("levels", level)
             if level is None:
                 raise ValueError(f"levels={shown(self.levels)}: each level needs a text")
-        _keep(self, levels=tuple(self.levels), labels=_labels(self.labels, len(self.levels)))
+        object.__setattr__(self, "levels", tuple(self.levels))
+        object.__setattr__(self, "labels", _check_labels(self.labels, len(self.levels)))
 
     def asked(self) -> Asked:
-        numbers = range(len(self.levels))
-        labels = [*(self.labels or ())]
-        return Asked(self.type, self.instructions, [*map(str, numbers)], labels, [*self.levels], tuple(numbers))
+        values, labels = tuple(range(len(self.levels))), [*(self.labels or ())]
+        return Asked(self.type, self.instructions, [*map(str, values)], labels, [*self.levels], values)
 
 
 @dataclass(frozen=True)
@@ -168,12 +172,12 @@ class Span(Question):
     type: ClassVar[str] = "span"
 
     def __post_init__(self) -> None:
-        check_json("instructions", self.instructions)
-        _keep(self, texts=_texts("texts", self.texts))
+        super().__post_init__()
+        object.__setattr__(self, "texts", _check_texts("texts", self.texts))
 
     def asked(self) -> Asked:
         texts = [*self.texts]
-        return Asked(self.type, self.instructions, texts, texts, [None] * len(texts), self.texts)  # type: ignore[arg-type]
+        return Asked(self.type, self.instructions, texts, texts, [None] * len(texts), tuple(texts))
 
 
 def check_json(name: str, value: Any) -> None:
@@ -186,8 +190,8 @@ def check_json(name: str, value: Any) -> None:
     check_text(name, text)
 
 
-def _texts(name: str, given: Any) -> tuple[str, ...]:
-    """Different texts, none of them empty."""
+def _check_texts(name: str, given: Any) -> tuple[str, ...]:
+    """Raise ValueError unless given are different texts, none of them empty; return them."""
     texts = () if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, Mapping)) else tuple(given)
     if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
         raise ValueError(f"{name}={shown(given)} must be different texts, none of them empty, and at least one")
@@ -196,18 +200,13 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
     return texts
 
 
-def _labels(given: Any, count: int) -> tuple[str, ...]:
-    """As many labels as there are options."""
+def _check_labels(given: Any, count: int) -> tuple[str, ...]:
+    """Raise ValueError unless there is a label for each option; return the labels, letters where none are given."""
     if given is None:
         if count > len(LETTERS):
             raise ValueError(f"{count} options are more than the {len(LETTERS)} letters; give labels, or fewer options")
         return LETTERS[:count]
-    labels = _texts("labels", given)
+    labels = _check_texts("labels", given)
     if len(labels) != count:
         raise ValueError(f"labels={shown(given)} must be {count}: one for each option")
     return labels
-
-
-def _keep(question: Question, **fields: Any) -> None:
-    for name, value in fields.items():
-        object.__setattr__(question, name, value)
