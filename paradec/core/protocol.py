@@ -338,6 +338,11 @@ class NotFinite(FloatingPointError):
         self.rows = rows
         """[N] int64: the state's rows that it returned them for; the others' answers were sound."""
 
+    @classmethod
+    def at_steps(cls, rows: np.ndarray, steps: np.ndarray) -> NotFinite:
+        """Of `rows` [N], each at its own one of `steps` [N]; the message names the first."""
+        return cls(f"the model returned NaN or infinite logits for row {rows[0]} at its step {steps[0]}", rows)
+
     def __reduce__(self) -> Any:
         return type(self), (str(self), self.rows)
 

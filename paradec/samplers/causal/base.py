@@ -254,11 +254,8 @@ class CausalSampler(Sampler):
         found = torch.cat(columns, 1).T.cpu().numpy()
         written, ends, failed, *drafter = found[:flags]
         if failed.any():
-            row = int(proposal.rows[failed.argmax()])
-            raise NotFinite(
-                f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}",
-                proposal.rows[failed > 0],
-            )
+            rows = proposal.rows[failed > 0]
+            raise NotFinite.at_steps(rows, state.row_step[rows])
         if drafter and drafter[0].any():
             raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
         if state.texts is not None:

@@ -54,10 +54,7 @@ def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.nda
     """Raise where the model's answer [R, W] is not finite, or too little becomes final: `committed` [R] int64."""
     if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
         broken = rows[~np.isfinite(confidence).all(1)]
-        row = int(broken[0])
-        raise NotFinite(
-            f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}", broken
-        )
+        raise NotFinite.at_steps(broken, state.row_step[broken])
     needs = sampler.needs
     if needs.may_wait:  # but must have filled the block by its last planned step
         idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()

@@ -237,7 +237,9 @@ class CanvasSampler(Sampler):
         same = (proposal.values == before).all(1)
         tokens = proposal.values.cpu().numpy()
         entropy, same = torch.stack((entropy, same.double())).cpu().numpy()
-        _check_finite(state, rows, entropy)
+        if not math.isfinite(np.add.reduce(entropy)):  # a NaN or infinite logit makes it NaN
+            broken = rows[~np.isfinite(entropy)]
+            raise NotFinite.at_steps(broken, state.row_step[broken])
 
         generator = _copied(state.generator)
         kept = self._kept(state, proposal)
@@ -378,11 +380,3 @@ def _copied(generator: torch.Generator | None) -> torch.Generator | None:
     other = torch.Generator(generator.device)
     other.set_state(generator.get_state())
     return other
-
-
-def _check_finite(state: DenoisingState, rows: np.ndarray, entropy: np.ndarray) -> None:
-    """Raise NotFinite where the model's answer is not finite: the mean entropy is NaN then."""
-    if not math.isfinite(np.add.reduce(entropy)):
-        broken = rows[~np.isfinite(entropy)]
-        step = int(state.row_step[broken[0]])
-        raise NotFinite(f"the model returned NaN or infinite logits for row {broken[0]} at its step {step}", broken)

@@ -346,12 +346,8 @@ class FreeDave(MaskedSampler):
         """Raise where the base would have, in the steps `within` [K, R]. finite, counts: [K, R]."""
         broken = within & ~finite
         if broken.any():
-            at = int(broken.any(0).argmax())
-            step = int(state.row_step[rows[at]] + broken[:, at].argmax())
-            raise NotFinite(
-                f"the model returned NaN or infinite logits for row {int(rows[at])} at its step {step}",
-                rows[broken.any(0)],
-            )
+            wrong = broken.any(0)
+            raise NotFinite.at_steps(rows[wrong], state.row_step[rows[wrong]] + broken[:, wrong].argmax(0))
         idle = within & (counts == 0)
         if self.needs.may_wait:
             steps = state.block_step[rows] + np.arange(1, len(counts) + 1)[:, None]

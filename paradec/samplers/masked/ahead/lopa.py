@@ -255,13 +255,8 @@ class LoPA(MaskedSampler):
         cut = None if taken[0].cut is None else picked([step.cut for step in taken if step.cut is not None], best)
         found = stages.to_host(tokens=written, before=proposal.current, sure=sure.sum(0), cut=cut)
         committed = (found["tokens"] != found["before"]).sum(1)
-        broken = ~np.isfinite(found["sure"]).all(1)
-        if broken.any():
-            row = int(rows[broken.argmax()])
-            raise NotFinite(
-                f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}",
-                rows[broken],
-            )
+        if len(broken := rows[~np.isfinite(found["sure"]).all(1)]):
+            raise NotFinite.at_steps(broken, state.row_step[broken])
         if 0 in committed.tolist():
             raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 

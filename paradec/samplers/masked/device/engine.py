@@ -206,8 +206,7 @@ class DeviceEngine(CanvasState):
     def _complain(self) -> None:
         failed = self.failed.cpu().numpy()
         if len(rows := np.flatnonzero(failed >= 0)):
-            row, step = rows[0], failed[rows[0]]
-            raise NotFinite(f"the model returned NaN or infinite logits for row {row} at its step {step}", rows)
+            raise NotFinite.at_steps(rows, failed[rows])
         raise RuntimeError(f"sampler {self.sampler.name!r} committed nothing for row {self.stuck.tolist().index(True)}")
 
     def write_back(self, state: MaskedState, rows: np.ndarray | None = None) -> None:

@@ -64,8 +64,7 @@ class DeviceRows:
         failed, stuck, running = torch.stack((engine.failed, engine.stuck.long(), engine.running.long())).cpu().numpy()
         if (rows := np.flatnonzero(failed >= 0)).size:
             engine.failed.fill_(-1)
-            message = f"the model returned NaN or infinite logits for row {rows[0]} at its step {failed[rows[0]]}"
-            raise NotFinite(message, rows)
+            raise NotFinite.at_steps(rows, failed[rows])
         if stuck.any():
             raise RuntimeError(f"sampler {self.sampler.name!r} committed nothing for row {int(stuck.argmax())}")
         return running > 0
