@@ -13,10 +13,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query
 from paradec.models.calls import Calling, ModuleCall, take_columns
-from paradec.models.copies import Copied
-from paradec.models.description import description
 from paradec.models.layers import answer_with_layers
-from paradec.models.module_parts import NamedParts
 from paradec.models.saving import Published, save
 from paradec.models.updating import Updated
 from paradec.models.wraps import Wrap
@@ -51,10 +48,21 @@ class Adapter:
         return self.module
 
     def __repr__(self) -> str:
-        return description(self)
+        """What it makes, its tokens, size, dtype and device."""
+        module = self.__dict__.get("module")
+        if module is None:  # asked for in the middle of its making
+            return object.__repr__(self)
+        facts, kind = self.__dict__.get("facts"), str(self.dtype).removeprefix("torch.")
+        said = [f"makes {getattr(self, 'makes', 'nothing')}"]
+        if isinstance(facts, ModelFacts):
+            blocks = f" in blocks of {facts.block_length}" if facts.block_length else ""
+            said += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
+            said += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
+        said += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {self.device}"]
+        return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(said)})"
 
 
-class Model(NamedParts, Updated, Copied, Adapter):
+class Model(Updated, Adapter):
     """Base of the models of tokens, which samplers query. A kind of them says how it calls its module (`_logits`);
     adapters of other families say in `makes` what they are for.
 
@@ -203,3 +211,67 @@ class Model(NamedParts, Updated, Copied, Adapter):
     def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         """Call the module: logits of the wanted columns where a hook gathers these, else of all."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
+
+    # ---- parts of the module, by transformers' names --------------------------------------------------------------
+
+    @property
+    def text_config(self) -> Any:
+        """The module's configuration, or of several the one of its language model."""
+        config = self.module.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the hidden states that `CausalQuery.keep_hidden` asks for; None for modules that give none."""
+        return getattr(self.text_config, "hidden_size", None)
+
+    def token_embeddings(self) -> Tensor | None:
+        """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
+        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output matrix can be run by itself (`head`)."""
+        return _part(self.module, "get_output_embeddings") is not None
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [..., d] -> [..., vocab_size].
+
+        Raises:
+            ValueError: the module names none (`has_head`).
+        """
+        if not self.has_head:
+            raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
+        return self.module.get_output_embeddings()(hidden)
+
+    # ---- copies and pickles --------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one; the copy's own
+        # requests are made when it has some
+        kept = {name: value for name, value in self.__dict__.items() if name != "requests"}
+        return kept | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        wrapped = state["_wrap"]
+        self.__dict__.update(state | {"_wrap": None})
+        if self._unmasked:
+            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
+        if wrapped:
+            self._wrap = self._wrapped()
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    """What transformers' accessor of that name gives; None where the module has none, or none that answers."""
+    try:
+        return getattr(module, name)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def count_text(number: int) -> str:
+    """A count in three digits: 1.86M."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

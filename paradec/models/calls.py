@@ -10,6 +10,8 @@ context, and torch.compile cannot trace it.
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
 import threading
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paradec.core.family_queries import CausalQuery
+from paradec.core.query import Query
 from paradec.models import modes
-from paradec.models.config_stand_in import ConfigStandIn
 
 
 class _Thread(threading.local):
@@ -52,6 +54,44 @@ class Evaluation:
         if self._held:
             modes.give_back(self._held)
             self._held = []
+
+
+class ConfigStandIn:
+    """A config in everything but what a subclass says otherwise. Copies and pickles of it are copies of the config.
+
+    Args:
+        own: the config.
+    """
+
+    def __init__(self, own: Any):
+        object.__setattr__(self, "_own", own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._own, name)
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+    def __eq__(self, other: object) -> bool:
+        return self._own == (other._own if isinstance(other, ConfigStandIn) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._own)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._own)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.getitem, ((self._own,), 0)  # the config itself, and nothing of ours
 
 
 class ModuleCall:
@@ -155,3 +195,11 @@ def every_part(module: nn.Module) -> list[nn.Module]:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: modes.after_fork(thread.call is None))
+
+
+def with_gradients(model: Any, query: Query) -> Tensor:
+    """What a call of a model answers, in evaluation mode, with gradients where they are enabled."""
+    call = ModuleCall(model._wrap, query.wanted)
+    with Calling(model.module, call):
+        logits: Tensor = model._logits(query, None, call)
+    return logits if call.columns is None else take_columns(logits, call.columns)

@@ -27,7 +27,7 @@ from paradec.core.checks import shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, flag, positive
 from paradec.models.dflash import FIELDS, DFlashDrafter, finished, published_fields, read_network, settings_of
-from paradec.models.speculators import flat_config
+from paradec.models.drafter import flat_config
 
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 

@@ -15,7 +15,7 @@ from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 from paradec.core.checks import check_bool, check_choice, check_model, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError
+from paradec.models.checkpoint import CheckpointError, flag
 
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
@@ -224,3 +224,34 @@ def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
             f"{source!r}: d2t and t2d contradict each other for {len(wrong)} ids: d2t {leads} id {token}, and "
             f"t2d[{token}] is {bool(t2d[token])}"
         )
+
+
+def flat_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
+    """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object.
+
+    Layers are numbered as in `CausalQuery.keep_layers`; `is_causal` is that of sliding layers.
+
+    Raises:
+        CheckpointError: a field of another type, or a drafter of a model of another size.
+    """
+    where, sizes = f"config.json of {source!r}", config.get("transformer_layer_config")
+    if not isinstance(sizes, dict):
+        raise CheckpointError(f"{where}: transformer_layer_config={shown(sizes)} must be an object")
+    if flag(sizes, "attention_bias", False):
+        raise CheckpointError(f"{where}: attention_bias={shown(sizes['attention_bias'])}; these layers have none")
+    if config.get("target_hidden_size") not in (None, base.hidden_size):
+        raise CheckpointError(
+            f"{source!r} has target_hidden_size={shown(config['target_hidden_size'])}, {base.facts.name} "
+            f"{base.hidden_size}: it drafts for another model"
+        )
+    name, count = "aux_hidden_state_layer_ids", base.text_config.num_hidden_layers
+    inputs = config.get(name)
+    if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
+        raise CheckpointError(
+            f"{where}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the layers of "
+            f"{base.facts.name}; l is what layer l reads"
+        )
+    stated = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
+    sees_all = flag(stated, "sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
+    own = {key: value for key, value in sizes.items() if value is not None}
+    return {**own, **stated, "target_layer_ids": list(read_inputs(inputs, count)), "is_causal": not sees_all}

@@ -22,8 +22,7 @@ from paradec.core.checks import check_choice
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, flag, positive, stored_tensors, stored_weights
 from paradec.models.dflash import BlockSettings, DFlashDrafter, finished, published_fields, read_network, settings_of
-from paradec.models.drafter import TABLES, drafted_ids
-from paradec.models.speculators import flat_config
+from paradec.models.drafter import TABLES, drafted_ids, flat_config
 
 HEADS = ("vanilla", "gated", "rnn")
 

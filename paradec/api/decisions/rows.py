@@ -23,8 +23,7 @@ from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery
 from paradec.core.prompts import check_rows, ids_of, render, unknown_words
 from paradec.core.protocol import NotFinite
-from paradec.core.query import StoreCall
-from paradec.models.whole_rows import whole_rows
+from paradec.core.query import StoreCall, whole_rows
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
 from paradec.samplers.renoising.state import FIRST_STREAM, noise
 from paradec.samplers.starting import padded

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import GroupQuery
 from paradec.core.memory import Memory
 from paradec.core.order_draws import keyed
 from paradec.core.orders import Groups, Order
@@ -24,7 +25,6 @@ from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
-from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, request_for
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.filters import filtered_distribution

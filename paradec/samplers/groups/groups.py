@@ -16,11 +16,11 @@ from torch import Tensor
 
 from paradec.core import orders
 from paradec.core.checks import check_bool, check_choice, check_int
+from paradec.core.family_queries import GroupQuery
 from paradec.core.orders import Order
 from paradec.core.protocol import Commit, Proposal
 from paradec.core.query import StoreCall
 from paradec.core.trace import Notes
-from paradec.models.images.grouped import GroupQuery
 from paradec.request import Request, request_for
 from paradec.samplers.causal.window import JacobiSampler
 from paradec.samplers.groups import lossless

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.family_queries import RankedQuery
 from paradec.core.order_draws import keyed
 from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.models.images.grid import Grid
-from paradec.models.images.grouped import RankedQuery
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.causal import any_order
 from paradec.samplers.causal.any_order import OrderedState

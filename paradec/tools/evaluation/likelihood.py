@@ -36,8 +36,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
-from paradec.core.query import WindowLogits
-from paradec.models.whole_rows import whole_rows
+from paradec.core.query import WindowLogits, whole_rows
 from paradec.request import FIELDS
 from paradec.samplers.guidance import guided
 from paradec.tools.evaluation import maskings

@@ -23,7 +23,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout
 from paradec.models.base import Model
-from paradec.models.gradients import with_gradients
+from paradec.models.calls import with_gradients
 from paradec.samplers.guidance import guided
 
 
