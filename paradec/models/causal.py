@@ -18,7 +18,7 @@ from paradec.core.checks import shown
 from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, fetch, states_quantiser, stored_weights
-from paradec.models.mtp_names import mtp_names
+from paradec.models.mtp import mtp_names
 from paradec.models.pretrained import read_module, reason
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
 

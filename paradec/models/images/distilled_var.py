@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, read_json
+from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
+from paradec.models.images.loading import find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
 from paradec.models.images.var import BUFFERS, VAR, ScalePictures, VARModel, fill, sizes_of
 from paradec.models.weights import NESTED, read_weights
@@ -158,13 +158,7 @@ def load_distilled_var(
         CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
         ValueError: a size or stage out of its range.
     """
-    path, fields = Path(source), {}
-    name = path.stem
-    if path.is_dir():
-        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
-        named = path / str(fields.get("vq", "vq.safetensors"))
-        vq = named if vq is None and named.is_file() else vq
-        path = path / "model.safetensors"
+    name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
         raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
     weights, metadata = read_weights(path, "|".join(BUFFERS), ("trainer.ema_parameters", *NESTED))

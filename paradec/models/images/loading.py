@@ -57,6 +57,30 @@ def packaged_image(name: str) -> str:
     return str(Path(str(importlib.resources.files("paradec"))) / "assets" / name)
 
 
+def find_files(source: str | os.PathLike[str], decoder: str, given: Any) -> tuple[str, Path, dict[str, Any], Any]:
+    """Where a network's weights are that a file or a folder holds.
+
+    Args:
+        decoder: the field of config.json that names the file of the decoder, "vq" or "vae". given: the decoder, or its
+            file, that the caller named; None takes the folder's if there is one.
+
+    Returns:
+        The name of the model, the file of its weights, what config.json says, and the decoder or its file.
+
+    Raises:
+        CheckpointError: a folder without a config.json.
+    """
+    from paradec.models.checkpoint import read_json
+
+    path = Path(source)
+    if not path.is_dir():
+        return path.stem, path, {}, given
+    fields = read_json(str(path), "config.json", None, required=True)
+    named = path / str(fields.get(decoder, f"{decoder}.safetensors"))
+    given = named if given is None and named.is_file() else given
+    return path.name, path / "model.safetensors", fields, given
+
+
 def file_type(source: str | os.PathLike[str]) -> str:
     """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's where none tells."""
     import torch

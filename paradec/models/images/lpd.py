@@ -30,9 +30,10 @@ from paradec.core.prompts import Prompts
 from paradec.core.query import Query, StoreCall
 from paradec.core.registry import unknown
 from paradec.models.calls import Evaluation
-from paradec.models.checkpoint import CheckpointError, check_fit, read_json
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import ImageModel, ImageRequest, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
+from paradec.models.images.loading import find_files
 from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import read_weights
 
@@ -423,13 +424,7 @@ def load_lpd(
         check_choice("preset", preset, PRESETS)
     check_int("grid", grid, low=1, none=True)
     check_int("n_head", n_head, low=1, none=True)
-    path, fields = Path(source), {}
-    name = path.stem
-    if path.is_dir():
-        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
-        named = path / str(fields.get("vq", "vq.safetensors"))
-        vq = named if vq is None and named.is_file() else vq
-        path = path / "model.safetensors"
+    name, path, fields, vq = find_files(source, "vq", vq)
     weights = read_weights(path)[0]
     config = _config(path, weights, preset, fields, n_head)
     with torch.device("meta"):  # its weights are the file's

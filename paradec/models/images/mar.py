@@ -25,13 +25,14 @@ from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.registry import unknown
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
-from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
+from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenDistribution
 from paradec.models.images.diffusion_head import DiffusionHead
 from paradec.models.images.grid import Grid
 from paradec.models.images.kl import KLDecoder, load_kl, same_latents
+from paradec.models.images.loading import find_files
 from paradec.models.weights import PICKLES, read_weights
 
 PRESETS = {
@@ -385,13 +386,7 @@ def load_mar(
     """
     if preset is not None:
         check_choice("preset", preset, PRESETS)
-    path, fields = Path(source), {}
-    name = path.stem
-    if path.is_dir():
-        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
-        named = path / str(fields.get("vae", "vae.safetensors"))
-        vae = named if vae is None and named.is_file() else vae
-        path = path / "model.safetensors"
+    name, path, fields, vae = find_files(source, "vae", vae)
     weights = _weights(path)
     published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
     try:
@@ -408,16 +403,7 @@ def load_mar(
         module = MAR(**sizes)
     except (KeyError, IndexError, TypeError) as error:
         raise CheckpointError(f"{str(path)!r} does not hold the weights of a MAR: {error}") from error
-    found = module.state_dict()
-    wrong = [
-        key
-        for key in sorted({*found, *weights})
-        if key not in found or key not in weights or found[key].shape != weights[key].shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{str(path)!r} does not hold the weights of {preset or 'a MAR'!r}: {', '.join(wrong[:4])}"
-        )
+    check_fit(module.state_dict(), weights, str(path), preset or "a MAR")
     module.load_state_dict(weights)
     module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
     if vae is not None and not isinstance(vae, KLDecoder):

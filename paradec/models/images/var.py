@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,11 @@ from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.registry import unknown
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
-from paradec.models.checkpoint import CheckpointError, check_fit, read_json
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.grid import Grid
+from paradec.models.images.loading import find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.models.weights import read_weights
@@ -449,13 +449,7 @@ def load_var(
         CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
         ValueError: a size out of its range.
     """
-    path, fields = Path(source), {}
-    name = path.stem
-    if path.is_dir():
-        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
-        named = path / str(fields.get("vq", "vq.safetensors"))
-        vq = named if vq is None and named.is_file() else vq
-        path = path / "model.safetensors"
+    name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
         raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
     weights, metadata = read_weights(path, "|".join(BUFFERS))

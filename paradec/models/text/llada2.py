@@ -1,9 +1,9 @@
 """LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and kin) on transformers' Glm4Moe.
 
 A mixture of experts with other names, and one matrix for queries, keys and values, which is split where it is read
-(`paradec.models.text.llada2_reader`). Attention is block-causal over blocks of 32 counted from position 0, logits row i
-predicts token i. Published decoding: sampler "threshold" (2.0) or "editing" (2.1), with the presets of these names, and
-"levenshtein" (2.2), which also chooses experts for whole blocks (`paradec.models.text.llada2_routing`).
+(`paradec.models.text.llada2_modules`). Attention is block-causal over blocks of 32 counted from position 0, logits row
+i predicts token i. Published decoding: sampler "threshold" (2.0) or "editing" (2.1), with the presets of these names,
+and "levenshtein" (2.2), which also chooses experts for whole blocks (the same file).
 Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676.
 """
 
@@ -210,7 +210,7 @@ def block_length(config: Mapping[str, Any], source: str) -> int | None:
 
 def reader() -> type:
     """The class that reads the published files."""
-    from paradec.models.text.llada2_reader import reading
+    from paradec.models.text.llada2_modules import reading
 
     return reading(FUSED)
 
@@ -219,7 +219,7 @@ def decoder(config: Any) -> type:
     """The adapter of a configuration: one that chooses experts for blocks, or the plain one."""
     if getattr(config, CAPACITY, None) is None:
         return Decoder
-    from paradec.models.text.llada2_routing import BlockRouted
+    from paradec.models.text.llada2_modules import BlockRouted
 
     return BlockRouted
 

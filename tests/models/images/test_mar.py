@@ -216,7 +216,7 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     for name in ("mar.safetensors", "checkpoint-last.pth"):
         loaded = load_mar(tmp_path / name, "mar_base", **sizes).module.state_dict()
         assert all(torch.equal(loaded[key], weights[key]) for key in weights)
-    with pytest.raises(CheckpointError, match="does not hold the weights of 'mar_base': decoder_blocks.2"):
+    with pytest.raises(CheckpointError, match="do not fit mar_base: missing weights: decoder_blocks.2"):
         load_mar(tmp_path / "mar.safetensors", "mar_base", **{**sizes, "depth": 3})
     with pytest.raises(CheckpointError, match="there is no file"):
         load_mar(tmp_path / "nothing.pth", "mar_base", **sizes)
