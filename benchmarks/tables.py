@@ -184,8 +184,8 @@ def peers_text_table(data: Row) -> str:
     cells = f"{{case}} | {{cpu_over:q}} | {{wall_over:q}} | {PEAKS} | {{tokens}} | {{bare:.2f}} | {{cpu_beyond:q}}"
     head += " | (ours - products) / (theirs - products) | patched"
     low, high = data["load_average"]
-    layout = f'weights loaded with `weight_layout="{data["weight_layout"]}"`'
-    about = f"({data['processor']}, load average {low:.1f} to {high:.1f}; {layout}.)"
+    copied = "; float32 matrices copied column by column" if data.get("weight_layout") == "columns" else ""
+    about = f"({data['processor']}, load average {low:.1f} to {high:.1f}{copied}.)"
     return "\n".join([table(_cases(data), head, cells + " | {patched}"), "", about])
 
 
@@ -484,14 +484,6 @@ def processor_steps_table(results: dict[str, Row], part: str) -> str:
     return "\n".join([crossed("", cells, missing=""), "", about])
 
 
-def layout_table(data: Row) -> str:
-    """Products with matrices that lie column by column over the same as they lay, by positions."""
-    cells = {}
-    for row in data["rows"]:
-        cells[f"{row['in']} x {row['out']}"] = {each: f"{ratio:.2f}" for each, ratio in row["positions"].items()}
-    return crossed("in x out, positions", cells, missing="")
-
-
 COSTS = {"forwards": "forwards", "positions": "positions", "cpu": "CPU seconds"}
 """Of benchmarks/ranking.py."""
 RANKED = "{forwards:.2f} | {positions:.0f} | {milliseconds:.1f}"
@@ -731,7 +723,6 @@ def rendered() -> dict[str, str]:
             "peers_rule": peers_rule_table(_result("peers_rule")),
             "token_stats_over_softmax": processor_steps_table(steps, "over_softmax"),
             "token_stats_steps": processor_steps_table(steps, "steps"),
-            "layout": layout_table(_result("layout")),
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),

@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 
 import paradec
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
-from paradec.models.layout import lay_columns_first
 
 RESULT = common.BENCHMARKS / "results" / "peers_sjd.json"
 PATCHED = "its clock, CUDA's events, is stopped, and absl's logging is Python's"
@@ -46,7 +45,6 @@ def random_model(size: str) -> LlamaGenModel:
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-    lay_columns_first(module)  # as `paradec.load(weight_layout="columns")` does
     return LlamaGenModel(module)
 
 

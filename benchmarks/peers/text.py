@@ -31,8 +31,6 @@ from safetensors.torch import save_file
 
 import paradec
 
-LAYOUT = "columns"
-"""Of paradec's weights: decodes took 0.82 to 0.91 of the time that "rows" took (--size small, float32)."""
 RESULT = common.BENCHMARKS / "results" / "peers_text.json"
 SIZES = {
     # hidden, layers, heads, inner, vocabulary, prompt, answer; "words" has LLaDA's vocabulary
@@ -205,7 +203,6 @@ def main() -> None:
     torch.set_num_threads(1)
     prompt_length, answer = SIZES[given.size][-2:]
     result: dict[str, Any] = {**common.machine(), "dtype": given.dtype, "turns": given.turns, "cases": {}}
-    result["weight_layout"] = LAYOUT
     loads = [common.load()]
     with tempfile.TemporaryDirectory() as away:
         folders = {name: Path(away) / name for name in ("llada", "dream")}
@@ -216,9 +213,7 @@ def main() -> None:
         vocab = sizes["words"]
         draw = torch.Generator().manual_seed(1)
         prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
-        models = {
-            name: paradec.load(folder, dtype=given.dtype, weight_layout=LAYOUT) for name, folder in folders.items()
-        }
+        models = {name: paradec.load(folder, dtype=given.dtype) for name, folder in folders.items()}
         for name, (reference, theirs, own) in cases(given).items():
             folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
             checkout = Checkout(getattr(given, reference))

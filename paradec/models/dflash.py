@@ -34,7 +34,6 @@ from paradec.models.cache_argument import cache_keyword
 from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers
-from paradec.models.layout import lay
 from paradec.models.pretrained import read_module
 
 IN_TREE = "muse_glimmer_assistant"
@@ -257,7 +256,6 @@ def read_network(
     options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
     options |= {"computed": unused, "dtype": dtype or base.dtype}
     module = read_module(cls, source, revision, config=made, **options).to(base.device).requires_grad_(False)
-    lay(module)
     return module
 
 

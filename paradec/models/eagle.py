@@ -37,7 +37,6 @@ from paradec.models.checkpoint import CheckpointError, check_fit, positive
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.models.images.llamagen_network import angles
-from paradec.models.layout import lay
 
 
 class EagleHead(nn.Module):
@@ -167,7 +166,6 @@ def load_eagle(
         weights = halves_of_pairs(weights, own.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    lay(module)
     try:
         return EagleDrafter(module, base, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:  # heads that LlamaGen's angles do not split

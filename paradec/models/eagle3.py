@@ -40,7 +40,6 @@ from paradec.models.checkpoint import CheckpointError, check_fit, flag
 from paradec.models.drafter import TABLES, FeatureDrafter, check_base, drafted_ids, read_inputs
 from paradec.models.eagle import layer_config
 from paradec.models.layers import decoder_layers
-from paradec.models.layout import lay
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,6 @@ def load_eagle3(
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    lay(module)
     try:
         return Eagle3Drafter(module, base, tokens, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:

@@ -17,7 +17,6 @@ from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
-from paradec.models.layout import LAYOUTS, lay
 from paradec.models.masked import FAMILIES, REFUSED, known_family, load_masked
 from paradec.models.tensor_parallel import load_together
 from paradec.models.text import diffusion_gemma
@@ -46,7 +45,6 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     gguf_file: str | None = None,
-    weight_layout: str | None = None,
     **image_options: Any,
 ) -> Model:
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
@@ -100,10 +98,6 @@ def load(
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
-        weight_layout: how float32 matrices lie in memory on a CPU. "rows" leaves them as they were read: pages of the
-            file, which all processes share. "columns" copies them, which takes a second per gigabyte and makes
-            products of few positions faster (docs/performance.md has measurements). None is "columns" for models of up
-            to 64 MiB, and for matrices that are not pages of a file, because they are converted or read from a pickle.
         image_options: further arguments of image models, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and the loaders beside it.
 
@@ -129,8 +123,8 @@ def load(
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
-            return load(folder, weight_layout=weight_layout, **common, **for_text, **image_options)
-    _check_arguments(source, revision, weight_layout, for_text)
+            return load(folder, **common, **for_text, **image_options)
+    _check_arguments(source, revision, for_text)
     for_text["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _dtype(dtype), _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -144,30 +138,27 @@ def load(
     if gguf_file is not None:
         _refuse_image_options(image_options)
         read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
-        return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **for_text), weight_layout)
+        return read_it(gguf_file=gguf_file, dtype=dtype, **for_text)
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
         _refuse_text_options(for_text)
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
-        return _laid(load_image_model(config["model_type"], source, image_options, **common), weight_layout)
+        return load_image_model(config["model_type"], source, image_options, **common)
     _refuse_image_options(image_options)
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **for_text)
-        return _laid(model, weight_layout)
+        return _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **for_text)
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = load_masked if of_masks or not causal.is_causal(config) else causal.load_causal
     load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
-    return _laid(load_it() if tp_plan is None else load_together(load_it), weight_layout)
+    return load_it() if tp_plan is None else load_together(load_it)
 
 
-def _check_arguments(source: Any, revision: Any, layout: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> None:
     """Raise ValueError for one of a wrong type or out of its range; the rest of `given` is checked by what takes it."""
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
-    if layout is not None:
-        check_choice("weight_layout", layout, LAYOUTS)
     check_int("mask_token_id", given["mask_token_id"], low=0, none=True)
     check_int("block_length", given["block_length"], low=1, none=True)
     check_number("rope_theta", given["rope_theta"], low=0, open_low=True, none=True)
@@ -246,12 +237,6 @@ def _load_canvases(
     return diffusion_gemma.load_diffusion_gemma(
         source, revision, device=device, attn_implementation=attn_implementation, **options
     )
-
-
-def _laid(model: Any, layout: str | None) -> Any:
-    """The same model, its weights where `weight_layout` says."""
-    lay(model.module, layout)
-    return model
 
 
 def _adapter_alone(source: str, revision: str | None) -> tuple[str, str | None] | None:

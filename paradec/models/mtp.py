@@ -34,7 +34,6 @@ from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, stored_tensors, stored_weights
 from paradec.models.drafter import FeatureDrafter, check_base
 from paradec.models.layers import decoder_layers
-from paradec.models.layout import lay
 from paradec.models.stacked import parts_of
 
 PLACE = re.compile(
@@ -284,7 +283,6 @@ def load_mtp(
     places = _places(module)
     for name, tensor in stored_tensors(source, list(names.own), revision).items():
         places[names.own[name]].copy_(tensor)
-    lay(module)
     return MtpDrafter(module, base, f"{os.path.basename(source.rstrip('/')) or source} (MTP)")
 
 

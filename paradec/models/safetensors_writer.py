@@ -1,7 +1,7 @@
 """Writing a safetensors file one tensor after the other, so that no second copy of all weights is held.
 
 The library's own `save_file` takes all tensors of a file at once, contiguous and each alone in its memory: of weights
-that lie column by column, share memory or are on another device, these are copies.
+that share memory or are on another device, these are copies.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 import re
 import shutil
 import time
@@ -29,7 +31,7 @@ from checkpoints import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -694,3 +696,61 @@ def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> Non
         stored[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(stored[: data.draw(st.integers(0, len(stored)) | st.just(len(stored)))])
     loads_or_says_why(tmp_path)
+
+
+# ---- weights stay in their file -------------------------------------------------------------------------------------
+
+LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 5, "n_heads": 8, "mlp_hidden_size": 2048}
+"""More bytes of weights than anything else that a load takes."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(LARGE))
+    save_file({name: tensor.float() for name, tensor in random_weights(LARGE).items()}, folder / "model.safetensors")
+    return folder
+
+
+def mapped(folder: Path) -> bool:
+    """Whether this process holds a file of the folder in its memory."""
+    return str(folder) in Path("/proc/self/maps").read_text()
+
+
+def own_bytes() -> int:
+    """Bytes in memory that no file has."""
+    lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines["RssAnon"].split()[0])
+
+
+def forward(model: Any) -> Tensor:
+    with torch.inference_mode():
+        return model.module(torch.arange(8).unsqueeze(0)).logits
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory is read from Linux's /proc")
+def test_weights_are_pages_of_the_file_while_a_model_has_them(large: Path) -> None:
+    size, before = (large / "model.safetensors").stat().st_size, own_bytes()
+    model = paradec.load(large)
+    expected = forward(model)
+    assert mapped(large) and own_bytes() - before < 0.1 * size
+    again = pickle.loads(pickle.dumps(model))
+    del model
+    assert not mapped(large) and torch.equal(forward(again), expected)
+
+
+def test_weights_that_change_in_memory_leave_the_file(large: Path, tmp_path: Path) -> None:
+    """A file that is replaced, or gone, is still there for those who read it."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((large / name).read_bytes())
+    file = tmp_path / "model.safetensors"
+    digest, model = hashlib.sha256(file.read_bytes()).digest(), paradec.load(tmp_path)
+    expected = forward(model)
+    with torch.no_grad():
+        model.module.model.norm.weight.mul_(2)
+    assert hashlib.sha256(file.read_bytes()).digest() == digest
+    model.save_pretrained(tmp_path)  # over the file that it lies in
+    torch.testing.assert_close(forward(model), 2 * expected)
+    assert torch.equal(forward(paradec.load(tmp_path)), forward(model))
+    file.unlink()
+    torch.testing.assert_close(forward(model), 2 * expected)
