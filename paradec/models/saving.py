@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import LARGEST_INT64, check_int, shown
-from paradec.models.checkpoint import INDEX, Stored, check_weights
+from paradec.models.checkpoint import DTYPES, INDEX, Stored, check_weights
 from paradec.models.family import Family
-from paradec.models.safetensors_writer import write_safetensors
 from paradec.models.stacked import Fetched, StackedWeight, parts_of
 from paradec.models.text import d2f
 from paradec.models.vocabulary import stated_ends
@@ -36,6 +35,8 @@ REPLACED = re.compile(
 OTHERS = ("adapter_config.json", "model_index.json")
 """Files that make a folder something else than a checkpoint of one model."""
 DRAFT = ".saving-"
+CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
+"""What safetensors calls a dtype of torch."""
 _replacing_files = threading.Lock()
 
 
@@ -246,6 +247,40 @@ def _split(weights: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
         raise ValueError(
             f"max_shard_size={shown(max_shard_size)} must be bytes or a text like '5GB': {error}"
         ) from None
+
+
+def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callable[[str], Tensor]) -> None:
+    """Write a file, byte for byte as `safetensors.torch.save_file(..., metadata={"format": "pt"})` does.
+
+    That takes all tensors of a file at once, contiguous and each alone in its memory: of weights that share memory or
+    are on another device, these are copies. Here one tensor is copied at a time.
+
+    Args:
+        sizes: names of the tensors -> tensors of their shapes and dtypes, without numbers.
+        tensor_of: gives the tensor of a name, on the CPU; called once for each.
+
+    Raises:
+        ValueError: a tensor of another size than `sizes` says. OSError: the file cannot be written.
+    """
+    names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # every tensor begins aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        size = sizes[name]
+        begin, end = end, end + size.nbytes
+        header[name] = {"dtype": CODES[size.dtype], "shape": list(size.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = tensor_of(name)
+            if (tensor.shape, tensor.dtype) != (sizes[name].shape, sizes[name].dtype):
+                raise ValueError(
+                    f"{name} was {list(sizes[name].shape)} of {sizes[name].dtype} and became {list(tensor.shape)} of "
+                    f"{tensor.dtype} while the model was saved"
+                )
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -180,30 +180,23 @@ def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) ->
         ("llada", "block_type", ...),  # the published class assumes "sequential"
         ("llada", "block_group_size", 2),
         ("llada", "layer_norm_type", "default"),
-        ("llada", "layer_norm_type", ...),
         ("llada", "layer_norm_with_affine", False),
         ("llada", "bias_for_layer_norm", True),
         ("llada", "attention_layer_norm", True),
         ("llada", "include_bias", True),
-        ("llada", "include_bias", ...),
         ("llada", "include_qkv_bias", True),
         ("llada", "rope", False),
-        ("llada", "rope", ...),
         ("llada", "rope", 1),
         ("llada", "alibi", True),
         ("llada", "input_emb_norm", True),
         ("llada", "scale_logits", True),
         ("llada", "activation_type", "swiglu"),
-        ("llada", "activation_type", ...),
-        ("llada", "activation_type", "gelu"),
         ("llada", "rope_scaling", {"type": "dynamic", "factor": 2}),
         ("llada", "rope_parameters", {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1000.0}),
         ("llada", "sliding_window", 16),
         ("llada", "clip_qkv", 8.0),
         ("llada", "quantization_config", {"bits": 4}),
         ("llada", "rope_theta", ...),
-        ("llada", "rope_theta", None),
-        ("llada", "rope_theta", "10000"),
         ("llada", "rope_theta", -1.0),
         ("llada", "rope_theta", 10**400),
         ("llada", "rms_norm_eps", 0),
@@ -214,31 +207,20 @@ def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) ->
         ("llada", "d_model", "16"),
         ("llada", "d_model", 16.0),
         ("llada", "n_layers", 0),
-        ("llada", "n_layers", True),
         ("llada", "n_heads", ...),
-        ("llada", "n_heads", -4),
         ("llada", "n_kv_heads", 3),
-        ("llada", "n_kv_heads", 0),
         ("llada", "multi_query_attention", "no"),
         ("llada", "mlp_hidden_size", ...),
-        ("llada", "mlp_hidden_size", 0),
         ("llada", "vocab_size", ...),
-        ("llada", "vocab_size", [20]),
         ("llada", "embedding_size", 19),
-        ("llada", "embedding_size", 0),
         ("llada", "max_sequence_length", ...),
         ("llada", "weight_tying", "false"),
         ("llada", "mask_token_id", ...),
         ("llada", "mask_token_id", 20),
-        ("llada", "mask_token_id", -1),
-        ("llada", "mask_token_id", "19"),
         ("llada", "mask_token_id", 18),
         ("llada", "eos_token_id", 20),
         ("llada", "eos_token_id", [18, "x"]),
-        ("llada", "eos_token_id", {"id": 18}),
         ("llada", "pad_token_id", 20),
-        ("llada", "pad_token_id", 19),
-        ("llada", "model_type", ...),
         ("llada", "model_type", "llada_moe"),
         ("llada", "model_type", ["llada"]),
         ("dream", "hidden_act", "gelu"),
@@ -249,19 +231,15 @@ def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) ->
         ("dream", "quantization_config", {"bits": 4}),
         ("dream", "hidden_size", ...),
         ("dream", "hidden_size", 18),
-        ("dream", "hidden_size", 12),
         ("dream", "num_hidden_layers", None),
         ("dream", "num_attention_heads", "4"),
         ("dream", "num_key_value_heads", ...),
         ("dream", "num_key_value_heads", 3),
         ("dream", "intermediate_size", ...),
-        ("dream", "vocab_size", 0),
         ("dream", "rope_theta", ...),
-        ("dream", "rms_norm_eps", ...),
         ("dream", "max_position_embeddings", ...),
         ("dream", "tie_word_embeddings", "yes"),
         ("dream", "mask_token_id", None),
-        ("dream", "mask_token_id", 18),
     ],
 )
 def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, base: str, field: str, value: Any) -> None:
@@ -482,17 +460,7 @@ def test_a_weight_under_two_names(tmp_path: Path) -> None:
         paradec.load(write(tmp_path, LLADA, weights))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"d_model": 32},
-        {"mlp_hidden_size": 20},
-        {"vocab_size": 10**9},
-        {"n_kv_heads": 2},
-        {"d_model": 2**40},
-        {"mlp_hidden_size": None, "mlp_ratio": 4},
-    ],
-)
+@pytest.mark.parametrize("fields", [{"d_model": 32}, {"vocab_size": 10**9}, {"n_kv_heads": 2}, {"d_model": 2**40}])
 def test_weights_of_another_shape(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(paradec.CheckpointError, match=r"mismatched weights: model\.transformer\..* instead of"):
         paradec.load(write(tmp_path, changed(LLADA, **fields), random_weights(LLADA)))
@@ -510,14 +478,6 @@ def test_truncated_weights(tmp_path: Path, keep: int) -> None:
     (folder / "model.safetensors").write_bytes(data[:keep])
     with pytest.raises(paradec.CheckpointError, match="cannot be read: model.safetensors"):
         paradec.load(folder)
-
-
-def test_garbage_for_weights(tmp_path: Path) -> None:
-    folder = write(tmp_path, LLADA)
-    for data in (b"\x80\x04garbage" * 100, b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{}"):
-        (folder / "model.safetensors").write_bytes(data)
-        with pytest.raises(paradec.CheckpointError, match="weights"):
-            paradec.load(folder)
 
 
 # ---- folders that are no checkpoint of ours ------------------------------------------------------------------------
@@ -573,27 +533,20 @@ def test_a_file_of_a_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "model_type: llada", "\ufeff{}", "[" * 100_000, '{"d_model": ' + "9" * 5000 + "}"]
+    ("text", "message"),
+    [
+        *(
+            (text, "is not valid JSON")
+            for text in (b"", b"{", b"model_type: llada", "\ufeff{}".encode(), b"\xff\xfe\x00")
+        ),
+        *((text, "is not valid JSON") for text in (b"[" * 100_000, b'{"d_model": ' + b"9" * 5000 + b"}")),
+        *((text, "holds a .*, not an object") for text in (b"[]", b"null", b"3", b'"llada"')),
+    ],
 )
-def test_config_that_is_no_json(tmp_path: Path, text: str) -> None:
+def test_config_that_is_no_object(tmp_path: Path, text: bytes, message: str) -> None:
     folder = write(tmp_path, LLADA)
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(paradec.CheckpointError, match="config.json of .* is not valid JSON"):
-        paradec.load(folder)
-
-
-def test_config_of_bytes(tmp_path: Path) -> None:
-    folder = write(tmp_path, LLADA)
-    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(paradec.CheckpointError, match="config.json of .* is not valid JSON"):
-        paradec.load(folder)
-
-
-@pytest.mark.parametrize("data", [[], None, 3, "llada", [LLADA]])
-def test_config_that_is_no_object(tmp_path: Path, data: Any) -> None:
-    folder = write(tmp_path, LLADA)
-    (folder / "config.json").write_text(json.dumps(data))
-    with pytest.raises(paradec.CheckpointError, match="config.json of .* holds a .*, not an object"):
+    (folder / "config.json").write_bytes(text)
+    with pytest.raises(paradec.CheckpointError, match=f"config.json of .* {message}"):
         paradec.load(folder)
 
 
@@ -608,25 +561,10 @@ def test_generation_config(tmp_path: Path) -> None:
 
 
 def tokenizer_json(words: list[str]) -> dict[str, Any]:
-    added = [
-        {
-            "id": i,
-            "content": w,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for i, w in enumerate(words)
-        if w.startswith("<")
-    ]
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": words[0]},
-    }
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": i, "content": w, "special": True, **plain} for i, w in enumerate(words) if w.startswith("<")]
+    vocab = {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": words[0]}
+    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": vocab}
 
 
 def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
-import pickle
 import shutil
 import threading
 from collections.abc import Callable
@@ -32,8 +30,7 @@ import paradec
 from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Model
 from paradec.models.loading import FAMILIES
-from paradec.models.safetensors_writer import write_safetensors
-from paradec.models.stacked import Fetched
+from paradec.models.saving import write_safetensors
 
 GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
 MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny"}
@@ -281,22 +278,10 @@ def replaced_ends(model: Model, other: Model) -> Model:
     return model
 
 
-def test_what_was_read_survives_a_copy(source: Path) -> None:
-    published = paradec.load(source).published
-    assert pickle.loads(pickle.dumps(published)) == published == copy.deepcopy(published)
-
-
 def test_what_it_saves_it_saves_again(source: Path, tmp_path: Path) -> None:
     paradec.load(source).save_pretrained(tmp_path / "a")
     paradec.load(tmp_path / "a").save_pretrained(tmp_path / "b")
     assert state(tmp_path / "a") == state(tmp_path / "b")
-
-
-def test_the_packaged_model(tmp_path: Path) -> None:
-    model = paradec.load()
-    model.save_pretrained(tmp_path)
-    other = paradec.load(tmp_path)
-    assert paradec.generate(other, "Sort: pear fig").text == paradec.generate(model, "Sort: pear fig").text
 
 
 def test_a_repository_of_the_hub(hub: Path) -> None:
@@ -418,20 +403,6 @@ def twice(tmp_path: Path, sources: Callable[[str], Path]) -> tuple[Model, Path]:
         for parameter in model.module.parameters():
             parameter.add_(1)
     return model, folder
-
-
-@pytest.mark.parametrize("at", [1, 17])  # of the tensors
-def test_an_interrupt_while_weights_are_written(
-    twice: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    model, folder = twice
-    before = state(folder)
-    for target in (folder, tmp_path / "new"):
-        with monkeypatch.context() as patch:
-            interrupted(patch, Fetched, "__getitem__", at)
-            with pytest.raises(Stopped):
-                model.save_pretrained(target, max_shard_size=15000)
-    assert state(folder) == before and not (tmp_path / "new").exists()
 
 
 def test_a_disk_that_is_full(twice: tuple[Model, Path], tmp_path: Path) -> None:
@@ -720,27 +691,6 @@ def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict
 
 
 # ---- diffusers' pipeline --------------------------------------------------------------------------------------------
-
-
-def test_a_saved_pipeline(source: Path, tmp_path: Path) -> None:
-    """The model comes back as it was. The tokenizer does not: diffusers saves none that has a default, and puts the
-    index's entry in its place; it is saved beside, and given."""
-    model = paradec.load(source)
-    pipe = LLaDA2Pipeline(model.module, BlockRefinementScheduler(block_length=4), model.tokenizer)
-    pipe.save_pretrained(tmp_path)
-    pipe.tokenizer.save_pretrained(tmp_path / "tokenizer")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    again = LLaDA2Pipeline.from_pretrained(tmp_path, tokenizer=tokenizer)
-    plain_experts(again.model)
-    request = {"gen_length": 8, "num_inference_steps": 8, "mask_token_id": 3, "eos_token_id": 2}
-    texts = []
-    for each in (pipe, again):
-        each.set_progress_bar_config(disable=True)
-        texts.append(each("w1 w2 w3", use_chat_template=False, **request).texts)
-    assert texts[0] == texts[1]
-    assert torch.equal(again.model(torch.tensor([IDS])).logits[0], logits(model, IDS))
-    with pytest.raises(AttributeError, match="'list' object has no attribute '__module__'"):
-        LLaDA2Pipeline.from_pretrained(tmp_path)  # once this loads, the way round is not needed any more
 
 
 def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) -> None:
