@@ -19,18 +19,15 @@ from causal_models import close_model, tiny_llama, wrapped
 from fitting import facts_of, taken
 from image_families import MODELS, made
 from image_models import tiny_llamagen
-from scheduler_runs import TEXT
 from scipy.stats import chisquare
 from torch import Tensor
 
 import paradec
-from paradec import samplers, schedulers
+from paradec import samplers
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import decode
 from paradec.core.query import Query
 from paradec.kernels.token_stats import draw
 from paradec.models.images.adapter import ImageModel
-from paradec.models.images.mar import MAR, MARModel
 from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
@@ -320,36 +317,6 @@ def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> Non
     assert out.nfe <= 4
 
 
-@pytest.mark.parametrize("final", [1e-300, 0.5])
-def test_maskgits_second_draw_takes_extreme_logits(final: float) -> None:
-    model = table(50, torch.float64, 1.7e308)
-    asked = {"max_new_tokens": 4, "steps": 2, "block_length": 4, "temperature": 1.0, "seed": 1}
-    plain, cooled = (
-        paradec.generate(model, [1, 2], sampler=samplers.create("maskgit", final_temperature=temperature), **asked)
-        for temperature in (None, final)
-    )
-    assert torch.equal(plain.sequences, cooled.sequences)
-
-
-@pytest.mark.parametrize("name", ["low_confidence", "maskgit_plus", "origin"])
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
-def test_reference_draws_take_extreme_logits(name: str, dtype: torch.dtype, scale: float) -> None:
-    greedy, cold = (
-        paradec.generate(
-            table(50, dtype, scale),
-            [1, 2, 3],
-            sampler=name,
-            max_new_tokens=3,
-            block_length=1,
-            temperature=temperature,
-            rng="reference",
-            generator=torch.Generator().manual_seed(0),
-        )
-        for temperature in (0.0, COLD)
-    )
-    assert torch.equal(greedy.sequences, cold.sequences)
-
-
 @pytest.mark.parametrize("fusion", [0.65, 1e4])
 def test_credit_of_any_size(fusion: float) -> None:
     """Tokens that are raised by more than exp can say, in a vocabulary whose raised logits are not written."""
@@ -385,46 +352,6 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
             answer(name, model, filter_file, 2, **taken(name, request))
-
-
-# ---- schedulers -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
-def test_text_schedulers_take_extreme_logits(cls: type, filter_file: str) -> None:
-    settings = {"filter": filter_file, "model_name": "the table"} if cls is schedulers.Learn2PDScheduler else {}
-    scheduler = cls(block_length=4, **settings)
-    logits = table(50, torch.float32, 3e38).table[:8].view(2, 4, 50)
-    best = logits[..., :49].argmax(-1)
-    sample = torch.full((2, 4), 49)
-    for timestep in range(12):
-        arguments = {"mask_token_id": 49, "temperature": COLD, "generator": torch.Generator().manual_seed(1)}
-        sample = scheduler.step(logits, timestep, sample, **arguments).prev_sample
-    assert torch.equal(sample, best)
-
-
-@pytest.mark.parametrize("name", ["MaskGITScheduler", "HaltonScheduler", "LPDScheduler", "RecapScheduler"])
-@pytest.mark.parametrize("temperature", [COLD, 0.05, 1.0])
-def test_image_schedulers_take_extreme_logits(name: str, temperature: float) -> None:
-    scheduler = getattr(schedulers, name)(mask_token_id=50, temperature=temperature)
-    logits = table(50, torch.float32, 3e38).table[:18].view(2, 3, 3, 50).permute(0, 3, 1, 2)
-    sample = torch.full((2, 3, 3), 50)
-    scheduler.set_timesteps(3)
-    for timestep in scheduler.timesteps:
-        sample = scheduler.step(logits, timestep, sample, generator=torch.Generator().manual_seed(1)).prev_sample
-    assert torch.equal(sample, logits.argmax(1))
-
-
-@pytest.mark.parametrize("scale", [8.0, 3e38])
-def test_entropy_bound_without_a_mask_takes_extreme_logits(scale: float) -> None:
-    scheduler = schedulers.EntropyBoundScheduler(t_max=COLD, t_min=COLD)
-    scheduler.set_timesteps(4)
-    logits = table(50, torch.float32, scale).table[:8].view(2, 4, 50)
-    found = scheduler.step(logits, 0, torch.zeros(2, 4, dtype=torch.int64), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(found.sampled_tokens, logits.argmax(-1))
-    assert torch.equal(found.pred_logits.softmax(-1).argmax(-1), logits.argmax(-1))
-    if scale == 8.0:
-        assert torch.equal(found.pred_logits, logits / COLD)
 
 
 # ---- verification ---------------------------------------------------------------------------------------------------
@@ -463,16 +390,6 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
                     assert p[~kept].sum() < 1e-30
                 drawn = draw(found.expand(len(uniform), -1), uniform)
                 assert kept[drawn].all()
-
-
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 3e38), (torch.float64, 1.7e308), (torch.float16, 6e4)])
-def test_distributions_of_extreme_logits(dtype: torch.dtype, scale: float) -> None:
-    logits = table(50, torch.float64, scale).table.to(dtype)
-    for temperature, filters in itertools.product((COLD, 0.2, 1.0, 2.0), FILTERS):
-        distribution = token_distribution(logits, Request(**{"temperature": temperature} | filters))
-        if scale > 1e5:
-            assert torch.equal(distribution, token_distribution(logits, Request(temperature=0.0)))
-        torch.testing.assert_close(distribution.sum(-1), torch.ones(len(distribution), dtype=distribution.dtype))
 
 
 def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
@@ -592,24 +509,3 @@ def test_masked_images_at_every_temperature() -> None:
             for temperature in (0.0, COLD, *TEMPERATURES[::3])
         }
         assert torch.equal(drawn[0.0], drawn[COLD]) and not torch.equal(drawn[0.0], drawn[2.0])
-
-
-def test_continuous_images_at_every_temperature() -> None:
-    torch.manual_seed(0)
-    module = MAR(
-        side=3, channels=4, width=16, depth=1, heads=2, classes=10, buffer=4, head_depth=1, head_width=16, eps=1e-5
-    ).double()
-    model = MARModel(module)
-
-    def tokens(temperature: float) -> Tensor:
-        sampler = samplers.create("mar", temperature=temperature, head_steps=5, local_steps=1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            state = decode(sampler, model, sampler.start(model, [3], steps=4, seed=0))
-        assert state.tokens.isfinite().all()
-        return state.tokens
-
-    still = tokens(0.0)
-    torch.testing.assert_close(tokens(COLD), still, rtol=0, atol=1e-3)
-    drawn = [tokens(temperature) for temperature in TEMPERATURES]
-    assert all(not torch.allclose(still, other) for other in drawn)

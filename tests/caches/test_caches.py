@@ -365,11 +365,6 @@ def test_shape_multiple_rounds_widths_and_changes_nothing() -> None:
 
 # ---- the table ----------------------------------------------------------------------------------------------------
 
-MODELS = {
-    (topology, prediction): (topology, prediction)
-    for topology in ("bidirectional", "block_causal")
-    for prediction in ("same", "shifted")
-}
 ENTRIES = [entry for entry in table(samplers.registry, caches.registry) if samplers.get(entry[0]).family == "masked"]
 
 
@@ -468,19 +463,6 @@ def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:
         paradec.generate(
             tiny(1), [[1, 2]], sampler="random", cache="dkv_greedy", rng="reference", temperature=0.5, max_new_tokens=4
         )
-
-
-def test_announced_picks_are_what_is_committed() -> None:
-    model = tiny(2)
-    for order in ("step", "block"):
-        sampler = samplers.create("random", order=order)
-        state = sampler.start(model, ROWS, max_new_tokens=NEW, block_length=8, steps=8, seed=4, eos_early_stop=False)
-        with torch.inference_mode():
-            while not state.done:
-                picks, running = sampler.preview(state), state.window.rows
-                entries = sampler.commit(state, sampler.step(model, state)).to_list()
-                for row, picked in zip(running.tolist(), picks.tolist(), strict=True):
-                    assert sorted(p for p in picked if p >= 0) == [p for r, p, *_ in entries if r == row]
 
 
 # ---- settings, cost, memory ---------------------------------------------------------------------------------------

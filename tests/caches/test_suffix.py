@@ -3,7 +3,6 @@ independent, and what cannot have one is refused by name."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from typing import Any
@@ -128,26 +127,6 @@ def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
     assert left_out > 0
 
 
-def test_what_a_block_kept_is_gone_in_the_next() -> None:
-    """Keys of masks that the last block kept, and this one does not, are hidden: the step's logits are those of a store
-    that never had them."""
-    model, sampler = tiny(3), samplers.create("low_confidence")
-    asked = ASKED | {"suffix": Suffix(12, "uniform", count=5), "cache": "dual"}
-    state = sampler.start(model, ROWS, **asked)
-    for _ in range(BLOCK + 1):
-        sampler.commit(state, sampler.step(model, state))
-    fresh = copy.deepcopy(state)
-    fresh.store.release()
-    fresh.block_step[:] = 0  # evaluate all that exists once more, into the empty store
-    with torch.inference_mode():
-        first = sampler.query(fresh)
-        for query in first:
-            model(query, fresh.store)
-        fresh.block_step[:] = state.block_step
-        fresh.forget_made()
-        assert torch.equal(fresh.store.valid, state.store.valid)
-
-
 # ---- given tokens, rows that come and go, copies --------------------------------------------------------------------
 
 
@@ -166,19 +145,6 @@ def test_given_text_after_the_window_is_context(cache: str) -> None:
     assert first[:10].tolist() != other[:10].tolist()
     wide = paradec.generate(model, [holes], **asked | {"suffix": 64}).sequences
     assert torch.equal(wide, paradec.generate(model, [holes], **asked | {"suffix": None}).sequences)
-
-
-def test_blocks_that_the_logits_end() -> None:
-    """What exists is chosen where the block opens, and stays when it is cut."""
-    model, blocks = tiny(1), paradec.AdaptiveBlocks(length=4, delimiters=(7, 8, 9), delimiter_threshold=0.01)
-    asked: Any = {"max_new_tokens": NEW, "blocks": blocks, "eos_early_stop": False, "seed": 3}
-    asked |= {"sampler": "low_confidence", "cache": "dual"}
-    out = paradec.generate(model, ROWS, suffix=Suffix(6, "gaussian"), **asked)
-    for row, prompt in enumerate(ROWS):
-        alone = paradec.generate(model, [prompt], suffix=Suffix(6, "gaussian"), **asked)
-        assert answers(alone) == [answers(out)[row]]
-    wide = paradec.generate(model, ROWS, suffix=NEW, **asked)
-    assert answers(wide) == answers(paradec.generate(model, ROWS, **asked))
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])

@@ -285,16 +285,6 @@ def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
             method.commit(state, first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
-    base = tiny_base(layers=4)
-    base.module.to(dtype)
-    drafter = loaded(base)
-    assert drafter.dtype == dtype
-    found = paradec.generate(base, PROMPTS, sampler=speculative(drafter), max_new_tokens=9, temperature=0.1)
-    assert found.new_tokens.shape == (4, 9)
-
-
 def test_over_llamagen(loaded: Any) -> None:
     """An image model of ours, with guidance from both branches: the codes of decoding one by one."""
     model = tiny_llamagen()

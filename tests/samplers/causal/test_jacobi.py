@@ -220,30 +220,6 @@ def test_images_have_the_model_s_distribution(init: str) -> None:
 
 
 @dataclass(frozen=True)
-class OldDistribution(SCD):
-    """Leaves the old q with the drafts that it keeps, as the public code of the maximal coupling does."""
-
-    refresh: str = "maximal"
-
-    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-        drafts = self._window(state, proposal).drafts
-        commit = super().commit(state, proposal)
-        count = commit.selected.sum(1, keepdim=True)
-        slot = torch.arange(state.width)
-        at = (slot + count).clamp(max=state.width - 1)
-        same = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
-        whole = state.memory["draft_distribution"].clone()
-        old = drafts.at(at)
-        rows = torch.as_tensor(proposal.rows)
-        source = state.memory["draft_source"][rows]
-        for i in range(state.width):  # slot i of the next window is slot i + count of this one
-            distribution = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
-            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, distribution, whole[rows, 0])
-        state.memory["draft_distribution"] = whole
-        return commit
-
-
-@dataclass(frozen=True)
 class WrongGuessDistribution(SJD):
     """Draws its guesses otherwise than it says."""
 
@@ -263,18 +239,6 @@ class FilteredResidual(SJD):
             return super().commit(state, proposal)
 
 
-@dataclass(frozen=True)
-class NewDistribution(SJD):
-    """Gives the drafts that it keeps this step's distribution, which they were not drawn from."""
-
-    refresh: str = "keep"
-
-    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paradec.samplers.causal.window.verify", lambda *a: verify(*a)._replace(kept=None))
-            return super().commit(state, proposal)
-
-
 class AllOfQ(WithoutReplacement):
     """Judges drafts that were drawn without replacement by the whole of q."""
 
@@ -286,7 +250,6 @@ class AllOfQ(WithoutReplacement):
 @pytest.mark.parametrize(
     "sampler",
     [
-        OldDistribution(window=4),
         WrongGuessDistribution(window=4),
         FilteredResidual(window=4, guess_distribution="one_hot"),
     ],
@@ -294,12 +257,6 @@ class AllOfQ(WithoutReplacement):
 def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
     found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
     assert min(found["p_values"]) < 1e-5
-
-
-@pytest.mark.parametrize("init", ["random", "sample_horizontal"])
-def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
-    found = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
-    assert max(found["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import numpy as np
@@ -110,22 +108,6 @@ def test_pictures_are_the_same_in_fewer_forwards() -> None:
     found = paradec.generate_images(model, sampler=Jacobi(pool=4), **given)
     assert (found.tokens != alone.tokens).sum() <= 4  # float32: a near-tie may fall the other way
     assert np.sum(found.row_nfe) < np.sum(alone.row_nfe)
-
-
-def test_copies_and_repeated_steps() -> None:
-    base, method = tiny_base(), Jacobi(window=6, pool=3)
-    given = {"max_new_tokens": 14, "temperature": 0.8}
-    state = method.start(base, PROMPTS, seed=1, **given)
-    while not state.done:
-        one, two = method.step(base, state), method.step(base, state)
-        assert torch.equal(one.values, two.values) and torch.equal(one.quantities["said"], two.quantities["said"])
-        other = pickle.loads(pickle.dumps(copy.deepcopy(state)))
-        method.commit(state, one)
-        method.commit(other, method.step(base, other))
-        assert torch.equal(state.canvas, other.canvas) and torch.equal(state.memory["pool"], other.memory["pool"])
-        with pytest.raises(ValueError, match="earlier state"):
-            method.commit(state, two)
-    assert state.memory["pool"].shape == (4, 64, 4) and (state.memory["pool"] >= 0).any()
 
 
 def test_over_llamagen_with_guidance() -> None:

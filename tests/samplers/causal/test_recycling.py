@@ -132,10 +132,3 @@ def test_settings_travel() -> None:
 def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
-
-
-def test_models_without_a_store_are_refused() -> None:
-    base = tiny_base()
-    base.module.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="needs models that run over a store; LlamaForCausalLM does not"):
-        sampler().start(base, [1, 2], max_new_tokens=4)

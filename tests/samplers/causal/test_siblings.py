@@ -379,10 +379,3 @@ def test_twenty_thousand_answers_have_the_model_s_distribution(sampler: SCD, tem
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SCD(**settings)
-
-
-def test_models_without_a_store_are_refused() -> None:
-    base = tiny_base()
-    base.module.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="siblings=8 needs a model that runs over a store; LlamaForCausalLM does not"):
-        SJDPAC().start(base, [1, 2], max_new_tokens=4)
