@@ -137,20 +137,3 @@ def test_a_state_of_d2_goes_on_as_its_copies_do(window: Any) -> None:
         evaluated.append(count)
     assert all(torch.equal(each.canvas, state.canvas) for each in others)
     assert len(set(evaluated)) == 1
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("blocks", [paradec.PipelinedBlocks(4, add=0.5), paradec.FixedBlocks(4)], ids=str)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_d2_whatever_blocks_are_open(window: Any, blocks: Any) -> None:
-    """One layer, and masks enough in every set: no logits differ from those without a cache."""
-    rule = samplers.create("entropy_threshold", threshold=1.0)
-    asked = {"blocks": blocks, "sampler": rule, "suffix": window, "max_new_tokens": 24, "seed": 3}
-    model = tiny(1)
-    cached = paradec.generate(model, ROWS, cache="d2", **asked)
-    plain = paradec.generate(model, ROWS, **asked)
-    assert rows_of(cached) == rows_of(plain) and cached.row_nfe == plain.row_nfe
-    assert sum(cached.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)

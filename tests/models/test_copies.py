@@ -166,23 +166,6 @@ def test_outputs_hold_the_same(kind: str, way: str) -> None:
     assert (copied.trace is None) == (out.trace is None)
 
 
-def test_copies_of_a_kept_prefix() -> None:
-    model = shared("llada")
-    settings = {"cache": "prefix", "block_length": 4, "max_new_tokens": 8}
-    out = paradec.generate(model, ROWS, keep_prefix=True, **settings)
-    more = [prompt + answer for prompt, answer in zip(ROWS, out.new_tokens.tolist())]
-    whole = paradec.generate(model, more, prefix=out.prefix, **settings)
-    copied = copy.deepcopy(out.prefix)
-    assert copied.layers[0][0].data_ptr() != out.prefix.layers[0][0].data_ptr()
-    again = paradec.generate(model, more, prefix=copied, **settings)
-    assert torch.equal(again.new_tokens, whole.new_tokens)
-    assert again.cost.reused_tokens == whole.cost.reused_tokens and sum(again.cost.reused_tokens)
-    with pytest.raises(ValueError, match="was kept with another model"):
-        paradec.generate(model, more, prefix=pickled(out.prefix), **settings)
-    with pytest.raises(ValueError, match="was kept with another model"):
-        paradec.generate(copy.deepcopy(model), more, prefix=copied, **settings)
-
-
 # ---- states ---------------------------------------------------------------------------------------------------------
 
 

@@ -82,23 +82,6 @@ def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, t
             torch.testing.assert_close(made, tensors[f"{key}/made"].float(), rtol=0, atol=1e-4)
 
 
-def test_the_last_layer_is_read_before_the_final_norm(base: Model, tmp_path: Path) -> None:
-    """Number n is what a layer after the last one would read: no norm lies before it."""
-    folder, count = RECORDED / NAMES[0], base.text_config.num_hidden_layers
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [2, 3, count]}))
-    shutil.copy(folder / "model.safetensors", tmp_path)
-    drafter, ids = paradec.load_drafter(tmp_path, base=base), torch.tensor([[3, 1, 4, 1, 5]])
-    raw: list[Tensor] = []
-    handle = base.module.model.layers[-1].register_forward_hook(lambda *given: raw.append(given[-1]))
-    sampler = paradec.samplers.create("speculative", drafter=drafter)
-    state = sampler.start(base, ids, max_new_tokens=4)
-    features = sampler.step(base, state).quantities["features"]
-    handle.remove()
-    last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
-    torch.testing.assert_close(features[..., -base.hidden_size :].reshape(-1), last.reshape(-1))
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tree", [None, (3, 2, 1), DynamicTree(8, 3, 3)], ids=["chain", "static", "dynamic"])
 def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) -> None:

@@ -15,7 +15,7 @@ from every_model import EVERY, decoded, expected, shared
 from shared_modules import TOPOLOGIES, Dropping, wrapping
 from side_by_side import together
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
@@ -105,21 +105,6 @@ def test_two_wraps_in_every_order(pair: tuple[str, str], implementation: str) ->
         assert configs == {id(module.config)}
 
 
-def test_a_module_that_load_made_wrapped_as_causal(llada64: Model) -> None:
-    """It has no causal mask by itself; the wrap gives it one, and the loaded model goes on without."""
-    module, before = llada64.module, logits(llada64)
-    config = type(module.config).from_dict(module.config.to_dict())
-    config._attn_implementation, config.is_causal = "sdpa", True
-    same = LlamaForCausalLM(config).double().eval()
-    same.load_state_dict(module.state_dict())
-    causal = paradec.wrap(module, **TOPOLOGIES["causal"])
-    torch.testing.assert_close(logits(causal), plain(same), rtol=0, atol=1e-6)
-    assert torch.equal(logits(llada64), before)
-    assert causal.supports_store
-    causal.unwrap()
-    assert torch.equal(logits(llada64), before)
-
-
 def test_an_unwrapped_model_says_so() -> None:
     model = paradec.wrap(decoder(), **TOPOLOGIES["bidirectional"], **IDS)
     model.unwrap()
@@ -192,19 +177,3 @@ def test_a_call_that_fails_gives_the_modes_back() -> None:
     with pytest.raises(ZeroDivisionError):
         paradec.generate(model, [[8]], max_new_tokens=2)
     assert module.training and module.drop.training
-
-
-@pytest.mark.parametrize("kind", ["llamagen-t2i", "emu3", "mar", "dit"])
-def test_image_models_put_into_training_mode(kind: str) -> None:
-    model = shared(kind)
-    seen: list[bool] = []
-    leaf = [part for part in model.module.modules() if isinstance(part, torch.nn.Linear)][-1]
-    handle = leaf.register_forward_hook(lambda *_: seen.append(any(part.training for part in model.module.modules())))
-    model.module.train()
-    try:
-        assert torch.equal(decoded(model, kind), expected(kind))
-        assert all(part.training for part in model.module.modules())
-        assert seen and not any(seen)
-    finally:
-        model.module.eval()
-        handle.remove()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks.spared import Idle
-from paradec.samplers.forecast.bac import BlockSchedule
 
 FULL = [0, 1, 4]
 SPARED = {"DiT": 2, "FLUX": 4, "SD3": 4, "PixArt": 2, "Sana": 0, "Wan": 3, "HunyuanVideo": 4, "QwenImage": 4}
@@ -76,26 +75,6 @@ def test_two_calls_a_step() -> None:
     module, inputs = model("FLUX")
     first, second = both(module, inputs, {"refresh": FULL}, calls=2)
     assert torch.equal(first, second)
-
-
-def test_only_what_is_hooked_lets_its_norm_rest() -> None:
-    """With the feed-forwards alone, attention is evaluated: it needs its norm, and the rotary embedding."""
-    module, inputs = model("FLUX")
-    settings = {"refresh": FULL, "target": [r"transformer_blocks\.\d+\.ff"]}
-    with accelerate(module, TaylorSeer(**settings)) as session:
-        assert {one.name.split(".", 2)[-1] for one in spared(session, Idle)} == {"norm2"}
-    first, second = both(module, inputs, settings)
-    assert torch.equal(first, second) and first.isfinite().all()
-
-
-def test_schedules_of_modules() -> None:
-    """BAC: a norm rests when the module after it does, whatever the others do."""
-    module, inputs = model("DiT")
-    steps = {"attn1": (0, 2, 3), "ff": (0, 1, 4)}
-    names = [f"transformer_blocks.{i}.{branch}" for i in range(len(module.transformer_blocks)) for branch in steps]
-    schedule = BlockSchedule(6, tuple((name, steps[name.rsplit(".", 1)[-1]]) for name in names))
-    first, second = both(module, inputs, {"refresh": schedule})
-    assert torch.equal(first, second) and first.isfinite().all()
 
 
 def test_chunks_of_a_feed_forward() -> None:

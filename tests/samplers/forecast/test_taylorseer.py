@@ -478,27 +478,6 @@ def test_every_basis_in_the_loop(basis: str) -> None:
     assert torch.equal(state.latent, latent)
 
 
-def test_order_zero_is_reuse_and_explicit_steps_are_taken() -> None:
-    model, latent = DiffusionModel(tiny_dit()), noise(2)
-    ends = [
-        decoded(TaylorSeer(refresh=[0, 1, 5, 9], **how), model, latent, class_labels=[1, 2], trace=True)
-        for how in ({"order": 0}, {"basis": "reuse", "order": 3}, {"order": 0, "basis": "newton"})
-    ]
-    assert all(torch.equal(ends[0].latent, end.latent) for end in ends[1:])
-    assert [i for i, step in enumerate(ends[0].trace.steps) if step.kind == "full"] == [0, 1, 5, 9]
-    assert ends[0].nfe.tolist() == [4, 4]
-
-
-def test_the_loop_refreshes_by_accumulated_change() -> None:
-    model, latent = DiffusionModel(tiny_dit()), noise(2)
-    ends = [
-        decoded(TaylorSeer(refresh=AccumulatedChange(threshold, first_enhance=3)), model, latent, class_labels=[1, 2])
-        for threshold in (1e-6, 0.05, 1e6)
-    ]
-    assert ends[0].nfe.tolist() == [20, 20] and ends[2].nfe.tolist() == [3, 3]
-    assert 3 < ends[1].nfe[0] < 20
-
-
 # ---- contracts ------------------------------------------------------------------------------------------------------
 
 

@@ -147,20 +147,6 @@ def test_a_masked_sampler_named_for_such_a_model_is_its_rule(name: str) -> None:
     assert torch.equal(by_name.new_tokens, as_rule.new_tokens) and by_name.denoising_calls == as_rule.denoising_calls
 
 
-def test_the_default_sampler_is_the_models() -> None:
-    own = model()
-    assert torch.equal(
-        paradec.generate(own, ROWS[0], seed=1, max_new_tokens=4).new_tokens,
-        paradec.generate(own, ROWS[0], seed=1, max_new_tokens=4, sampler="diffusion_gemma").new_tokens,
-    )
-
-
-@pytest.mark.parametrize("method", [sampler("diffusion_gemma", entropy_bound=0.3), sampler("threshold", t_min=0.1)])
-def test_samplers_are_plain_data(method: Any) -> None:
-    data = method.to_dict()
-    assert samplers.registry.from_dict(data) == method and method.name == data["sampler"]
-
-
 def test_schedules_add_up() -> None:
     """The k-th of N steps keeps ceil(free k / N) positions, all in the end."""
     rule, free = samplers.create("low_confidence"), torch.tensor([16, 5, 1])

@@ -696,19 +696,6 @@ def test_a_cache_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert refused.exit_code == 2 and "must be a class of a cache" in refused.stderr
 
 
-def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show.Bar, "work", stop_after(3))
-    file = tmp_path / "results.json"
-    result = run(*FEW, "--out", file)
-    assert result.exit_code == 130 and "interrupted" in result.stderr
-    assert [line.split("\t")[1] for line in result.stdout.splitlines()[1:]] == ["default", "default"]
-    data = json.loads(file.read_text())
-    assert data["complete"] is False and len(data["results"]) == 2
-    monkeypatch.undo()
-    assert run(*FEW, "--out", file, "--resume").exit_code == 0
-    assert Comparison.from_json(file).complete
-
-
 def test_the_plot(small: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from paradec.tools.evaluation.plot import frontier

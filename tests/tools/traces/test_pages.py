@@ -20,7 +20,6 @@ from paradec.core.thumbnails import from_uri, of_steps
 from paradec.core.trace import Trace
 from paradec.core.trace_texts import joined, name_tokens, token_texts
 from paradec.models.adapter import Model
-from paradec.tools.traces import payload
 from paradec.tools.traces.html import page
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
@@ -122,22 +121,6 @@ def test_long_runs_stay_small(steps: int, tmp_path: Path) -> None:
     file = tmp_path / "long.gif"
     trace.to_gif(file)
     assert Image.open(file).n_frames == 120 and file.stat().st_size < 1e6
-
-
-def test_many_rows_and_large_pictures_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = long(50, rows=40)
-    noise = np.random.default_rng(0).integers(0, 256, (40, 3, 700, 700), dtype=np.uint8)
-    from paradec.core.thumbnails import as_uri
-
-    trace.images = [as_uri(Image.fromarray(noise[i % 2].transpose(1, 2, 0))) for i in range(2)] * 20
-    assert from_uri(trace.images[0]).size == (512, 512) and max(map(len, trace.images)) < 500_000
-    monkeypatch.setattr(payload, "MOST_IMAGE_TEXT", 3 * len(trace.images[0]))
-    (run,) = Reader(trace.to_html()).runs()
-    assert len(run["rows"]) == payload.MOST_ROWS and run["left"] == ["rows 17 to 40", "some of the pictures"]
-    assert ["image" in row for row in run["rows"]].count(True) in (2, 3)
-    monkeypatch.setattr(payload, "MOST_WRITES", 20)
-    (run,) = Reader(long(50).to_html()).runs()
-    assert len(run["steps"]) == 21 and run["steps"][-1]["k"] == "rest" and "steps 21 to 50" in run["left"][0]
 
 
 def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from tiny_models import MASK, tiny
+from tiny_models import tiny
 
 from paradec import caches, samplers
 from paradec.core.prompts import encode
@@ -289,19 +289,6 @@ def test_block_lengths() -> None:
     assert default_block_lengths(own, 64) == (None, 16, 64) and default_block_lengths(own, 20) == (None, 16, 20)
     own.default_block_length = None
     assert default_block_lengths(own, 40) == (None, 16, 32)
-
-
-def test_steps_of_a_share() -> None:
-    model = tiny(1)
-    quarter = Candidate("low_confidence", {"steps": 0.25})
-    assert request_of(model, quarter, {}, 16, [(3, 19), (2, 18)]).steps == 4
-    blocks = Candidate("low_confidence", {"steps": 0.25}, "none", 4)
-    assert request_of(model, blocks, {}, 16, [(3, 19)]).steps == 4  # one in each of four blocks
-    holes = Candidate("low_confidence", {"steps": 0.5})
-    assert request_of(model, holes, {}, 6, [(1, 9)], holes=True).steps == 3
-    with pytest.raises(ValueError, match="relaxed_threshold"):
-        request_of(model, Candidate("localleap", {"relaxed_threshold": 0.95}), {}, 8, [(1, 9)])
-    assert MASK not in [1, 2]
 
 
 # ---- fronts and intervals -------------------------------------------------------------------------------------------

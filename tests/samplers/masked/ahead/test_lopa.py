@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks
-from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.lopa import LoPA
 from paradec.samplers.masked.rules.threshold import Threshold
@@ -170,11 +169,6 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
     model = tiny(2, "block_causal")
     outs = [decode(model, sampler="lopa", cache=cache, block_length=4) for cache in ("none", "block", "dual", "prefix")]
     assert all(commits(out) == commits(outs[0]) for out in outs)
-
-
-def test_settings_survive_a_dict() -> None:
-    sampler = LoPA(Threshold(0.8), branches=2, alpha=0.25, tail=0.5, confidence="margin")
-    assert Sampler.from_dict(sampler.to_dict()) == sampler
 
 
 @pytest.mark.parametrize(

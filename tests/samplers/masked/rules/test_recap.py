@@ -229,15 +229,6 @@ def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> N
     assert lengths.tolist() == [1] * full + [local + 1] * ((steps - full) // (local + 1))
 
 
-@pytest.mark.parametrize(
-    ("steps", "full_groups", "full", "local"),
-    [(32, 12, 22, 10), (24, 10, 17, 7), (20, 10, 15, 5), (16, 8, 12, 4), (16, 0, 8, 8)],
-)
-def test_published_scripts_evaluate_so_often(steps: int, full_groups: int, full: int, local: int) -> None:
-    place = Recap(full_groups=full_groups).place(np.arange(steps))
-    assert ((place == 0).sum(), (place > 0).sum()) == (full, local)
-
-
 # ---- for any model --------------------------------------------------------------------------------------------------
 
 
