@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import paradec
-from paradec.cli.work import load_draft_model
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter
@@ -260,14 +259,6 @@ def test_the_distribution_of_the_answers_is_the_model_s(loaded: Any, request_: d
     assert min(p_values(speculative(drafter), base, **request_)) > 0.01 / 4
 
 
-def test_the_test_of_exactness_has_power(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts whose q is said to be another one."""
-    base = tiny_base(layers=1)
-    method = speculative(loaded(base, targets=[0], block=3))
-    monkeypatch.setattr(type(method), "accept", lambda self, window: window.ratio().sqrt().clamp(max=1))
-    assert min(p_values(method, base)) < 1e-5
-
-
 def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
     base = tiny_base(layers=4)
     method = speculative(loaded(base))
@@ -372,13 +363,6 @@ def test_what_does_not_fit_is_refused(loaded: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
     with pytest.raises(CheckpointError, match="whose network transformers has from 5.23 on; this is"):
         loaded(base)
-
-
-@pytest.mark.parametrize("transformers_format", [False, True])
-def test_the_command_line_takes_both_formats(tmp_path: Path, transformers_format: bool) -> None:
-    made = in_tree(*checkpoint()) if transformers_format else checkpoint()
-    folder = write(tmp_path / "d", *made)
-    assert isinstance(load_draft_model(str(folder), tiny_base(layers=4)), DFlashDrafter)
 
 
 def test_nan_of_the_drafter_is_named(loaded: Any) -> None:

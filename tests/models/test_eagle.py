@@ -26,7 +26,7 @@ from paradec.request import Request
 from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import DynamicTree, Tree, normalized, walk
+from paradec.samplers.causal.trees import DynamicTree, Tree, walk
 from paradec.samplers.causal.verification import token_distribution
 
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -362,19 +362,6 @@ def test_dynamic_trees_of_a_smaller_model_are_exact() -> None:
     for seed, name in enumerate(("temperature 1", "all")):
         found = exactness.test_case(sampler, model, 2000, seed=seed, **exactness.REQUESTS[name])
         assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 3
-
-
-class OtherLaw(Speculative):
-    """Says that its drafts were drawn from another distribution than they were."""
-
-    def _draft_next(self, state: CausalState, *rest: Any) -> None:
-        super()._draft_next(state, *rest)
-        state.memory["draft_distribution"] = normalized(state.memory["draft_distribution"].roll(1, -1) + 0.1)
-
-
-def test_the_test_of_exactness_has_power(loaded: Any) -> None:
-    base = tiny_base(layers=1)
-    assert min(p_values(OtherLaw(drafter=loaded(base), window=3), base)) < 1e-5
 
 
 # ---- LANTERN --------------------------------------------------------------------------------------------------------

@@ -294,15 +294,6 @@ def test_presets_that_mean_nothing_for_pictures(case: tuple[Any, dict[str, Any]]
         paint(case[0], preset=Request(**{name: value}))
 
 
-def test_a_zero_in_a_preset_s_mapping_counts() -> None:
-    """Temperature 0 is the default for text, which `Request.save` leaves out; written out it is meant."""
-    model = tiny_llamagen()
-    cold = paint(model, temperature=0, top_k=0, seed=1)
-    assert torch.equal(paint(model, preset={"temperature": 0.0, "top_k": None}, seed=2).tokens, cold.tokens)
-    assert images.picture_request(model, {}, {"guidance_scale": 1.0}).guidance_scale == 1.0
-    assert images.picture_request(model, {}, Request()).guidance_scale == model.defaults["guidance_scale"] == 4.0
-
-
 def test_steps_are_for_samplers_with_a_schedule() -> None:
     """The model's own go to those alone; one's own are said to have no effect with others."""
     model = Tiles()
@@ -312,18 +303,6 @@ def test_steps_are_for_samplers_with_a_schedule() -> None:
         assert images.picture_request(model, {"sampler": "threshold"}).steps is None
     with pytest.warns(UserWarning, match="steps=4 has no effect: sampler 'threshold' has no schedule") as heard:
         paradec.generate_images(model, class_labels=[1, 2], sampler="threshold", steps=4, output_type="latent")
-    assert heard[0].filename == __file__
-
-
-def test_one_s_own_filters_are_said_to_have_no_effect_at_temperature_0() -> None:
-    """The model's own are not one's own."""
-    model = Tiles()
-    model.defaults = model.defaults | {"top_k": 5}  # type: ignore[misc]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        images.picture_request(model, {"temperature": 0.0})
-    with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
-        paradec.generate_images(model, class_labels=[1], temperature=0.0, top_k=3, seed=1, output_type="latent")
     assert heard[0].filename == __file__
 
 

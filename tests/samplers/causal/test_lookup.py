@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import paradec
-from paradec.cli.work import load_draft_model
 from paradec.samplers.causal.lantern import Lantern
 from paradec.samplers.causal.lookup import PromptLookup, look_up
 from paradec.samplers.causal.speculative import Speculative
@@ -96,13 +95,6 @@ def test_answers_have_the_model_s_distribution(request_name: str) -> None:
     assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 4
 
 
-def test_the_chi_square_test_sees_drafts_that_are_kept_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speculative, "accept", lambda self, window: window.ratio().sqrt())
-    monkeypatch.setattr(exactness, "PROMPTS", ([2, 0, 2, 0], [4, 1, 3, 1, 4, 1]))
-    found = exactness.test_case(sampler(3), exactness.TableModel.random(5, seed=0), 4000, seed=5)
-    assert min(found["p_values"]) < 1e-5
-
-
 def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
     """Suppressed tokens, an end token and ids beyond the vocabulary (conditions of image models) stand in the text."""
     base = tiny_base()
@@ -136,10 +128,6 @@ def test_settings_travel() -> None:
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Speculative(**settings)
-
-
-def test_the_command_line_takes_its_name() -> None:
-    assert load_draft_model("prompt_lookup", None) == "prompt_lookup"
 
 
 def test_lantern_refuses_it() -> None:

@@ -308,14 +308,3 @@ def test_round_trip_and_presets() -> None:
     }
     assert type(sampler).from_dict(sampler.to_dict()) == sampler
     assert samplers.create("adablock", preset="llada") == samplers.create("adablock")
-
-
-def test_blocks_of_a_request_may_be_shorter_than_the_methods_least(llada64: Model) -> None:
-    """A request's `block_length` bounds the least length, too."""
-    least, fitting = (samplers.create("adablock", min_block_length=least, delimiters=(NEWLINE,)) for least in (16, 4))
-    found, expected = (
-        paradec.generate(llada64, ROWS, sampler=sampler, block_length=4, max_new_tokens=12, trace=True)
-        for sampler in (least, fitting)
-    )
-    assert found.trace.steps == expected.trace.steps
-    assert least.blocks(4).min_length == 4 and least.blocks().min_length == 16

@@ -235,12 +235,3 @@ def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
         assert found[one_by_one].all()
         if task == "copy":
             assert found.all()
-
-
-def test_a_wrong_sampler_would_be_found(filter_file: str) -> None:
-    """Two steps of two tokens are already told from one step of four."""
-    out = decode("low_confidence", {}, filter_file, N, steps=2)
-    for task in ("shuffle", "insert_random", "remove_random"):
-        hits = int(right(task, answers_of(out, task)).sum())
-        with pytest.raises(AssertionError):
-            assert_probability(hits, COPIES, at_once(TASKS[task]), len(TASKS))

@@ -18,7 +18,7 @@ from paradec import cli
 from paradec.core.version import DRAWS
 from paradec.request import Request
 from paradec.tools.evaluation import evaluate as running
-from paradec.tools.evaluation.asked import asked, cut, generation_fields
+from paradec.tools.evaluation.asked import asked, generation_fields
 from paradec.tools.evaluation.recipe import Recipe
 
 RECIPES = sorted(TESTS.parent.glob("recipes/*.yaml"))
@@ -137,11 +137,6 @@ def test_what_a_task_may_not_ask() -> None:
     with pytest.raises(ValueError, match="num_beams=4"):
         generation_fields({"num_beams": 4})
     assert generation_fields({"until": ["a", ""]})[1] == ["a"]
-
-
-def test_texts_are_cut_at_the_first_stop_string() -> None:
-    assert cut("one two three", ["three", "two"]) == "one "
-    assert cut("one two", []) == cut("one two", ["four"]) == "one two"
 
 
 def test_options_need_tasks() -> None:
