@@ -130,6 +130,18 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
     assert seen == ([18, 18] if kind == "Opaque" else [6, 18])
 
 
+def test_a_base_model_that_is_passed_by() -> None:
+    # OPT's head reads from a part of its base model
+    config = transformers.OPTConfig(
+        vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    torch.manual_seed(0)
+    module = transformers.OPTForCausalLM(config).double()
+    model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **IDS)
+    wanted = torch.tensor([[1, 2]])
+    torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
+
+
 @pytest.mark.parametrize("kind", ["Opaque", "OpaqueWithOutput"])
 def test_a_module_of_ones_own(kind: str) -> None:
     model, ids = wrapped(kind), random_ids(2, 9)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 import random
 from typing import Any
 
@@ -215,21 +213,6 @@ def test_logits_that_are_not_finite_hurt_their_row_alone() -> None:
     assert found["a"].tokens.equal(expected.tokens) and found["a"].error is None and found["a"].changed
     # the row goes on as if nothing had been
     assert hosted.step({"b": logits["a"]})["b"].tokens.equal(expected.tokens)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda hosted: pickle.loads(pickle.dumps(hosted))])
-def test_copies_go_on_by_themselves(duplicate: Any) -> None:
-    torch.manual_seed(0)
-    hosted = Hosted("saber", FACTS)
-    for key in range(2):
-        hosted.open(key, [1, 2, 3, 4 + key], 8, temperature=0.5, seed=key, eos_early_stop=False)
-    logits = [{key: torch.randn(4, VOCAB) for key in range(2)} for _ in range(3)]
-    hosted.step(logits[0])
-    other = duplicate(hosted)
-    first = [hosted.step(each) for each in logits[1:]]
-    second = [other.step(each) for each in logits[1:]]
-    for one, two in zip(first, second, strict=True):
-        assert all(one[key].tokens.equal(two[key].tokens) for key in one)
 
 
 def test_what_is_handed_over_is_not_written_to() -> None:

@@ -21,7 +21,7 @@ from paradec.core.protocol import NotFinite, decode
 from paradec.core.trace import Trace, TraceStep
 from paradec.kernels.token_stats import draw
 from paradec.kernels.token_stats.draws import SEGMENT
-from paradec.samplers.renoising import rules
+from paradec.samplers.renoising import base, rules
 
 ENDS = (11, 12, 13)
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}
@@ -249,6 +249,16 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
     assert out.tokens == [new] * 4 and out.finished == [False] * 4
     on = paradec.generate(model(), ROWS, sampler=method, seed=4, max_new_tokens=new, eos_early_stop=False)
     assert torch.equal(on.new_tokens, out.new_tokens)
+
+
+def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits into one piece, the tokens are the same."""
+    own, method = model(), sampler("diffusion_gemma")
+    whole = paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
+    monkeypatch.setattr(base, "PIECE", 3 * VOCAB)
+    assert torch.equal(
+        paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20).new_tokens, whole.new_tokens
+    )
 
 
 def test_pinned_positions_are_conditioned_on_nothing() -> None:

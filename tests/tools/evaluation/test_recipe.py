@@ -110,12 +110,6 @@ def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
     assert set(said) == {"sampler", "max_new_tokens", "seed"}
 
 
-def test_other_versions_are_said() -> None:
-    recipe = Recipe(tasks=("a",), versions={"torch": "0.1", "paradec": paradec.__version__})
-    (sentence,) = running.other_versions(recipe)
-    assert sentence.startswith("the recipe was written for torch 0.1; here is ")
-
-
 @pytest.mark.parametrize(
     ("of_task", "fields"),
     [

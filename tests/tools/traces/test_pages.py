@@ -231,14 +231,6 @@ def test_plots(family: str, trace: Trace) -> None:
     assert heights == [sum(step.forwarded) for step in trace.steps]
 
 
-def test_a_plot_without_matplotlib_says_what_to_do(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match="bench"):
-        trace.plot()
-
-
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 

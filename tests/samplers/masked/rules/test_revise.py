@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import MASK, tiny
@@ -19,6 +21,7 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.adapter import take_columns
+from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
@@ -310,6 +313,35 @@ def test_wino_is_refused_where_nothing_can_be_hidden() -> None:
             paradec.generate(model, [[1, 2]], sampler="wino", max_new_tokens=4)
         for name in ("editing", "saber"):
             assert paradec.generate(model, [[1, 2]], sampler=name, max_new_tokens=4).nfe > 0
+
+
+# ---- the family's bounds ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Undoing(MaskedSampler):
+    """Commits two positions a step and would take back everything, for ever."""
+
+    name = "undoing"
+    slack: int = 0
+    needs = Needs(decided_logits=True)
+
+    def select(self, view: View) -> Tensor:
+        return view.top(view.scores, torch.full((len(view.scores),), 2))
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        return Revision(remask=view.editable, hold_block=torch.ones(len(selected), dtype=torch.bool))
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        return masks_at_open + self.slack
+
+
+@pytest.mark.parametrize("slack", [0, 1, 7])
+def test_nothing_is_taken_back_that_the_steps_left_could_not_fill(slack: int) -> None:
+    """A method that never ends by itself takes all the steps of its bound in every block, and leaves nothing open."""
+    out = paradec.generate(Additive(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
+    assert out.row_nfe == [3 * (4 + slack)] * 3
+    assert not (out.new_tokens == HOLE).any()
 
 
 # ---- requests -----------------------------------------------------------------------------------------------------
