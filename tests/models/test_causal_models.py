@@ -459,14 +459,6 @@ def test_streamers_get_every_token_once(speaking: Any, name: str, capsys: pytest
     assert capsys.readouterr().out.rstrip("\n") == one.text.rstrip("\n")
 
 
-def test_a_masked_sampler_says_what_to_give(speaking: Any) -> None:
-    """The weights may be trained on masks all the same: then the wrap was told too little."""
-    said = "LlamaForCausalLM is taken for an autoregressive one: mask_token_id=None, topology='causal'. If it was "
-    said += "trained on masks, give paradec.wrap its mask_token_id, prediction and topology; else give .*sampler='sjd'"
-    with pytest.raises(ValueError, match=said):
-        paradec.generate(speaking, "one two")
-
-
 def test_transformers_own_generate(speaking: Any) -> None:
     module = module_of("llama")
     ids = torch.tensor([[0, 0, *ROWS[2]], ROWS[0][:5]])

@@ -120,6 +120,13 @@ def test_guidance_and_drafts(prediction: str) -> None:
         assert shadowed[0].sequences.tolist() == shadowed[1].sequences.tolist()
 
 
+def test_adaptive_blocks_stay_inside_the_models() -> None:
+    model = from_prompt()
+    policy = paradec.AdaptiveBlocks(length=6, delimiters=(7,), window=1.0).for_model(model)
+    starts, prompts, ends = np.array([3, 4, 9]), np.array([3, 3, 5]), np.array([40, 40, 40])
+    assert policy.open(starts, prompts, ends).tolist() == [7, 7, 13]
+
+
 @pytest.mark.parametrize("prediction", KINDS)
 def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
     """The chain from the left, blocks counted from the context's end; pairs of several lengths in one batch."""

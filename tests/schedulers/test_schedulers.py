@@ -153,18 +153,6 @@ def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids:
     assert ended
 
 
-def test_an_end_token_in_the_prompt_ends_nothing(pipe: Any, ids: Tensor) -> None:
-    pipe.scheduler = scheduler = schedulers.ThresholdScheduler.from_config(pipe.scheduler.config)
-    row = torch.tensor([[END, 1, 2, END, 3, MASK, MASK]])
-    none = torch.zeros(1, dtype=torch.bool)
-    wrote = torch.zeros(1, 4, dtype=torch.bool)
-    rest = {"eos_token_id": END, "mask_token_id": MASK, "finished": none, "sampled_tokens": row[:, 3:]}
-    assert scheduler.check_eos_finished(cur_x=row, final_transfer=wrote, prompt_length=3, **rest).tolist() == [True]
-    assert scheduler.check_eos_finished(cur_x=row, final_transfer=wrote, prompt_length=4, **rest).tolist() == [False]
-    late = torch.tensor([[1, 2, 3, MASK, 3, END, MASK]])
-    assert scheduler.check_eos_finished(cur_x=late, final_transfer=wrote, prompt_length=3, **rest).tolist() == [False]
-
-
 def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> None:
     """What it masks again is filled again, and what it writes stands."""
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)

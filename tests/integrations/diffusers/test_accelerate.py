@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, TaylorSeerCacheConfig
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from module_attributes import attributes
@@ -449,6 +450,27 @@ def test_other_shapes(flux: Any) -> None:
     ] * 3
 
 
+def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
+    """Also for one that evaluates twice a step: its evaluations are the steps."""
+    old = dit.scheduler
+    try:
+        with accelerate(dit, TaylorSeer(refresh=Every(4, 2))) as session:
+            run_dit(dit, 6)
+            dit.scheduler = HeunDiscreteScheduler()
+            first = run_dit(dit, 6)
+            assert session.report().full_steps == [0, 1, 5, 9] and len(session.report().calls) == 11
+            assert torch.equal(run_dit(dit, 6), first)
+        assert not {"step", "set_timesteps"} & (set(vars(old)) | set(vars(dit.scheduler)))
+        dit.scheduler = DDPMScheduler()
+        torch.manual_seed(0)  # the pipeline does not hand its generator on
+        expected = run_dit(dit, 6)
+        with accelerate(dit, TaylorSeer(interval=1)):
+            torch.manual_seed(0)
+            assert torch.equal(run_dit(dit, 6), expected)
+    finally:
+        dit.scheduler = old
+
+
 def test_two_transformers_of_one_pipeline() -> None:
     """As in Wan2.2: one for the first steps, one for the last. Each evaluates before it forecasts."""
 
@@ -683,6 +705,22 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
         assert session.report().full_steps == [0, 1, 4]
         session.detach()  # beneath other hooks too
         assert torch.equal(denoise(module, inputs, 5), plain)
+
+
+def test_hooks_of_accelerate_that_come_and_go() -> None:
+    """Pipelines with model offloading put them on anew after every run."""
+    module, inputs = model("Wan")
+    plain = denoise(module, inputs, 5)
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
+        expected = denoise(module, inputs, 5)
+    add_hook_to_module(module, ModelHook())
+    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
+        for _ in range(2):
+            assert torch.equal(denoise(module, inputs, 5), expected)
+            assert session.report().full_steps == [0, 1, 4]
+            remove_hook_from_module(module, recurse=True)
+            add_hook_to_module(module, ModelHook())
+    assert torch.equal(denoise(module, inputs, 5), plain)
 
 
 @pytest.mark.full

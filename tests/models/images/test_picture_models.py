@@ -287,6 +287,15 @@ def test_a_preset_names_a_sampler_as_the_model_calls_it() -> None:
         images.picture_request(tiny_mar(), {}, {"sampler": samplers.create("recap").to_dict()})
 
 
+def test_a_zero_in_a_preset_s_mapping_counts() -> None:
+    """Temperature 0 is the default for text, which `Request.save` leaves out; written out it is meant."""
+    model = tiny_llamagen()
+    cold = paint(model, temperature=0, top_k=0, seed=1)
+    assert torch.equal(paint(model, preset={"temperature": 0.0, "top_k": None}, seed=2).tokens, cold.tokens)
+    assert images.picture_request(model, {}, {"guidance_scale": 1.0}).guidance_scale == 1.0
+    assert images.picture_request(model, {}, Request()).guidance_scale == model.defaults["guidance_scale"] == 4.0
+
+
 @pytest.mark.parametrize("name", ["max_new_tokens", "num_return_sequences", "compile", "stop_strings", "chat"])
 def test_presets_that_mean_nothing_for_pictures(case: tuple[Any, dict[str, Any]], name: str) -> None:
     value = {"stop_strings": "a", "chat": True, "compile": True}.get(name, 4)

@@ -16,8 +16,6 @@ from paradec.models.adapter import Model
 from paradec.samplers.masked import queries
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
-LEVEL = [[1, 2, 3, 4], [5, 6, 7, 8], [9] * 4]
-"""Prompts of one length, and so one call a step."""
 NEW = 12
 
 
@@ -72,25 +70,6 @@ def test_the_same_decoding(
         assert wide == narrow
     else:
         assert len(wide) == len(narrow) and sum(narrow) < 0.8 * sum(wide)
-
-
-def test_what_is_not_asked_for_stands_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decided positions have their token for a candidate and no confidence; a step repeated is the step."""
-    monkeypatch.setattr(queries, "SPARED", 0)
-    model, sampler = tiny(2), samplers.create("margin")
-    state = sampler.start(model, LEVEL, max_new_tokens=NEW)
-    with torch.inference_mode():
-        for _ in range(4):
-            sampler.commit(state, sampler.step(model, state))
-        first, again = sampler.step(model, state), sampler.step(model, state)
-    (query,) = sampler.query(state)
-    assert query.window.columns is not None and query.window.columns.shape == (3, NEW - 4)
-    decided = ~first.available
-    assert decided.sum() == 12 and torch.equal(first.values[decided], first.current[decided])
-    for name, value in first.quantities.items():
-        assert (value[decided] == 0).all() and (value[first.available] > 0).all(), name
-        assert torch.equal(value, again.quantities[name])
-    assert torch.equal(first.values, again.values)
 
 
 def test_rows_do_not_depend_on_how_much_their_neighbours_have_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,14 +63,6 @@ def test_wilson_solves_its_equation() -> None:
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
 
 
-def test_wilson_at_the_ends() -> None:
-    z2 = 1.959963984540054**2
-    assert wilson(0, 48) == (0.0, pytest.approx(z2 / (48 + z2)))
-    assert wilson(48, 48) == (pytest.approx(48 / (48 + z2)), 1.0)
-    low, high = wilson(30, 48, confidence=0.5)
-    assert wilson(30, 48)[0] < low < 30 / 48 < high < wilson(30, 48)[1]
-
-
 @pytest.mark.parametrize("arguments", [(3, 2), (-1, 2), (0, 0), (1, 2, 1), (1, 2, 0)])
 def test_wilson_refuses(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError):

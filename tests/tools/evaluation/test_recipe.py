@@ -65,14 +65,6 @@ def test_recipes_are_whole_and_run_dry(path: Path, no_harness: None) -> None:
     json.dumps(said)
 
 
-def test_a_dry_run_fits_a_terminal(no_harness: None) -> None:
-    path = TESTS.parent / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml"
-    shown = CliRunner().invoke(cli.app, ["eval", str(path), "--dry-run", "--batch", "8"])
-    assert shown.exit_code == 0, shown.output
-    assert "sampler   threshold (threshold=0.9" in shown.stdout and "memory    unknown" in shown.stdout
-    assert "batch     8" in shown.stdout and "78.5 (Fast-dLLM, README)" in shown.stdout
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

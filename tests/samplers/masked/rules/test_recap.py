@@ -317,17 +317,6 @@ def test_local_steps_evaluate_the_targets_alone() -> None:
     ]
 
 
-def test_classes_guide_the_image(golden_model: UViTModel) -> None:
-    """The class token is read, and under guidance the null class stands in its place in the unconditional branch."""
-    module, rows = golden_model.module, torch.full((2, 65), 24)
-    rows[0, 0], rows[1, 0] = golden_model.class_token(10), 24
-    with torch.no_grad():
-        null, masked = module(rows).logits[:, 1:, :24]
-        rows[0, 0] = golden_model.class_token(3)
-        other = module(rows).logits[0, 1:, :24]
-    assert torch.equal(null, masked) and (other - null).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
