@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
 from paradec.samplers.masked.trackers import Tracker
 
-if TYPE_CHECKING:
-    from paradec.samplers.masked.features import Holes
-
 
 class Tracked:
     """What trackers let the loop know by name (`Tracker.attach`), as it is without them; beside what `CanvasState` has
@@ -42,7 +39,8 @@ class Tracked:
     """Quantities that these rules read."""
     opening: np.ndarray | None = None
     """[B] bool: rows whose block ends where this step's logits say; until then it is all that the policy reads."""
-    holes: Holes | None = None
+    holes: Any = None
+    """Where end tokens are not proposed (`paradec.samplers.masked.features.Holes`)."""
     rollout: Any = None
     """Records every write of a request with `rollout` (`paradec.samplers.masked.rollouts.RecordedRollout`)."""
     decided_at: Tensor | None = None
