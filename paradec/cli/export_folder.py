@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-KIND = typer.Argument(help="generate (custom_generate of transformers), or modular or pipeline (of diffusers).")
+KIND = typer.Argument(
+    help="generate (custom_generate of transformers) or pipeline (the class of a diffusers pipeline)."
+)
 MODEL = typer.Option(metavar="DIR", help="For pipeline: the folder of the pipeline that it is made for.")
 SAMPLER = typer.Option(help='For pipeline: what is attached, with settings: "taylorseer(interval=4)", "seacache".')
 

@@ -76,14 +76,6 @@ def test_pipeline_s_folder(tmp_path: Path) -> None:
     assert "class AcceleratedPipeline(diffusers.DiTPipeline)" in text and '"taylorseer")' in text
 
 
-def test_modular_s_folder(tmp_path: Path) -> None:
-    export_folder("modular", tmp_path)
-    config = json.loads((tmp_path / "modular_config.json").read_text())
-    assert config["auto_map"] == {"ModularPipelineBlocks": "paradec_blocks.ParadecBlock"}
-    block = module_of(tmp_path / "paradec_blocks.py").ParadecBlock()
-    assert [entry.name for entry in block.inputs] == ["paradec"] and block.description
-
-
 def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
@@ -175,37 +167,3 @@ except ValueError as error:
     print("trust_remote_code" in str(error))
 """
     assert fresh(code, tmp_path) == ["AcceleratedPipeline [0, 3, 6]"] * 2 + ["True"]
-
-
-@pytest.mark.full
-def test_diffusers_loads_the_block(tmp_path: Path) -> None:
-    """Inserted into Wan's blocks: the plain latents with every step evaluated, rules that read the scheduler too."""
-    export_folder("modular", tmp_path / "mine")
-    code = """
-import torch
-from diffusers import ModularPipelineBlocks
-from diffusers.modular_pipelines.wan.modular_blocks_wan import WanCoreDenoiseStep
-from tiny_pipelines import wan_pipeline
-block, wan = ModularPipelineBlocks.from_pretrained("mine", trust_remote_code=True), wan_pipeline()
-blocks = WanCoreDenoiseStep()
-blocks.sub_blocks.insert("paradec", block, 0)
-pipe = blocks.init_pipeline()
-pipe.update_components(transformer=wan.transformer, scheduler=wan.scheduler)
-found = []
-for sampler in ("none", "taylorseer(interval=1)", "taylorseer(interval=3)", "seacache", "none"):
-    draw = torch.Generator().manual_seed(7)
-    texts = {name: torch.randn(1, 7, 16, generator=draw) for name in ("prompt_embeds", "negative_prompt_embeds")}
-    latents = torch.randn(1, 4, 2, 2, 2, generator=draw)
-    size = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 8}
-    state = pipe(**texts, **size, latents=latents, paradec=sampler)
-    session = state.get("session")
-    found.append(state.get("latents").clone())
-    print("plain" if session is None else session.report().full_steps, torch.equal(found[-1], found[0]))
-try:
-    pipe(**texts, **size, latents=latents, paradec="seecache")
-except ValueError as error:
-    print("did you mean 'seacache'" in str(error))
-"""
-    plain, every, third, sea, again, wrong = fresh(code, tmp_path)
-    assert plain == again == "plain True" and every == f"{list(range(8))} True" and third == "[0, 3, 6] False"
-    assert sea.endswith("False") and sea.startswith("[0, ") and wrong == "True"

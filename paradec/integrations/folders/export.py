@@ -12,7 +12,7 @@ from paradec.core.checks import check_choice, shown
 from paradec.core.text_files import read_json, write_bytes, write_json
 from paradec.core.version import __version__
 
-KINDS = ("generate", "modular", "pipeline")
+KINDS = ("generate", "pipeline")
 HERE = Path(__file__).parent
 PACKAGE = "parallel-decoding"
 OWN_PIPELINES = ("PixelDiTPipeline",)
@@ -35,27 +35,6 @@ model.generate(ids, custom_generate="{folder}", trust_remote_code=True, max_new_
 Without one, a model without masks decodes by "sjd", which is lossless. A masked model needs `prediction="same"` or
 `"shifted"`, and `mask_token_id` where its config has none. Do not give `revision` or `token`: transformers reads the
 folder with them. In a model's own repository, `custom_generate/` becomes its `generate`.
-""",
-    "modular": """---
-library_name: diffusers
-tags:
-- modular-diffusers
----
-
-# A block that attaches paradec
-
-```python
-from diffusers import ModularPipelineBlocks
-
-block = ModularPipelineBlocks.from_pretrained("{folder}", trust_remote_code=True)
-blocks.sub_blocks.insert("paradec", block, 0)  # of a pipeline's blocks, before the denoising
-pipe = blocks.init_pipeline(repository)
-state = pipe(..., paradec="taylorseer(interval=4)")
-print(state.get("session").report())
-```
-
-`paradec` is a sampler or rule of `paradec.accelerate`, by itself or by name; "none" leaves the pipeline plain. The
-session stays until the next call, or `state.get("session").detach()`.
 """,
     "pipeline": """---
 library_name: diffusers
@@ -85,8 +64,7 @@ def export_folder(
     """Write a folder that transformers or diffusers loads, with paradec in it.
 
     Args:
-        kind: "generate" (transformers' `custom_generate`), "modular" (a block for diffusers' modular pipelines) or
-            "pipeline" (a pipeline's class).
+        kind: "generate" (transformers' `custom_generate`) or "pipeline" (the class of a pipeline of diffusers).
         folder: an empty one, or one that is not there.
         model: for "pipeline", the folder of a pipeline, whose model_index.json says which class it is.
         sampler: for "pipeline", what `paradec.accelerate` takes by name; by default "taylorseer".
@@ -105,7 +83,7 @@ def export_folder(
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"folder={os.fspath(folder)!r} has something in it; give an empty one, or a new name")
-    files = {"generate": _generate, "modular": _modular, "pipeline": _pipeline}[kind](model, sampler)
+    files = {"generate": _generate, "pipeline": _pipeline}[kind](model, sampler)
     facts = {"folder": target.name or os.fspath(folder), "versions": _versions(kind), "requirement": _requirement()}
     base, own_sampler = files.pop("base", ""), sampler or "taylorseer"
     told = README[kind] + REQUIREMENTS
@@ -127,15 +105,6 @@ def _generate(model: str | None, sampler: str | None) -> dict[str, Any]:
         "custom_generate/generate.py": _source("generate"),
         "custom_generate/requirements.txt": _requirement() + "\n",
     }
-
-
-def _modular(model: str | None, sampler: str | None) -> dict[str, Any]:
-    config = {
-        "_class_name": "ParadecBlock",
-        "_diffusers_version": importlib.metadata.version("diffusers"),
-        "auto_map": {"ModularPipelineBlocks": "paradec_blocks.ParadecBlock"},
-    }
-    return {"modular_config.json": config, "paradec_blocks.py": _source("modular")}
 
 
 def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
