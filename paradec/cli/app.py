@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -39,14 +39,14 @@ _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError
 class _OneLineErrors(TyperGroup):
     """A command group that reports every wrong argument, its own or the library's, in one line."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, args: Any = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+            return super().main(args, standalone_mode=False, **extra)
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             try:
                 # the exit code of a typer.Exit, or what the command returned
-                code = super().main(*args, standalone_mode=False, **extra)
+                code = super().main(args, standalone_mode=False, **extra)
                 if sys.stdout is not None:
                     sys.stdout.flush()
             except typer.Abort:
@@ -93,7 +93,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def _main(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     command, processes = context.invoked_subcommand, options.num_processes()
     if processes > 1 and command not in ("generate", "infill"):

@@ -17,7 +17,6 @@ from paradec.cli.work import Work, prepare
 from paradec.core.checks import check_text
 from paradec.core.interrupts import EXIT_CODE, raise_again
 
-CACHE = typer.Option(help="As in `generate`; by default block or prefix, so that turns keep their prefix.")
 HISTORY = typer.Option(help="Whether the model sees earlier turns; by default all models but the packaged one do.")
 COMMANDS = {
     "/sampler": "print the sampler; /sampler NAME takes another one, credit(threshold=0.95) say",
@@ -35,8 +34,8 @@ FAILED = 1
 )
 def chat(
     context: typer.Context,
-    system: Annotated[str | None, typer.Option(help="System prompt: text before the first turn.")] = None,
-    cache: Annotated[str | None, CACHE] = None,
+    system: str | None = typer.Option(None, help="System prompt: text before the first turn."),
+    cache: str | None = typer.Option(None, help="As in `generate`; by default block or prefix, which keep turns."),
     history: Annotated[bool | None, HISTORY] = None,
     **shared: Any,
 ) -> None:

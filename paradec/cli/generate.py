@@ -33,10 +33,8 @@ Drafter = Annotated[str | None, DRAFTER]
 IN = existing_file('Prompts, one a line; in .jsonl {"prompt" or "messages": ..., "id", "constraint" if any}.', "--in")
 ADD = "Pipelined blocks: the next one opens when this share of the last open one is decided."
 FULL = "Pipelined blocks: when this share is decided, the next one must progress too."
-STOP = typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
 OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one per line, written batch by batch.")
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
-BATCH = typer.Option(min=1, help="The most rows decoded together; by default as many as fit.")
 
 
 @options.takes(
@@ -46,20 +44,20 @@ BATCH = typer.Option(min=1, help="The most rows decoded together; by default as 
 def generate(
     context: typer.Context,
     prompt: Annotated[list[str] | None, PROMPT] = None,
-    blocks: Annotated[str | None, typer.Option(help="Blocks: fixed, whole, adaptive or pipelined.")] = None,
-    block_add: Annotated[float | None, typer.Option(help=ADD)] = None,
-    block_full: Annotated[float | None, typer.Option(help=FULL)] = None,
-    stop: Annotated[list[str] | None, STOP] = None,
+    blocks: str | None = typer.Option(None, help="Blocks: fixed, whole, adaptive or pipelined."),
+    block_add: float | None = typer.Option(None, help=ADD),
+    block_full: float | None = typer.Option(None, help=FULL),
+    stop: list[str] | None = typer.Option(None, "--stop", metavar="TEXT", help="Stop at this text; may be repeated."),
     choice: options.Choices = None,
     regex: options.Pattern = None,
     json_schema: options.Schema = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")] = False,
-    lines: Annotated[bool, typer.Option("--lines", help="Take every line of the prompt as a separate prompt.")] = False,
+    raw: bool = typer.Option(False, "--raw", help="Send the prompt without the chat template."),
+    lines: bool = typer.Option(False, "--lines", help="Take every line of the prompt as a separate prompt."),
     drafter: Drafter = None,
     in_: Annotated[Path | None, IN] = None,
     out: Annotated[Path | None, OUT] = None,
-    batch: Annotated[int | None, BATCH] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from --out; retry failed prompts.")] = False,
+    batch: int | None = typer.Option(None, min=1, help="The most rows decoded together; by default as many as fit."),
+    resume: bool = typer.Option(False, "--resume", help="Continue from --out; retry failed prompts."),
     **shared: Any,
 ) -> None:
     """Answer a prompt and report the forwards and time."""

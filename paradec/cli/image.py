@@ -49,13 +49,8 @@ SAMPLER = typer.Option(
     "...; MAR: mar, recap, cspd; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion "
     "pipelines: taylorseer."
 )
-STEPS = typer.Option(help="Solver steps, or planned forwards; not for autoregressive models.")
 SIDE = typer.Option(min=1, max=MAX_SIDE, help="In pixels; by default the model's own.")
 NUMBER = typer.Option("--num-images", "-n", min=1, max=MAX_IMAGES, help="Pictures for each prompt or class.")
-NEGATIVE = typer.Option(help="Text that guidance moves the picture away from.")
-TOP_K = typer.Option(min=0, help="Draw from this many of the likeliest tokens; 0 takes all.")
-COMPARE = typer.Option("--compare", help="Diffusion pipelines: show the plain run's pictures above.")
-ENLARGE = typer.Option(min=1, max=64, help="Factor of each side; by default enough to see small pictures.")
 DRAFTER = typer.Option(
     help="For speculative, lantern and cspd: a smaller model of the family, such as digits-ar-drafter, or EAGLE's; for "
     "code: the larger VAR; for distilled: the student's teacher."
@@ -67,26 +62,26 @@ TRACE = typer.Option(metavar="FILE", help=options.TRACE + " .png draws the step 
 def image(
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="File for the pictures, on one sheet.")],
     model: Annotated[str, MODEL] = "digits-ar",
-    prompt: Annotated[list[str] | None, typer.Option(help="Text of the picture; may be repeated.")] = None,
+    prompt: list[str] | None = typer.Option(None, help="Text of the picture; may be repeated."),
     class_: Annotated[str | None, CLASSES] = None,
     sampler: Annotated[str | None, SAMPLER] = None,
-    interval: Annotated[int | None, typer.Option(help="For taylorseer: evaluate one step in this many.")] = None,
-    order: Annotated[int | None, typer.Option(help="For taylorseer: order of the expansion.")] = None,
-    steps: Annotated[int | None, STEPS] = None,
-    cache: Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")] = None,
+    interval: int | None = typer.Option(None, help="For taylorseer: evaluate one step in this many."),
+    order: int | None = typer.Option(None, help="For taylorseer: order of the expansion."),
+    steps: int | None = typer.Option(None, help="Solver steps, or planned forwards; not for autoregressive models."),
+    cache: str | None = typer.Option(None, help="Masked models: a name from `paradec caches`."),
     num_images: Annotated[int, NUMBER] = 1,
     height: Annotated[int | None, SIDE] = None,
     width: Annotated[int | None, SIDE] = None,
-    negative_prompt: Annotated[str | None, NEGATIVE] = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
-    top_k: Annotated[int | None, TOP_K] = None,
-    compare: Annotated[bool, COMPARE] = False,
-    columns: Annotated[int | None, typer.Option(min=1, help="Pictures in a row of the sheet.")] = None,
-    enlarge: Annotated[int | None, ENLARGE] = None,
+    negative_prompt: str | None = typer.Option(None, help="Text that guidance moves the picture away from."),
+    guidance_scale: float | None = typer.Option(None, help="1 is off; by default the authors'."),
+    temperature: float | None = typer.Option(None, help="0 takes the likeliest token."),
+    top_k: int | None = typer.Option(None, min=0, help="Draw from this many of the likeliest tokens; 0 takes all."),
+    compare: bool = typer.Option(False, "--compare", help="Diffusion pipelines: show the plain run's pictures above."),
+    columns: int | None = typer.Option(None, min=1, help="Pictures in a row of the sheet."),
+    enlarge: int | None = typer.Option(None, min=1, max=64, help="Factor of each side; by default for small pictures."),
     drafter: Annotated[str | None, DRAFTER] = None,
-    vq: Annotated[str | None, typer.Option(help="The VQ decoder's file, where the checkpoint has none.")] = None,
-    vae: Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")] = None,
+    vq: str | None = typer.Option(None, help="The VQ decoder's file, where the checkpoint has none."),
+    vae: str | None = typer.Option(None, help="The file of MAR's VAE, kl16.ckpt."),
     trace: Annotated[Path | None, TRACE] = None,
     **shared: Any,
 ) -> None:

@@ -11,8 +11,6 @@ from paradec.cli.generate import decode
 from paradec.cli.work import one_prompt
 
 TEXT = typer.Argument(metavar="TEXT", help='Text with <mask> in it, in quotes; "-" reads standard input.')
-MASK = typer.Option(help="Text that represents one token to fill; <mask:3> represents three.")
-TURN = typer.Option(help="A user's turn; the text is then the assistant's answer.")
 HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, from 1, with what matches; repeated.")
 
 
@@ -23,10 +21,10 @@ HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Fill the N-th mask, fro
 def infill(
     context: typer.Context,
     text: Annotated[list[str] | None, TEXT] = None,
-    prompt: Annotated[str | None, TURN] = None,
-    mask: Annotated[str, MASK] = "<mask>",
-    block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to append to the text.")] = 0,
+    prompt: str | None = typer.Option(None, help="A user's turn; the text is then the assistant's answer."),
+    mask: str = typer.Option("<mask>", help="Text that represents one token to fill; <mask:3> represents three."),
+    block_length: int | None = typer.Option(None, help="Tokens per block; by default one block."),
+    max_new_tokens: int = typer.Option(0, help="Tokens to append to the text."),
     hole: Annotated[list[str] | None, HOLE] = None,
     **shared: Any,
 ) -> None:

@@ -15,7 +15,6 @@ from paradec.core.interrupts import EXIT_CODE, raise_again
 
 PROMPTS = options.existing_file('A prompt per line; in .jsonl {"prompt": ...}. By default prompts of packaged tasks.')
 RECORDS = typer.Option(metavar="FILE.safetensors", help="Store the collected records here, and continue from them.")
-CACHES = typer.Option("--cache", help="A cache that the filter will be used with; may be repeated.")
 
 learn2pd = typer.Typer(help="Filters for the sampler learn2pd.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -30,14 +29,14 @@ def _learn2pd() -> None:
 def train(
     out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="File for the filter.")],
     prompts: Annotated[Path | None, PROMPTS] = None,
-    per_task: Annotated[int, typer.Option(help="Packaged prompts per task.")] = 28,
-    kind: Annotated[str, typer.Option(help="block (the paper's, one block length) or features (any).")] = "block",
-    cache: Annotated[list[str] | None, CACHES] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over all records; 40000 in the paper.")] = 4000,
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 3e-3,
-    threshold: Annotated[float, typer.Option(help="Acceptance threshold for precision and recall.")] = 0.96,
-    false_accept_weight: Annotated[float, typer.Option(help="Extra weight of tokens that are not final.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the split and the weights.")] = 0,
+    per_task: int = typer.Option(28, help="Packaged prompts per task."),
+    kind: str = typer.Option("block", help="block (the paper's, one block length) or features (any)."),
+    cache: list[str] | None = typer.Option(None, "--cache", help="A cache that the filter is for; may be repeated."),
+    epochs: int = typer.Option(4000, help="Passes over all records; 40000 in the paper."),
+    lr: float = typer.Option(3e-3, help="AdamW's learning rate."),
+    threshold: float = typer.Option(0.96, help="Acceptance threshold for precision and recall."),
+    false_accept_weight: float = typer.Option(1.0, help="Extra weight of tokens that are not final."),
+    seed: int = typer.Option(0, help="Seed of the split and the weights."),
     records: Annotated[Path | None, RECORDS] = None,
     **shared: Any,
 ) -> None:

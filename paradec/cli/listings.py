@@ -15,8 +15,6 @@ from paradec.cli import options, show, tables
 from paradec.core import packaged
 
 SAMPLER_NAME = typer.Argument(help="A sampler to describe: its effect, settings and paper.")
-CACHE_NAME = typer.Argument(help="A cache to describe: its effect, settings and paper.")
-SAMPLER = typer.Option(help="Whether each cache works with this sampler or combination, and why.")
 MODEL = typer.Option(help="For this checkpoint alone: a folder or a hub id, of which config.json is read.")
 
 
@@ -65,8 +63,8 @@ class Facts:
 
 
 def caches(
-    name: Annotated[str | None, CACHE_NAME] = None,
-    sampler: Annotated[str | None, SAMPLER] = None,
+    name: str | None = typer.Argument(None, help="A cache to describe: its effect, settings and paper."),
+    sampler: str | None = typer.Option(None, help="Whether each cache works with this sampler or combination."),
     model: Annotated[str | None, MODEL] = None,
     as_json: options.AsList = False,
 ) -> None:

@@ -14,35 +14,30 @@ from paradec.cli.generate import Drafter
 from paradec.core.checks import LARGEST_INT64, check_number
 from paradec.core.text_files import read_text
 
-BATCH = typer.Option("--batch", min=1, help="The most rows decoded together.")
 MEMORY = typer.Option(min=1, max=LARGEST_INT64, help="Bytes that keys and values may take; limits the rows.")
 KEPT = "Bytes of keys and values kept of answered requests, for equal beginnings; by default a quarter of the rows'."
-PREFIXES = typer.Option(min=0, max=LARGEST_INT64, help=KEPT)
 PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: NAME.json is {"preset": "NAME"} of a body.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
-REQUESTS = typer.Option(min=1, help="Requests answered or waiting at once; more get 429.")
-WORK = typer.Option(min=1, help="Tokens of prompts and answers, asked for or being answered at once; more get 429.")
-TIMEOUT = typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @options.takes("model sampler set_ preset cache suffix max_new_tokens temperature dtype device")
 def serve(
     context: typer.Context,
-    host: Annotated[str, typer.Option(help="Address to listen on; by default only this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default --model's.")] = None,
-    batch: Annotated[int, BATCH] = 8,
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only this machine."),
+    port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 takes a free one."),
+    name: str | None = typer.Option(None, help="The model's name for clients; by default --model's."),
+    batch: int = typer.Option(8, "--batch", min=1, help="The most rows decoded together."),
     max_memory: Annotated[int | None, MEMORY] = None,
-    prefix_memory: Annotated[int | None, PREFIXES] = None,
+    prefix_memory: int | None = typer.Option(None, min=0, max=LARGEST_INT64, help=KEPT),
     presets: Annotated[Path | None, PRESETS] = None,
     drafter: Drafter = None,
     api_key_file: Annotated[Path | None, KEY_FILE] = None,
-    max_answer: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 4096,
-    max_body: Annotated[int, typer.Option(min=1, help="The most bytes of a request.")] = 2**20,
-    max_requests: Annotated[int, REQUESTS] = 512,
-    max_work: Annotated[int, WORK] = 2**20,
-    timeout: Annotated[float, TIMEOUT] = 60.0,
+    max_answer: int = typer.Option(4096, min=1, help="The most tokens of an answer."),
+    max_body: int = typer.Option(2**20, min=1, help="The most bytes of a request."),
+    max_requests: int = typer.Option(512, min=1, help="Requests answered or waiting at once; more get 429."),
+    max_work: int = typer.Option(2**20, min=1, help="Tokens of prompts and answers at once; more get 429."),
+    timeout: float = typer.Option(60.0, help="Seconds for a client to send a body or take a piece of an answer."),
     **shared: Any,
 ) -> None:
     """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""

@@ -14,17 +14,10 @@ from typing import Any
 
 import typer
 
-FAMILIES = {
-    "masked": "masked models: which undecided positions become final",
-    "draft_verify": "causal models: drafts that one forward verifies",
-    "forecast": "diffusion transformers: which solver steps are forecast",
-    "continuous": "models of continuous tokens (MAR)",
-    "groups": "models that are fed groups of positions (LPD)",
-    "cache": "what is recomputed at a step, and what is kept",
-}
-"""Headings of listings, by family. A family of another package is under its own name."""
 FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
 """How an entry of a docstring's `Args:` begins: one name, or several that are explained together."""
+LONGEST_NAME = 24
+"""Letters of a table's first column that stay in one line."""
 MAX_WIDTH = 10_000
 """Columns of a terminal on which a table is measured."""
 BY_WORTH = (
@@ -49,8 +42,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = T
 
     console, rows = Console(), list(rows)
     drawn = Table(box=box.SIMPLE_HEAD if heads else None, show_header=heads, padding=(0, 1), pad_edge=False)
-    for column in columns:
-        drawn.add_column(column, overflow="fold")
+    names = min(LONGEST_NAME, max((len(row[0]) for row in rows), default=0))
+    for place, column in enumerate(columns):
+        drawn.add_column(column, overflow="fold", min_width=None if place else names)
     for row in rows:
         drawn.add_row(*map(Text, row))
     if Measurement.get(console, console.options.update(max_width=MAX_WIDTH), drawn).minimum <= console.width:
@@ -61,14 +55,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = T
             echo(f"{column}: {cell}" if heads else cell)
 
 
-def echo(text: str, **style: Any) -> None:
-    """Print a text, on a terminal in lines that fit; style: as for rich."""
+def echo(text: str) -> None:
+    """Print a text, on a terminal in lines that fit."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return
     from rich.console import Console
 
-    Console(highlight=False, markup=False).print(text, **style)
+    Console(highlight=False, markup=False).print(text)
 
 
 def entries(registry: Any, more: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
@@ -94,7 +88,7 @@ def entries(registry: Any, more: dict[str, dict[str, Any]] | None = None) -> lis
 
 
 def listing(found: list[dict[str, Any]], hint: str) -> None:
-    """Print entries: on a terminal name and summary, by family, and a hint; lines with everything elsewhere."""
+    """Print entries: on a terminal name and summary, and a hint; lines with everything elsewhere."""
     if not sys.stdout.isatty():
         rows = []
         for entry in found:
@@ -103,11 +97,8 @@ def listing(found: list[dict[str, Any]], hint: str) -> None:
             rows.append((entry["name"], entry["family"], settings or "-", paper or "-", entry["summary"]))
         table(("name", "family", "settings", "paper", "summary"), rows)
         return
-    for family in dict.fromkeys(entry["family"] for entry in found):
-        echo(FAMILIES.get(family, family), style="bold")
-        members = [("", entry["name"], entry["summary"]) for entry in found if entry["family"] == family]
-        table(("", "name", "summary"), members, heads=False)
-    echo(f"\n{hint}", style="dim")
+    table(("name", "summary"), [(entry["name"], entry["summary"]) for entry in found])
+    echo(hint)
 
 
 def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -> None:
@@ -125,7 +116,7 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -
     if as_json:
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
         return
-    lines = {"paper": cls.paper + (f", https://arxiv.org/abs/{arxiv}" if arxiv else "")} | more
+    lines = {"family": cls.family, "paper": cls.paper + (f", https://arxiv.org/abs/{arxiv}" if arxiv else "")} | more
     lines |= {f"preset {key}": ", ".join(f"{k}={v}" for k, v in changes.items()) for key, changes in presets.items()}
     lines = {key: str(value) for key, value in lines.items() if value}
     lines |= {f"{key}={each['default']}": each["about"] for key, each in settings.items()}

@@ -11,21 +11,18 @@ import typer
 from paradec.cli import options
 
 FILES = typer.Argument(metavar="FILE.json...", exists=True, dir_okay=False, help="Up to 4 that `--trace` wrote.")
-OUT = typer.Option(metavar="FILE", help=".html (a page to step through), .gif, or .png, .pdf, .svg (a plot).")
-NAMES = typer.Option("--name", help="Name of a run; once for each file.")
 
 
 def trace(
     files: Annotated[list[Path], FILES],
-    out: Annotated[Path | None, OUT] = None,
-    name: Annotated[list[str] | None, NAMES] = None,
-    title: Annotated[str, typer.Option(help="Title of a page.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: Path | None = typer.Option(None, metavar="FILE", help=".html (a page), .gif, or .png, .pdf, .svg (a plot)."),
+    name: list[str] | None = typer.Option(None, "--name", help="Name of a run; once for each file."),
+    title: str = typer.Option("", help="Title of a page."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Draw recorded runs, several side by side. Without --out, print their forwards."""
     from paradec.core.trace import Trace
-    from paradec.tools.traces.files import PAGES, check_suffix, save
-    from paradec.tools.traces.html import page
+    from paradec.tools.traces.files import PAGES, check_suffix, page, save
     from paradec.tools.traces.payload import check_runs
 
     options.check_writable("--out", out)

@@ -17,47 +17,34 @@ from paradec.core.interrupts import EXIT_CODE, raise_again
 PROMPTS = options.existing_file(
     'Your prompts, a line {"prompt": ...}, with "answer" or "regex" if known; or {"input_ids": ..., "answer_ids": ...}.'
 )
-LIMIT = typer.Option(help="Number of prompts: the first of a file, or this many of each packaged task.")
-CACHES = typer.Option(help="Caches, separated by commas; by default none for forwards, all for seconds.")
 BLOCKS = typer.Option(help="Block lengths, separated by commas, 'own' for the model's; by default a few around it.")
 SCORE = typer.Option(help="answers (the default if there are any), checker, or agreement with one token per step.")
-CHECKER = typer.Option(metavar="FILE.py:NAME", help="A function that scores an answer to a prompt, from 0 to 1.")
-MASK = typer.Option(help="Text that represents a token to fill, as in `paradec infill`.")
-MINUTES = typer.Option(help="Start no new trial after this time; the report takes extra time.")
-STUDY = typer.Option(metavar="FILE.db", help="Store the search here; the same command continues it.")
-OUT = typer.Option(metavar="FILE.json", help="Write the preset, for --preset of other commands.")
-REPORT = typer.Option(metavar="FILE.json", help="Write all that was measured.")
-POINT = typer.Option(min=1, help="The point of the front that --out gets; by default the chosen one.")
-TOLERANCE = typer.Option(help="Points of score that the preset may be below the best hand-set one.")
 PIPELINE = typer.Option(metavar="DIR", help="Search --budget solver steps of a diffusers pipeline, or of digits-dit.")
-BUDGET = typer.Option(min=1, help="With --pipeline: solver steps to evaluate; by default 7.")
-STEPS = typer.Option(min=1, help="With --pipeline: solver steps of a run; by default the pipeline's own.")
-TARGET = typer.Option(help="With --pipeline: what is forecast: output (the default), stack, block or module.")
 
 
 @options.takes("model batch max_new_tokens temperature dtype device as_json", batch=8)
 def tune(
     prompts: Annotated[Path | None, PROMPTS] = None,
-    limit: Annotated[int | None, LIMIT] = None,
+    limit: int | None = typer.Option(None, help="Number of prompts: the first ones, or of each packaged task."),
     score: Annotated[str | None, SCORE] = None,
-    checker: Annotated[str | None, CHECKER] = None,
-    mask: Annotated[str | None, MASK] = None,
+    checker: str | None = typer.Option(None, metavar="FILE.py:NAME", help="Scores an answer to a prompt, from 0 to 1."),
+    mask: str | None = typer.Option(None, help="Text that represents a token to fill, as in `paradec infill`."),
     samplers: options.Samplers = None,
-    caches: Annotated[list[str] | None, CACHES] = None,
+    caches: list[str] | None = typer.Option(None, help="Caches; by default none for forwards, all for seconds."),
     blocks: Annotated[list[str] | None, BLOCKS] = None,
-    objective: Annotated[str, typer.Option(help="forwards, seconds (measured here), or both.")] = "forwards",
-    trials: Annotated[int, typer.Option(help="Settings to propose after the preset ones.")] = 40,
-    minutes: Annotated[float | None, MINUTES] = None,
-    study: Annotated[Path | None, STUDY] = None,
-    out: Annotated[Path | None, OUT] = None,
-    report: Annotated[Path | None, REPORT] = None,
-    point: Annotated[int | None, POINT] = None,
-    tolerance: Annotated[float, TOLERANCE] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")] = 0,
+    objective: str = typer.Option("forwards", help="forwards, seconds (measured here), or both."),
+    trials: int = typer.Option(40, help="Settings to propose after the preset ones."),
+    minutes: float | None = typer.Option(None, help="Start no new trial after this time; the report takes extra time."),
+    study: Path | None = typer.Option(None, metavar="FILE.db", help="Store the search here; the same command goes on."),
+    out: Path | None = typer.Option(None, metavar="FILE.json", help="Write the preset, for --preset elsewhere."),
+    report: Path | None = typer.Option(None, metavar="FILE.json", help="Write all that was measured."),
+    point: int | None = typer.Option(None, min=1, help="The point of the front for --out; by default the chosen one."),
+    tolerance: float = typer.Option(1.0, help="Points of score that the preset may be below the best hand-set one."),
+    seed: int = typer.Option(0, help="Seed of the halves, the proposals and the draws."),
     pipeline: Annotated[str | None, PIPELINE] = None,
-    budget: Annotated[int | None, BUDGET] = None,
-    steps: Annotated[int | None, STEPS] = None,
-    target: Annotated[str | None, TARGET] = None,
+    budget: int | None = typer.Option(None, min=1, help="With --pipeline: solver steps to evaluate; by default 7."),
+    steps: int | None = typer.Option(None, min=1, help="With --pipeline: solver steps of a run; by default its own."),
+    target: str | None = typer.Option(None, help="With --pipeline: output (the default), stack, block or module."),
     **shared: Any,
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
@@ -66,7 +53,7 @@ def tune(
     for_text |= {"caches": caches, "blocks": blocks, "minutes": minutes, "point": point, "model": shared["model"]}
     for_text["max_new_tokens"] = shared["max_new_tokens"]
     for_steps: dict[str, Any] = {"budget": budget, "steps": steps, "target": target}
-    files: dict[str, Path | None] = {"study": study, "out": out, "report": report}
+    files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
     for name, value in (for_steps if pipeline is None else for_text).items():
         if value is not None:
@@ -78,11 +65,8 @@ def tune(
         from paradec.cli.tune_steps import search_steps
 
         given = {name: value for name, value in for_steps.items() if value is not None}
-        place = {name: shared[name] for name in ("dtype", "device")}
-        code = search_steps(
-            pipeline, prompts=prompts, runs=trials, seed=seed, as_json=as_json, **files, **place, **given
-        )
-        raise typer.Exit(code)
+        given |= files | {name: shared[name] for name in ("dtype", "device")}
+        raise typer.Exit(search_steps(pipeline, prompts=prompts, runs=trials, seed=seed, as_json=as_json, **given))
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts
     from paradec.tools.tuning.run import check_search
@@ -108,6 +92,7 @@ def tune(
     wanted |= {"checker": score_with, "mask": mask, "study": study}
     model = options.load(shared)
     wanted |= {name: value for name, value in shared.items() if value is not None}
+    found: Any
     code = 0
     raise_again()
     try:

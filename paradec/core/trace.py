@@ -333,7 +333,7 @@ class Trace:
         beside: Trace | Sequence[Trace] = (),
         names: Sequence[str] = (),
     ) -> str:
-        """A page to step through: one file that needs nothing else. See `paradec.tools.traces.html.page`.
+        """A page to step through: one file that needs nothing else. See `paradec.tools.traces.files.page`.
 
         Args:
             path: where to write it too.

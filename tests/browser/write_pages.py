@@ -22,7 +22,7 @@ import paradec  # noqa: E402
 from paradec.core.trace import Trace  # noqa: E402
 from paradec.models.images.diffusion import DiffusionModel  # noqa: E402
 from paradec.models.images.pixel_dit import PixelDiTPipeline  # noqa: E402
-from paradec.tools.traces.html import page  # noqa: E402
+from paradec.tools.traces.files import page  # noqa: E402
 
 PROMPTS = ["Sort: wolf fig otter zebra deer orange", "Latin square: Q Z S U"]
 

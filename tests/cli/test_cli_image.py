@@ -340,27 +340,6 @@ def test_curves(tmp_path: Path) -> None:
         forecasts.draw(points, tmp_path / "errors.txt")
 
 
-def test_speed_is_the_plain_runs_time_by_the_accelerated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that goes on by one second with every feed-forward that is evaluated."""
-    pipe = PixelDiTPipeline.digits()
-    pipe.set_progress_bar_config(disable=True)
-    seconds = 0.0
-
-    def tick(*_: Any) -> None:
-        nonlocal seconds
-        seconds += 1.0
-
-    for block in pipe.transformer.transformer_blocks:
-        block.ff.register_forward_pre_hook(tick)
-    monkeypatch.setattr(forecasts.time, "perf_counter", lambda: seconds)
-
-    def paint() -> torch.Tensor:
-        return pipe([3], num_inference_steps=4, generator=torch.Generator().manual_seed(0), output_type="pt").images
-
-    points = forecasts.sweep(pipe, paint, {"taylor": {}}, intervals=(1, 2, 4))
-    assert [point.speedup for point in points] == [1, 2, 4]
-
-
 # ---- drafters -------------------------------------------------------------------------------------------------------
 
 

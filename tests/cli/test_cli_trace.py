@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import cli
 from paradec.core.trace import Trace
-from paradec.tools.traces.html import page
+from paradec.tools.traces.files import page
 
 PROMPT = "Sort: wolf fig otter zebra deer orange"
 

@@ -231,20 +231,6 @@ def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
 
 
-def test_lines_end_at_one_character_alone(tmp_path: Path) -> None:
-    """A prompt may hold what `str.splitlines` splits at, and a file a mark of the byte order."""
-    texts = ["Sort:\x0cpear fig\x85apple", "Copy:\u2028fig fox", "Copy:\rfig", "Copy: fox"]
-    for name, source in (("a.txt", "\r\n".join(texts)), ("b.jsonl", "\n".join(map(json.dumps, texts)) + "\r\n")):
-        file, out = tmp_path / name, tmp_path / f"{name}.out"
-        file.write_bytes(b"\xef\xbb\xbf" + source.encode())
-        ok("generate", "--in", file, "--out", out)
-        assert [entry["prompt"] for entry in lines(out)] == texts
-    expected = paradec.generate(paradec.load(), texts).text
-    for given_ in (("\n".join(texts), None), ("-", b"\xef\xbb\xbf" + "\r\n".join(texts).encode())):
-        data = json.loads(ok("generate", given_[0], "--lines", "--json", stdin=given_[1]))
-        assert data["text"] == expected
-
-
 def test_a_prompt_that_is_no_unicode_fails_alone(tmp_path: Path) -> None:
     entries = [{"prompt": "Sort: \ud800", "id": "\udfff"}, *given([{"role": "user", "content": "\ud800"}], GOOD[0])]
     source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"

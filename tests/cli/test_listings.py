@@ -70,15 +70,6 @@ def test_every_setting_is_explained(kind: str) -> None:
         assert about and [setting for setting in cls.settings() if not said.get(setting)] == [], name
 
 
-def test_explanations_are_the_docstring_s() -> None:
-    about, said = explanations(paradec.samplers.get("threshold"))
-    assert about.startswith("Per row, commit every masked position") and "Args" not in about
-    assert said["threshold"] == "probability that a token must reach, in [0, 1]."
-    assert said["quota_per_step"].startswith('"none" is the paper\'s rule') and "\n" not in said["quota_per_step"]
-    _, wino = explanations(paradec.samplers.get("wino"))
-    assert wino["cap_low"] == wino["cap_share"] != wino["threshold"]
-
-
 def test_one_that_is_not_there() -> None:
     assert "did you mean 'threshold'" in refused("samplers", "treshold")
     assert "did you mean 'dual'" in refused("caches", "dul")
@@ -99,16 +90,6 @@ def test_caches_of_a_sampler(sampler: str) -> None:
     for entry in one:
         said = verdict(paradec.samplers.create(sampler), paradec.caches.create(entry["cache"]), facts)
         assert (entry["model"], entry["verdict"]) == ("bidirectional", said.status)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_caches_of_a_sampler_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = on_terminal(monkeypatch, width, "caches", "--sampler", "wino")
-    entries = json.loads(ok("caches", "--sampler", "wino", "--json"))
-    whole = " ".join(text.split())
-    for entry in entries:
-        assert entry["cache"] in text and entry["verdict"] in text
-        assert entry["why"] in whole or width == 50  # there a reason goes on in lines of its own
 
 
 def test_caches_of_a_model(tmp_path: Path) -> None:

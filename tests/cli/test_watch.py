@@ -68,31 +68,6 @@ def test_end_tokens_and_undecided_ones_are_told_apart(packaged: Model) -> None:
     assert rendered(packaged.tokenizer, [mask, words[1]], ["undecided", "fresh"]).plain == f"{UNDECIDED}fig"
 
 
-def test_what_is_taken_back_stands_out(packaged: Model) -> None:
-    """A token that was final at the last drawing and is not now."""
-    taken = []
-
-    class View(LiveView):
-        def _rows(self, state: Any) -> Any:
-            before = self.undecided
-            found = super()._rows(state)
-            start, end = int(state.prompt_length[0]), int(state.end[0])
-            now = state.undecided[0, start:end].tolist()
-            again = 0 if before is None else sum(a and not b for a, b in zip(now, before[0][start:end], strict=True))
-            red = [span for span in found[0][0].spans if str(span.style) == watch.STYLES["taken"]]
-            taken.append((again, sum(span.end - span.start for span in red)))
-            return found
-
-    view = View(packaged.tokenizer, Console(file=io.StringIO(), width=200))
-    sampler = paradec.samplers.create("wino", threshold=0.05, threshold_back=0.99)
-    paradec.generate(
-        packaged, "Shuffle: lion mole cow pear fig", sampler=sampler, max_new_tokens=12, block_length=12,
-        callback=lambda state, commit: view.draw(state) and None,
-    )  # fmt: skip
-    assert sum(again for again, _ in taken) > 0
-    assert [again for again, _ in taken] == [red for _, red in taken]
-
-
 def test_a_long_text_is_shown_from_its_end(packaged: Model) -> None:
     (*_, last) = frames(packaged, 40, "Latin square: A B C D", height=6, max_new_tokens=64)
     assert len(last) <= 6 and END in last[-2]

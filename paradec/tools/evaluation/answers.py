@@ -22,9 +22,9 @@ from paradec.batching.slots import refusal
 from paradec.core.checks import check_bool, check_choice, check_int, check_model
 from paradec.core.prompts import ids_of
 from paradec.request import Preset, Request
-from paradec.tools.evaluation.asked import asked, cut, generation_fields
 from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
 from paradec.tools.evaluation.multiple_choice import CHOICES, decoded
+from paradec.tools.evaluation.recipe import cut_at_stops, generation_fields, request_from_arguments
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 """The packaged prompts as tasks ("paradec", or "paradec_copy", ...): a folder for the harness' `--include_path`."""
@@ -113,7 +113,7 @@ class Answering:
         check_bool("check_greedy", check_greedy)
         check_choice("choices", choices, CHOICES)
         check_int("max_length", max_length, low=2, none=True)
-        said, request = asked(arguments, preset, seed)
+        said, request = request_from_arguments(arguments, preset, seed)
         model = pretrained
         if pretrained is None or isinstance(pretrained, (str, Path)):
             model = paradec.load(pretrained, device=device, dtype=dtype, revision=revision)
@@ -231,7 +231,7 @@ class Answering:
         bar = self._bar(len(requests), disable_tqdm, "answers")
         with many, bar:
             for request, (_, until), output in zip(requests, asked_for, many, strict=True):
-                texts.append(cut(str(output.text), until))
+                texts.append(cut_at_stops(str(output.text), until))
                 self.keep("generate_until", request.args, texts[-1])
                 self.spent.add(output)
                 bar.update()

@@ -21,16 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from paradec import caches, samplers
 from paradec.api.generate import generate
+from paradec.api.output import Output
 from paradec.attention.sparsed import SparseD
 from paradec.caches.suffix import Suffix
 from paradec.constraints.values import Constraint, one_constraint
 from paradec.core.checks import check_int, shown
 from paradec.core.prompts import encode
-from paradec.core.protocol import Interrupted, plain
+from paradec.core.protocol import Commit, Interrupted, State, plain
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.core.version import DRAWS, __version__
 from paradec.models.base import Model
@@ -39,7 +41,6 @@ from paradec.request import Request, seed_matters
 from paradec.samplers.masked.fitting import attention_of, block_policy
 from paradec.tools.evaluation.configuration import BASELINE, Configuration, configurations
 from paradec.tools.evaluation.metrics import aup, wilson
-from paradec.tools.evaluation.padding import PaddingCounter
 from paradec.tools.evaluation.questions import Question, packaged_questions
 
 SCHEMA = "paradec-compare/2"
@@ -536,3 +537,38 @@ def _commit() -> str | None:
     except OSError:  # no git
         return None
     return done.stdout.strip() or None
+
+
+UNWRITTEN = 2**62
+"""In the place of a position, where a step wrote nothing in a row."""
+WORTH_SAYING = 0.1
+"""Share of a row's forwards from which `padding_lines` names them."""
+
+
+class PaddingCounter:
+    """A `callback` for one `generate` that notes the first position that each step wrote in each row."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[np.ndarray, torch.Tensor]] = []
+
+    def __call__(self, state: State, commit: Commit) -> None:
+        if commit.selected is not None and commit.positions is not None:
+            first = torch.where(commit.selected, commit.positions, UNWRITTEN).amin(1)
+            self._first.append((commit.rows, first.cpu()))
+
+    def forwards(self, output: Output) -> int:
+        """Forwards of all rows of the output that wrote something, but only after the row's answer."""
+        lengths = output.attention_mask.sum(1).cpu() - output.new_tokens.shape[1] + torch.tensor(output.tokens)
+        return sum(int(((first >= lengths[rows]) & (first < UNWRITTEN)).sum()) for rows, first in self._first)
+
+
+def padding_lines(results: Iterable[Any]) -> list[str]:
+    """What to say below a comparison of these `Result`s: a heading, and a line for each that spent a tenth of its
+    forwards or more on padding alone; nothing where none did."""
+    found = [
+        f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
+        for result in results
+        if result.padding_forwards >= WORTH_SAYING * result.row_calls
+    ]
+    heading = "forwards per prompt that decided only padding after the answer (a shorter --block-length saves most):"
+    return [heading, *found] if found else []

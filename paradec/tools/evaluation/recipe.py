@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from paradec import samplers
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.core.registry import unknown
 from paradec.core.text_files import read_text
-from paradec.request import Request
+from paradec.request import Preset, Request
+from paradec.request_fields import FIELDS
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS
 from paradec.tools.evaluation.multiple_choice import CHOICES
 
@@ -36,6 +37,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
 """Fields that name files, which are beside the recipe's own."""
+
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the answer's length in a task's generation_kwargs; the first that is there counts, as in the harness."""
+SAMPLING = ("temperature", "top_p", "top_k", "constraint")
+"""What a task may say of sampling, by the names of `paradec.Request`."""
+NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_return_sequences": 1}
+"""What a task may say because it is what happens anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +143,15 @@ class Recipe:
         Raises:
             ValueError, TypeError: what is no field of a request and no setting of its sampler, or out of its range.
         """
-        from paradec.tools.evaluation.asked import asked
-
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
         read = {**self.request, **Request.from_dict(fields)}
-        asked(read, self.preset, self.seed)
+        request_from_arguments(read, self.preset, self.seed)
         return read if self.preset is None else {**read, "preset": self.preset}
 
     def method(self) -> Any:
         """The sampler that it names, or that its preset has."""
-        from paradec.tools.evaluation.asked import asked
-
         arguments = self.asked()
-        _, request = asked(arguments, arguments.pop("preset", None), self.seed)
+        _, request = request_from_arguments(arguments, arguments.pop("preset", None), self.seed)
         return samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
 
     def but(self, **changes: Any) -> Recipe:
@@ -187,3 +191,55 @@ class Recipe:
             return cls(**data)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{str(file)!r}: {error}") from None
+
+
+def request_from_arguments(
+    arguments: Mapping[str, Any], preset: Preset | None, seed: int
+) -> tuple[dict[str, Any], Request]:
+    """What arguments and a preset say by field, and the request of it; what is no field is a setting of the sampler.
+
+    Raises:
+        TypeError: a name that is neither. ValueError: a value out of its range, or settings of a sampler with settings.
+    """
+    fields = {name: value for name, value in arguments.items() if name in FIELDS}
+    settings = {name: value for name, value in arguments.items() if name not in FIELDS}
+    said = Request.said(fields, preset)
+    if settings:
+        sampler = said.get("sampler", "threshold")
+        own = samplers.get(sampler).settings() if isinstance(sampler, str) and sampler in samplers.registry else ()
+        for name, value in settings.items():
+            if name not in own:
+                raise TypeError(f"{name}={shown(value)}: " + unknown("argument", name, [*FIELDS, *own]))
+        said["sampler"] = samplers.create(str(sampler), **settings)
+    check_int("seed", seed, low=0, high=2**63 - 1)
+    said.setdefault("seed", seed)
+    return said, Request(**said)
+
+
+def generation_fields(of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a request from a task's generation_kwargs, and its stop strings.
+
+    Raises:
+        ValueError: something that paradec does not do; the message names it.
+    """
+    given = dict(of_task)
+    until = given.pop("until", None) or []
+    until = [text for text in ([until] if isinstance(until, str) else until) if text]
+    fields: dict[str, Any] = {}
+    lengths = [given.pop(name) for name in LENGTHS if name in given]
+    if lengths and lengths[0] is not None:
+        fields["max_new_tokens"] = int(lengths[0])
+    samples = given.pop("do_sample", None)
+    for name in SAMPLING:
+        if (value := given.pop(name, None)) is not None:
+            fields[name] = value
+    fields["temperature"] = fields.get("temperature", 1.0 if samples else 0.0) if samples is not False else 0.0
+    for name, value in given.items():
+        if name not in NEUTRAL or value != NEUTRAL[name]:
+            raise ValueError(f"the task's generation_kwargs ask for {name}={shown(value)}, which paradec does not do")
+    return fields, until
+
+
+def cut_at_stops(text: str, until: Sequence[str]) -> str:
+    """A text before the first of the stop strings in it."""
+    return text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=len(text))]

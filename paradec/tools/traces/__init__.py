@@ -12,7 +12,7 @@ registry = Registry(
     "drawing",
     {
         "file": "paradec.tools.traces.files:save",
-        "page": "paradec.tools.traces.html:page",
+        "page": "paradec.tools.traces.files:page",
         "animation": "paradec.tools.traces.gif:write",
         "plot": "paradec.tools.traces.plot:figure",
         "frame": "paradec.tools.traces.notebook:of_trace",

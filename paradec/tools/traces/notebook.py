@@ -8,7 +8,7 @@ from typing import Any
 
 from paradec.core.checks import count, per_forward
 from paradec.core.trace import Trace
-from paradec.tools.traces.html import page
+from paradec.tools.traces.files import page
 
 FRAME_HEIGHT = 460
 """Pixels of a trace's frame."""

@@ -20,7 +20,7 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed. TypeError, ValueError: as for
-            `paradec.tools.traces.html.page`.
+            `paradec.tools.traces.files.page`.
     """
     called = check_runs(traces, names)
     try:

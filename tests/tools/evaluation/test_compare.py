@@ -29,10 +29,9 @@ from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.rules.threshold import Threshold
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Comparison, Configuration
-from paradec.tools.evaluation.compare import Result
+from paradec.tools.evaluation.compare import Result, padding_lines
 from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
-from paradec.tools.evaluation.padding import padding_lines
 from paradec.tools.evaluation.written import FORMATS
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

@@ -18,8 +18,7 @@ from paradec import cli
 from paradec.core.version import DRAWS
 from paradec.request import Request
 from paradec.tools.evaluation import evaluate as running
-from paradec.tools.evaluation.asked import asked, generation_fields
-from paradec.tools.evaluation.recipe import Recipe
+from paradec.tools.evaluation.recipe import Recipe, generation_fields, request_from_arguments
 
 RECIPES = sorted(TESTS.parent.glob("recipes/*.yaml"))
 
@@ -97,7 +96,7 @@ def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("tasks: [a]\npreset: tuned.json\nrequest: {max_new_tokens: 9}\n")
     recipe = Recipe.load(tmp_path / "mine.yaml")
     assert recipe.method() == klass and recipe.preset == str(tmp_path / "tuned.json")
-    said, request = asked({"max_new_tokens": 9}, recipe.preset, seed=3)
+    said, request = request_from_arguments({"max_new_tokens": 9}, recipe.preset, seed=3)
     assert (request.sampler, request.max_new_tokens, request.seed) == (klass, 9, 3)
     assert set(said) == {"sampler", "max_new_tokens", "seed"}
 

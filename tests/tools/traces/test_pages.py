@@ -20,7 +20,7 @@ from paradec.core.thumbnails import from_uri, of_steps
 from paradec.core.trace import Trace
 from paradec.core.trace_texts import joined, name_tokens, token_texts
 from paradec.models.adapter import Model
-from paradec.tools.traces.html import page
+from paradec.tools.traces.files import page
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
 
