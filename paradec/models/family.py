@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paradec.models.checkpoint import positive
+
 
 @dataclass(frozen=True)
 class Family:
@@ -16,9 +18,8 @@ class Family:
         config: the content of config.json -> that class's configuration; raises CheckpointError for maths it lacks.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
         key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
-        block_name: the field of config.json that states the block.
-        block_length: for block-causal families: (config.json, source) -> the block that the checkpoint was trained
-            with, None where neither says; None for bidirectional families.
+        block_name: for block-causal families: the field of config.json that states the block.
+        published_block: (config.json, source) -> the block where that field does not state it, by the published name.
         block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
         default_block_length: how requests of a bidirectional family are cut when they do not say; None leaves the
             answer whole.
@@ -42,7 +43,7 @@ class Family:
     prediction: str
     key_mapping: Mapping[str, str] | None = None
     block_name: str | None = None
-    block_length: Callable[[Mapping[str, Any], str], int | None] | None = None
+    published_block: Callable[[Mapping[str, Any], str], int | None] | None = None
     block_align: str = "absolute"
     default_block_length: int | None = None
     mask_token: str | None = None
@@ -61,4 +62,22 @@ class Family:
         """The attention it was trained with: the first of its modes, "bidirectional" or "block_causal"."""
         if self.modes:
             return self.modes[0]
-        return "bidirectional" if self.block_length is None else "block_causal"
+        return "bidirectional" if self.block_name is None else "block_causal"
+
+    def block_length(self, config: Mapping[str, Any], source: str) -> int | None:
+        """The block that a block-causal checkpoint was trained with, None where neither config.json nor its name says.
+
+        Raises:
+            CheckpointError: config.json states something else than a positive integer.
+        """
+        stated = None if self.block_name is None else stated_block(config, self.block_name)
+        return self.published_block(config, source) if stated is None and self.published_block else stated
+
+
+def stated_block(config: Mapping[str, Any], name: str) -> int | None:
+    """The block length that config.json states under this name, None where it does not.
+
+    Raises:
+        CheckpointError: something else than a positive integer is there.
+    """
+    return None if config.get(name) is None else positive(config, name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from paradec.models.checkpoint import (
     stored_weights,
 )
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family
+from paradec.models.family import Family, stated_block
 from paradec.models.lora import LoRA
 from paradec.models.pretrained import read_module, reason
 from paradec.models.rotary import with_base
@@ -42,7 +41,6 @@ from paradec.models.text import (
     sdar,
     stable_diffcoder,
 )
-from paradec.models.text.qwen import stated_block
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation
 
@@ -254,7 +252,7 @@ def _blocks(
         return own_drafts.in_mode(source, family, topology), _block_length(source, config, family, given)
     if topology is not None and topology.startswith("causal"):
         raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which was not trained with it")
-    if family.block_length is not None:
+    if family.block_name is not None:
         if topology == "bidirectional":
             raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")
         return family, _block_length(source, config, family, given)
@@ -268,12 +266,12 @@ def _blocks(
             f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
             "(D2F's scripts have 32 to 64)"
         )
-    return replace(family, block_length=partial(d2f.given, length), block_align="prompt"), length
+    return replace(family, block_name=d2f.STATED, block_align="prompt"), length
 
 
 def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:
     """Raises CheckpointError: a block-causal checkpoint that does not say its block, or a block for another one."""
-    if family.block_length is None:
+    if family.block_name is None:
         if given is not None:
             raise CheckpointError(
                 f"block_length={given} is for block-causal checkpoints; {source!r} is bidirectional. How an answer is "

@@ -21,7 +21,6 @@ from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.models.checkpoint import DTYPES, INDEX, Stored, check_weights
 from paradec.models.family import Family
 from paradec.models.stacked import Fetched, StackedWeight, parts_of
-from paradec.models.text import d2f
 from paradec.models.vocabulary import stated_ends
 
 OWN_FORMAT = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
@@ -140,8 +139,6 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     name = published.family.block_name
     if name is not None and facts.block_length is not None and config.get(name) != facts.block_length:
         config[name] = facts.block_length
-    if facts.prompt_aligned and not published.family.modes:
-        config[d2f.STATED] = facts.block_length
     known = {} if tokenizer is None else tokenizer.get_vocab()
     found = {
         "mask_token_id": (config, generation, tokenizer, {"mask_token_id": known.get(published.family.mask_token)}),

@@ -239,7 +239,7 @@ def test_matrices_that_share_memory_are_stored_whole(tmp_path: Path) -> None:
 
 def test_arguments_of_load_are_kept(model_type: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_type)
-    block = {"block_length": 2} if FAMILIES[model_type].block_length is not None else {}
+    block = {"block_length": 2} if FAMILIES[model_type].block_name is not None else {}
     model = paradec.load(source, mask_token_id=9, **block)
     model.save_pretrained(tmp_path / "saved")
     other = paradec.load(tmp_path / "saved")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
 
 PUBLISHED = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
 """How its adapters are named."""
@@ -25,8 +23,3 @@ STATED = "prompt_block_length"
 def is_published(source: str | None) -> bool:
     """Whether an adapter is D2F's, by its published name."""
     return source is not None and PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is not None
-
-
-def given(length: int, config: Mapping[str, Any], source: str) -> int:
-    """The block that `load` was told, whatever the files say."""
-    return length

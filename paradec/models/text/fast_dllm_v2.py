@@ -9,30 +9,14 @@ arXiv 2509.26328.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from paradec.models.family import Family
-from paradec.models.text.qwen import qwen2_config, stated_block
-
-BLOCK_NAME = "bd_size"
-
-
-def block_length(config: Mapping[str, Any], source: str) -> int | None:
-    """`bd_size` of config.json.
-
-    Raises:
-        CheckpointError: config.json states something else than a positive integer.
-    """
-    return stated_block(config, BLOCK_NAME)
-
+from paradec.models.text.qwen import qwen2_config
 
 FAMILY = Family(
     module="Qwen2ForCausalLM",
     config=qwen2_config,
     prediction="shifted",
-    block_name=BLOCK_NAME,
-    block_length=block_length,
+    block_name="bd_size",
     mask_token="|<MASK>|",
     qwen2_tokenizer=True,
 )

@@ -17,9 +17,9 @@ from typing import Any
 from paradec.core.checks import shown
 from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family
+from paradec.models.family import Family, stated_block
 from paradec.models.rotary import rope_parameters
-from paradec.models.text.qwen import experts_per_token, stated_block
+from paradec.models.text.qwen import experts_per_token
 
 KEY_MAPPING = {
     r"^model\.word_embeddings\.": "model.embed_tokens.",
@@ -194,15 +194,9 @@ def _block_routing(config: Mapping[str, Any], experts: int, chosen: int) -> dict
     return {**own, CAPACITY: capacity, BLOCK_SIZE: block}
 
 
-def block_length(config: Mapping[str, Any], source: str) -> int | None:
-    """The block of the checkpoint: from config.json, else 32 for a published name.
-
-    Raises:
-        CheckpointError: config.json states something else than a positive integer.
-    """
-    stated = stated_block(config, BLOCK_NAME)
-    if stated is None:
-        stated = stated_block(config, BLOCK_SIZE)
+def published_block(config: Mapping[str, Any], source: str) -> int | None:
+    """The block that experts are chosen for, else 32 for a published name."""
+    stated = stated_block(config, BLOCK_SIZE)
     if stated is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
         return stated
     return 32
@@ -230,7 +224,7 @@ FAMILY = Family(
     prediction="same",
     key_mapping=KEY_MAPPING,
     block_name=BLOCK_NAME,
-    block_length=block_length,
+    published_block=published_block,
     mask_token="<|mask|>",
     experts=True,
     fused=FUSED,

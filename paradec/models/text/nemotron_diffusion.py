@@ -14,7 +14,6 @@ from typing import Any
 from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.family import Family
 from paradec.models.rotary import rope_parameters
-from paradec.models.text.qwen import stated_block
 
 KEY_MAPPING = {r"^encoder\.": "model.", r"^diffusion_head\.": "lm_head."}
 """Checkpoint names -> Ministral3's."""
@@ -79,22 +78,12 @@ def ministral3_config(config: Mapping[str, Any]) -> Any:
     )
 
 
-def block_length(config: Mapping[str, Any], source: str) -> int | None:
-    """The block of the checkpoint, from config.json.
-
-    Raises:
-        CheckpointError: config.json states something else than a positive integer.
-    """
-    return stated_block(config, BLOCK_NAME)
-
-
 FAMILY = Family(
     module="Ministral3ForCausalLM",
     config=ministral3_config,
     prediction="same",
     key_mapping=KEY_MAPPING,
     block_name=BLOCK_NAME,
-    block_length=block_length,
     modes=("causal_context", "causal", "block_causal"),
     draft_adapter=ADAPTER,
 )

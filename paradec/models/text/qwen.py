@@ -144,12 +144,3 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "pad_token_id": None,
         "use_cache": False,
     }
-
-
-def stated_block(config: Mapping[str, Any], name: str) -> int | None:
-    """The block length that config.json states under this name, None where it does not.
-
-    Raises:
-        CheckpointError: something else than a positive integer is there.
-    """
-    return None if config.get(name) is None else positive(config, name)

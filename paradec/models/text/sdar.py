@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from paradec.models.family import Family
-from paradec.models.text.qwen import qwen3_config, qwen3_moe_config, stated_block
+from paradec.models.text.qwen import qwen3_config, qwen3_moe_config
 
 PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|TraDo-[\d.]+B-Instruct)")
 """Published names: `-b16` means blocks of 16, no ending for blocks of 4; their config.json may not say it."""
@@ -41,17 +41,10 @@ def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
     return short or any(I_DLM.search(name) for name in names if isinstance(name, str))
 
 
-def block_length(config: Mapping[str, Any], source: str) -> int | None:
-    """The block of the checkpoint: from config.json, else from its published name.
-
-    Raises:
-        CheckpointError: config.json states something else than a positive integer.
-    """
-    stated = stated_block(config, BLOCK_NAME)
+def published_block(config: Mapping[str, Any], source: str) -> int | None:
+    """The block of a published name."""
     named = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
-    if stated is not None or named is None:
-        return stated
-    return int(named.group(1) or 4)
+    return None if named is None else int(named.group(1) or 4)
 
 
 FAMILY = Family(
@@ -59,7 +52,7 @@ FAMILY = Family(
     config=qwen3_config,
     prediction="same",
     block_name=BLOCK_NAME,
-    block_length=block_length,
+    published_block=published_block,
     mask_token="<|MASK|>",
     qwen2_tokenizer=True,
 )

@@ -16,7 +16,7 @@ from paradec.core.checks import shown
 from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
 from paradec.models.family import Family
 from paradec.models.rotary import rope_parameters
-from paradec.models.text.qwen import REQUIRED, stated_block
+from paradec.models.text.qwen import REQUIRED
 
 ONLY = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
 """Fields that change the maths, and the values that are supported."""
@@ -66,16 +66,9 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     )
 
 
-def block_length(config: Mapping[str, Any], source: str) -> int | None:
-    """The block of the checkpoint: from config.json, else 4 for a published name.
-
-    Raises:
-        CheckpointError: config.json states something else than a positive integer.
-    """
-    stated = stated_block(config, BLOCK_NAME)
-    if stated is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
-        return stated
-    return 4
+def published_block(config: Mapping[str, Any], source: str) -> int | None:
+    """4 for a published name."""
+    return None if PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None else 4
 
 
 FAMILY = Family(
@@ -83,6 +76,6 @@ FAMILY = Family(
     config=llama_config,
     prediction="same",
     block_name=BLOCK_NAME,
-    block_length=block_length,
+    published_block=published_block,
     mask_token="<[MASK_TOKEN]>",
 )

@@ -36,7 +36,7 @@ class _BlockConfig(PretrainedConfig):
         family = FAMILIES[cls.model_type]
         source = str(kwargs.get("name_or_path") or stated.get("_name_or_path") or "")
         canvas = stated.get("canvas_length")
-        if canvas is None and family.block_length is not None:
+        if canvas is None:
             canvas = family.block_length(stated, source)
         built = family.config(stated)
         # other names of the same fields, by which vLLM's classes read some of them
