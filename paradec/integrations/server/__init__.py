@@ -8,14 +8,13 @@
 | `tools.py` | messages and tools of a chat; how calls are read from answers |
 | `choices.py` | several answers to one request |
 | `scores.py` | log-probabilities as OpenAI's endpoints write them |
-| `work.py` | how many tokens may be asked for at once |
 | `streams.py` | ids that are final become text in a queue; what OpenAI's stop sequences cut off |
-| `hosts.py` | subclasses of transformers' model manager and generation managers |
+| `hosts.py` | subclasses of transformers' model and generation managers; how many tokens may be asked for at once |
 | `handlers.py` | subclasses of transformers' handlers of the two endpoints |
 | `decisions.py` | transformers' endpoint for typed questions, over `paradec.decide` |
 | `gate.py` | keys, sizes, how many at once, clients that go away |
 | `metrics.py` | counts for Prometheus |
-| `app.py` | all of it put together; `serve` runs it |
+| `app.py` | all of it put together, and the page at `/`; `serve` runs it |
 
 Schemas, server-sent events, tool calls and reasoning are those of `transformers serve`. Its classes are private:
 paradec was tried with transformers 5.23 (`TRIED`), and `tests/integrations/server/test_contract.py` says what is

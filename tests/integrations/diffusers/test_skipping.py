@@ -23,8 +23,8 @@ from torch import Tensor
 import paradec
 from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks.blocks import residual_blocks
-from paradec.integrations.diffusers.hooks.cells import unpacked
 from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.integrations.diffusers.hooks.watched import unpacked
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast import seacache
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.integrations.diffusers.hooks.blocks import Place, hooked
-from paradec.integrations.diffusers.hooks.cells import unpacked
 from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
 from paradec.integrations.diffusers.hooks.memory import Size, fitting, megabytes
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
@@ -32,7 +31,7 @@ from paradec.integrations.diffusers.hooks.stack import Kept as KeptStack
 from paradec.integrations.diffusers.hooks.stack import Stack, StackTap
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Kept, Patch, Tap, parameters_of
-from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, is_feature, latent_of
+from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, is_feature, latent_of, unpacked
 from paradec.integrations.diffusers.runs import guidance_above
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.probes import Probe

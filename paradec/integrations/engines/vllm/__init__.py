@@ -7,9 +7,8 @@ Written for vLLM 0.32 and its second model runner, whose hooks for diffusion mod
 - `registration.py`: what `register` tells vLLM, and how an engine for such a checkpoint is configured;
 - `configs.py`: config.json of the checkpoints, as transformers and vLLM read it;
 - `models.py`: vLLM's model classes under the checkpoints' names; `left.py`: those that predict shifted;
-- `model_state.py`: inputs and attention of a forward; `pieces.py`: a prompt cut at its blocks; `sampler.py`: what
-  becomes of the logits;
-- `slots.py`: a request's row, and which block of it the engine is at;
+- `model_state.py`: inputs and attention of a forward; `sampler.py`: what becomes of the logits;
+- `slots.py`: a request's row, which block of it the engine is at, and prompts cut at their blocks;
 - `scheduler.py`: chunks of whole blocks, and prompts that end within one;
 - `settings.py`, `admission.py`: what a request may say, and its refusal before any work is done.
 """

@@ -15,10 +15,9 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from paradec.integrations.engines.vllm.pieces import pieces_of
 from paradec.integrations.engines.vllm.sampler import BlockSampler
 from paradec.integrations.engines.vllm.settings import settings_of
-from paradec.integrations.engines.vllm.slots import Slot, served_by
+from paradec.integrations.engines.vllm.slots import Slot, pieces_of, served_by
 
 
 class BlockModelState(DefaultModelState):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,3 +156,27 @@ class Slot:
     def _arrive(self) -> None:
         """At a block: is there anything to decide in it?"""
         self.storing = self.hosted.done(ROW) or self.hosted.window(ROW)[0] > self.begin
+
+
+def pieces_of(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut each row's query where its blocks end.
+
+    Args:
+        begins: [R + 1] int: where the rows' queries begin in the batch, and where the last one ends.
+        computed: [R] int: positions left of each row's query.
+
+    Returns:
+        rows [P], begins [P + 1] and ends [P], int32: whose piece it is, where it begins in the batch, and the position
+        after it in its row.
+    """
+    rows, cuts, ends = [], [int(begins[0])], []
+    for row in range(len(begins) - 1):
+        first, left = int(begins[row]), int(computed[row])
+        stop = left + int(begins[row + 1]) - first
+        at = left
+        while at < stop:
+            at = min(stop, at - at % block + block)
+            rows.append(row)
+            cuts.append(first + at - left)
+            ends.append(at)
+    return tuple(np.array(found, np.int32) for found in (rows, cuts, ends))  # type: ignore[return-value]
