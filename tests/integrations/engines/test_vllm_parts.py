@@ -21,8 +21,7 @@ from torch import nn
 import paradec
 from paradec.integrations.engines import vllm
 from paradec.integrations.engines.vllm.configs import FastDLLMConfig, SDARConfig
-from paradec.integrations.engines.vllm.left import Left
-from paradec.integrations.engines.vllm.sampler import BlockSampler
+from paradec.integrations.engines.vllm.sampler import BlockSampler, Left
 from paradec.integrations.engines.vllm.settings import VARIABLE, server_defaults, settings_of
 from paradec.integrations.engines.vllm.slots import Served, Slot, pieces_of
 from paradec.models.adapter import Model

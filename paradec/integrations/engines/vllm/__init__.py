@@ -6,8 +6,9 @@ Written for vLLM 0.32 and its second model runner, whose hooks for diffusion mod
 
 - `registration.py`: what `register` tells vLLM, and how an engine for such a checkpoint is configured;
 - `configs.py`: config.json of the checkpoints, as transformers and vLLM read it;
-- `models.py`: vLLM's model classes under the checkpoints' names; `left.py`: those that predict shifted;
-- `model_state.py`: inputs and attention of a forward; `sampler.py`: what becomes of the logits;
+- `models.py`: vLLM's model classes under the checkpoints' names;
+- `model_state.py`: inputs and attention of a forward; `sampler.py`: what becomes of the logits, and where
+  models that predict shifted have them;
 - `slots.py`: a request's row, which block of it the engine is at, and prompts cut at their blocks;
 - `scheduler.py`: chunks of whole blocks, and prompts that end within one;
 - `settings.py`, `admission.py`: what a request may say, and its refusal before any work is done.

@@ -16,7 +16,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from paradec.integrations.engines.vllm.left import Left
+from paradec.integrations.engines.vllm.sampler import Left
 from paradec.models.checkpoint import published_to_own
 from paradec.models.text.llada2 import FUSED, KEY_MAPPING
 

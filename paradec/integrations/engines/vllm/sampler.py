@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paradec.integrations.engines.vllm.slots import Slot
 
@@ -95,3 +95,44 @@ class BlockSampler:
             num_sampled=torch.as_tensor(numbers, device=device),
             num_rejected=torch.as_tensor(rejected, device=device),
         )
+
+
+class Left(nn.Module):
+    """Hidden states one position to the left: logits of models that predict shifted are at the token that they predict.
+
+    The left neighbour of a block's first position was evaluated in an earlier forward: the last hidden state that a
+    request stored is kept. All buffers stay where they are, as CUDA graphs need it.
+
+    Args:
+        requests: S, slots of vLLM. tokens: N, the most in a batch. hidden: D.
+    """
+
+    kept: Tensor
+    source: Tensor
+    keep: Tensor
+
+    def __init__(self, requests: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.requests = requests
+        buffers = {
+            "kept": torch.zeros((requests, hidden), dtype=dtype, device=device),  # [S, D]
+            "source": torch.zeros(tokens, dtype=torch.int64, device=device),
+            "keep": torch.zeros(requests, dtype=torch.int64, device=device),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def say(self, source: np.ndarray, kept: Mapping[int, int], total: int) -> None:
+        """For the next forward: where the left neighbours are, [total] int64 of [hidden of the forward; kept], and
+        which column of it each slot keeps."""
+        keep = total + np.arange(self.requests)
+        for number, column in kept.items():
+            keep[number] = column
+        self.source[:total].copy_(torch.from_numpy(np.maximum(source, 0)))
+        self.keep.copy_(torch.from_numpy(keep))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, D]."""
+        both = torch.cat((hidden, self.kept))
+        self.kept.copy_(both.index_select(0, self.keep))
+        return both.index_select(0, self.source[: len(hidden)])
