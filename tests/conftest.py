@@ -108,17 +108,6 @@ def dream64() -> Model:
     return loaded(GOLDEN / "dream-tiny", "float64")
 
 
-@pytest.fixture(params=["EXP", "EXP2", "EXP2 in two passes"])
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of every kind of processor that token statistics know, on this one."""
-    from paradec.kernels.token_stats import portable
-
-    name, *rest = request.param.split(maxsplit=1)
-    monkeypatch.setattr(portable, "exponential", getattr(portable, name))
-    if rest:
-        monkeypatch.setattr(portable, "fuses_product", False)
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An offline hub cache in a folder of its own."""

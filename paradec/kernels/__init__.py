@@ -10,9 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import Any
-
-import torch
 
 
 @functools.cache
@@ -28,11 +25,3 @@ def has_triton() -> bool:
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 must be set before triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def exp_is_faster() -> bool:
-    """Whether torch.exp takes less time than torch.exp2 on this machine's processor: two thirds on Intel's. On AMD's it
-    takes three times as long, through MKL. The same in every run, which a measurement would not be."""
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return torch.backends.mkl.is_available() and "intel" in str(known.get("cpu_name", "")).lower()

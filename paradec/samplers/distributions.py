@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import recycled
+from paradec.kernels.token_stats import argmax
 
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
@@ -49,20 +49,21 @@ def ascending(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(values.numpy())) if values.is_cpu else values.sort(-1).values
 
 
-def argmax(values: Tensor) -> Tensor:
-    """Where the largest of values [..., N] is, [...] int64, the first on ties. Float32 or float64: on the CPU numpy's
-    search is again an order of magnitude faster."""
-    return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
+def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    """p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with 1e-12 added to both within
+    the logarithm: tokens that `previous` excludes count finitely."""
+    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
+    pairs = zip(chunks(p), chunks(previous), strict=True)
+    kl = [torch.linalg.vecdot(now, ((now + 1e-12) / (before + 1e-12)).log_()) for now, before in pairs]
+    return p, torch.cat(kl).view(p.shape[:-1])
 
 
 def one_hot_on_best(logits: Tensor) -> Tensor:
     """Distributions [..., V] that are 1 at the best of logits [..., V], float32 or float64; NaN where that is no finite
     number."""
     best = argmax(logits).unsqueeze(-1)
-    single = logits.is_cpu and logits.dtype == torch.float32
-    found = recycled(logits.shape).zero_() if single else torch.zeros_like(logits)
-    found.scatter_(-1, best, 1)
-    healthy = logits.gather(-1, best).isfinite()
-    if logits.is_cpu and healthy.all():  # a pass that nobody waits for
-        return found
-    return found.masked_fill_(~healthy, torch.nan)
+    finite = logits.gather(-1, best).isfinite()
+    one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
+    if logits.is_cpu and finite.all():  # saves a pass; on an accelerator it would wait
+        return one_hot
+    return one_hot.masked_fill_(~finite, torch.nan)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import SMALL_VOCABULARY
-from paradec.kernels.token_stats.draws import SEGMENT, draw, locate
-from paradec.samplers.bounds import Bounds
+from paradec.kernels.token_stats.draws import SEGMENT, draw, locate, segment_sums
+from paradec.samplers.bounds import kept_bound, shares_of
 from paradec.samplers.distributions import ascending, chunks, one_hot_on_best, tempered
 
 HEAD = 2**12
@@ -95,16 +95,20 @@ def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None, so
     """`filter_logits` without a sort, for large vocabularies. On the CPU."""
     size = logits.shape[-1]
     filtered = torch.empty(logits.shape, dtype=logits.dtype)
-    bounds = Bounds(size, logits.dtype, top_p, top_k)
-    # row by row with one number each: a comparison with a tensor takes six times as long
     for row, out in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
-        least, last = bounds.of(row)
+        least, last = kept_bound(row, shares_of(row) if top_p is not None else None, top_p, top_k)
         if last < size - 1 and sorted_ties:
             out.copy_(_filter_by_rank(row, top_p, top_k))
         else:
-            torch.threshold(row, _below(least, row), -torch.inf, out=out)
-            out[last + 1 :].masked_fill_(row[last + 1 :] == least, -torch.inf)
+            out.copy_(row).masked_fill_(_is_out(row, least, last), -torch.inf)
     return filtered
+
+
+def _is_out(row: Tensor, least: float, last: int) -> Tensor:
+    """Which of logits [V] are less than `least`, or equal to it after the token `last`."""
+    out = row < least
+    out[last + 1 :] |= row[last + 1 :] == least
+    return out
 
 
 def draw_filtered(
@@ -117,14 +121,12 @@ def draw_filtered(
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
     flat = logits.detach().reshape(-1, size)
-    bounds = Bounds(size, logits.dtype, None if top_p == 1 else top_p, top_k, temperature)
-    sums = torch.ones((len(flat), bounds.weights.numel() // SEGMENT), dtype=logits.dtype)
-    kept = []
+    bounds, sums = [], torch.empty((len(flat), -(-size // SEGMENT)), dtype=logits.dtype)
     for row, out in zip(flat, sums, strict=True):
-        kept.append(bounds.of(row, weigh=True))
-        bounds.sums(row, *kept[-1], out)
-    least = torch.tensor([each for each, _ in kept], dtype=torch.float64).unsqueeze(-1)
-    last = torch.tensor([each for _, each in kept]).unsqueeze(-1)
+        shares = shares_of(row, temperature)
+        bounds.append(kept_bound(row, shares, None if top_p == 1 else top_p, top_k))
+        out.copy_(segment_sums(shares.masked_fill_(_is_out(row, *bounds[-1]), 0)))
+    least, last = torch.tensor(bounds, dtype=torch.float64).view(-1, 2, 1).unbind(1)
     top = flat.amax(-1, keepdim=True)
 
     def weights(tokens: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
@@ -138,8 +140,3 @@ def draw_filtered(
         return draw(weights(torch.arange(size).expand(int(near.sum()), -1), near), uniform[near])
 
     return locate(sums, uniform, size, weights, again).view(logits.shape[:-1])
-
-
-def _below(value: float, row: Tensor) -> float:
-    """The next smaller number of the row's type."""
-    return float(torch.tensor(value, dtype=row.dtype).nextafter(torch.tensor(-torch.inf, dtype=row.dtype)))

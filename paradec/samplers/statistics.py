@@ -1,21 +1,17 @@
-"""Numbers read from logits, under the names that samplers declare.
+"""Statistics of logits (`paradec.kernels.token_stats`), under the names that samplers declare.
 
-How they are computed is `paradec.kernels.token_stats`' business. Scores are float64 whatever the path: trained models
-are so confident of many positions that float32 probabilities tie at 1.
+Scores are float64 on every path: trained models are so confident of many positions that float32 probabilities tie at 1.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import TokenDraws, TokenStats, path_for, read_stats, stats_where
+from paradec.kernels.token_stats import TokenDraws, path_for, read_stats
 
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
 FIELDS = {
@@ -52,58 +48,32 @@ def token_statistics(
         NaN where a logit is NaN or +inf. Large vocabularies, which are read in float32, have sum p ln p in place of
         Dream's form: less by 1e-10 a token at most, where its second logarithm would cost more than all else.
     """
-    fields = FIELDS
-    if "negative_entropy" in reads and path_for(logits) != "float64":
-        fields = IN_ONE_READ
-    stats = read_stats(logits, _wanted(reads, fields is FIELDS), temperature, ids=tokens, draws=draws)
+    exact = "negative_entropy" not in reads or path_for(logits) == "float64"
+    fields = FIELDS if exact else IN_ONE_READ
+    stats = read_stats(logits, _wanted(reads, exact), temperature, ids=tokens, draws=draws)
     prob: Tensor | None = stats.prob
     if draws is not None:
         tokens, prob = stats.sample, stats.sample_prob
     elif tokens is not None:
         prob = stats.ids_prob
-    return stats.token if tokens is None else tokens, _named(stats, prob, reads, fields, temperature)
-
-
-def _named(
-    stats: TokenStats, prob: Tensor | None, reads: tuple[str, ...], fields: Mapping[str, str], temperature: float
-) -> dict[str, Tensor]:
-    """Quantities by name. prob: of the tokens."""
-    found: dict[str, Tensor] = {}
+    quantities: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
             assert prob is not None  # of the tokens that were asked for
-            found[name] = prob
+            quantities[name] = prob
         elif name == "best_token":
-            found[name] = stats.token
+            quantities[name] = stats.token
         else:
             value = getattr(stats, fields[name])
             if name == "logit_gap" and temperature != 1:
                 value = value / temperature
-            found[name] = -value if name.endswith("entropy") else value
-    return found
-
-
-def statistics_where(
-    logits: Tensor, reads: tuple[str, ...], chosen: Tensor, current: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `token_statistics` has them of large vocabularies on the CPU, of the `chosen` [...] of the positions alone."""
-    stats = stats_where(logits, chosen, _wanted(reads, False))
-    return spread_over(chosen, stats.token, _named(stats, stats.prob, reads, IN_ONE_READ, 1.0), current)
-
-
-def spread_over(
-    chosen: Tensor, tokens: Tensor, found: Mapping[str, Tensor], current: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens and quantities [N] of the `chosen` [...] of the positions, over all of them: elsewhere are the token that
-    is there now (`current` [...], or 0) and 0, as at positions that a query leaves out."""
-    now = torch.zeros_like(chosen, dtype=torch.int64) if current is None else current
-    spread = {name: value.new_zeros(chosen.shape).masked_scatter_(chosen, value) for name, value in found.items()}
-    return now.masked_scatter(chosen, tokens), spread
+            quantities[name] = -value if name.endswith("entropy") else value
+    return stats.token if tokens is None else tokens, quantities
 
 
 @lru_cache(maxsize=64)
-def _wanted(reads: tuple[str, ...], smoothed: bool) -> frozenset[str]:
-    fields = FIELDS if smoothed else IN_ONE_READ
+def _wanted(reads: tuple[str, ...], exact: bool) -> frozenset[str]:
+    fields = FIELDS if exact else IN_ONE_READ
     return frozenset(fields[name] for name in reads if name in fields)
 
 
@@ -117,71 +87,6 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
     best = logits.argmax(-1, keepdim=True)
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return best.squeeze(-1), p.gather(-1, best).squeeze(-1)
-
-
-class Unread(ABC):
-    """Logits [..., V] that a stage leaves unwritten, with `token_statistics` of what it leaves; None of what has to be
-    read."""
-
-    @abstractmethod
-    def written(self) -> Tensor: ...
-    @abstractmethod
-    def statistics(self, reads: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]] | None: ...
-
-
-@dataclass(frozen=True)
-class Raised(Unread):
-    """Logits of which a few tokens per position are raised, unwritten: a confidence follows from what was read of the
-    logits before, without reading them again. Shapes: `K` tokens of every position."""
-
-    logits: Tensor
-    """[..., V]."""
-    best: Tensor
-    """[...] int64: the best token before."""
-    prob: Tensor
-    """[...] float64: its probability before."""
-    ids: Tensor
-    """[..., K] int64, distinct within a position; -1 raises nothing."""
-    by: Tensor
-    """[..., K] float, at least 0."""
-
-    def written(self) -> Tensor:
-        """The raised logits [..., V], a copy, in float32 at least: bfloat16 would round the difference away."""
-        copy = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32), copy=True)
-        return copy.scatter_add_(-1, self.ids.clamp(min=0), self.by.where(self.ids >= 0, 0).to(copy.dtype))
-
-    def statistics(self, reads: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """The best token [...] int64 after raising (the lowest id on ties), and its probability [...] float64."""
-        if reads != ("confidence",):
-            return None
-        best = self.best.unsqueeze(-1)
-        tokens = torch.cat((best, self.ids.clamp(min=0)), -1)
-        z = self.logits.gather(-1, tokens).double()
-        z = z - z[..., :1]
-        by = torch.cat((self.by.where(self.ids == best, 0).sum(-1, keepdim=True), self.by), -1).double()
-        # the best token is counted once, and tokens that are not there not at all
-        counted = torch.cat((torch.ones_like(best, dtype=torch.bool), (self.ids >= 0) & (self.ids != best)), -1)
-        higher = (z + by).where(counted, -torch.inf)
-        top = higher.amax(-1, keepdim=True)
-        # all shares are of what the best token has now, so that no credit is too high for them
-        raised, share = (higher - top).exp(), (z - top).exp().where(counted, 0)
-        total = (-top.squeeze(-1)).exp() / self.prob + (raised - share).sum(-1)
-        most = raised.amax(-1)
-        first = tokens.where(counted & (raised == most.unsqueeze(-1)), torch.iinfo(torch.int64).max).amin(-1)
-        # where a logit is NaN no token is the first one
-        return first.where(most.isfinite(), self.best), {"confidence": most / total}
-
-
-def written(logits: Tensor | Unread) -> Tensor:
-    """Logits [..., V], written out if they are not."""
-    return logits.written() if isinstance(logits, Unread) else logits
-
-
-def raise_tokens(logits: Tensor, best: Tensor, prob: Tensor, ids: Tensor, by: Tensor) -> Tensor | Raised:
-    """Logits [..., V] with the tokens `ids` [..., K] higher by `by` [..., K]; arguments as in `Raised`. They are
-    written where a second read costs next to nothing, and is exact to the last digit: in small vocabularies."""
-    raised = Raised(logits, best, prob, ids, by)
-    return raised.written() if path_for(logits) == "float64" else raised
 
 
 def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:

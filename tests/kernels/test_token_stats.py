@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from paradec.kernels.token_stats import (
     TokenDraws,
     TokenStats,
     draw,
-    memory,
     path_for,
     portable,
     read,
@@ -109,24 +107,6 @@ def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
 # ---- the PyTorch paths ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(
-    ("path", "dtype"),
-    [(path, dtype) for path in ("float64", "chunked") for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    + [("float64", torch.float64)],
-)
-def test_every_field_is_what_it_says(path: str, dtype: torch.dtype, temperature: float) -> None:
-    logits = logits_of(5, 4, dtype=dtype)
-    found = token_stats(logits, temperature=temperature, path=path)
-    # a temperature rounds every logit to float32 once more
-    rel = 1e-12 if path == "float64" else 1e-6 if temperature == 1 else 1e-5
-    assert_close(found, reference_stats(logits, temperature)._asdict(), FIELDS, rel)
-    assert found.token[0, 0] == VOCABULARY // 3, "the lower of two tied tokens"
-    assert found.ids_prob is None and found.sample is None
-
-
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
 def test_odd_vocabularies(vocabulary: int) -> None:
     logits = logits_of(6, vocabulary=vocabulary)
@@ -138,7 +118,6 @@ def test_odd_vocabularies(vocabulary: int) -> None:
     assert_close(found, reference_stats(logits)._asdict(), FIELDS, 1e-6)
 
 
-@pytest.mark.usefixtures("processor")
 def test_sure_tokens_keep_their_order_and_doubt() -> None:
     # float32 probabilities tie at 1 where the next token is 17 below; these differ from 20 to 30 below
     logits = torch.full((11, VOCABULARY), -torch.inf)
@@ -163,7 +142,6 @@ def test_sure_tokens_keep_their_order_and_doubt() -> None:
     torch.testing.assert_close(found, torch.full_like(found, entropy), rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
     logits = logits_of(6)
@@ -212,7 +190,7 @@ def test_the_path_depends_on_the_tokens_alone() -> None:
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
 def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
     """Large batches are read piece by piece in memory of their own; long rows are searched by stretches."""
-    rows = 2 * read.FLOAT64_CPU_CHUNK // vocabulary + 3
+    rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
     logits = logits_of(rows, vocabulary=vocabulary)
     logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
     ids = torch.randint(vocabulary, (rows, 2), generator=torch.Generator().manual_seed(3))
@@ -245,7 +223,7 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
     given = logits.untyped_storage().data_ptr()
     with Largest() as largest:
         token_stats(logits, path="chunked")
-    assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_CHUNK < logits.nbytes / 2
+    assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_BLOCK < logits.nbytes / 2
 
 
 # ---- sharp, filtered and extreme distributions ----------------------------------------------------------------------
@@ -302,7 +280,6 @@ def assert_exact_zeros(found: TokenStats, logits: Tensor) -> None:
     assert found.token[5] == 2 and found.prob[5] == found.second_prob[5] == 0.5 and found.margin[5] == 0
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"),
     [
@@ -328,7 +305,6 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
         assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
@@ -417,7 +393,6 @@ def test_sharp_and_filtered_logits_take_no_longer() -> None:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 def test_a_sample_depends_on_its_row_alone(path: str) -> None:
     logits, draws = logits_of(3, 4), draws_for(3, 4)
@@ -430,26 +405,6 @@ def test_a_sample_depends_on_its_row_alone(path: str) -> None:
     alone = TokenDraws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
     one = token_stats(logits[1, 2].unsqueeze(0), draws=alone, path=path)
     assert one.sample == found.sample[1, 2] and torch.allclose(one.sample_prob, found.sample_prob[1, 2])
-
-
-def distribution(temperature: float, read: Callable[..., TokenStats], draws: int) -> float:
-    """The p-value of so many samples of a small distribution."""
-    logits = torch.tensor([1.0, 0.0, -torch.inf, 2.0, -1.0, 0.5])
-    positions = torch.arange(draws).unsqueeze(0)
-    keys = torch.tensor([[12345, 67890]])
-    wanted = TokenDraws(keys, torch.tensor([4]), positions, temperature)
-    sample = read(logits.repeat(1, draws, 1), draws=wanted).sample
-    counts = sample.view(-1).bincount(minlength=6)
-    assert counts[2] == 0
-    expected = (logits / temperature).softmax(0) * draws
-    kept = [0, 1, 3, 4, 5]
-    expected = expected[kept].double()
-    return float(chisquare(counts[kept], expected * draws / expected.sum()).pvalue)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_samples_follow_the_distribution(temperature: float) -> None:
-    assert distribution(temperature, token_stats, 20_000) > 1e-3
 
 
 def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:
@@ -520,7 +475,6 @@ def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, te
     return others
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
 @pytest.mark.parametrize("path", ["chunked", "float64"])
 @pytest.mark.parametrize(
@@ -542,7 +496,6 @@ def test_paths_draw_the_same_tokens_but_at_boundaries(
     assert others_drawn(read, logits, count, temperature) <= count // 10_000
 
 
-@pytest.mark.usefixtures("processor")
 def test_draws_beside_boundaries_are_those_of_float64() -> None:
     """Nearer to them than float32 weights place them, on either side; alone and beside other rows."""
     logits = torch.linspace(0.1, 1, 4).unsqueeze(1) * torch.randn(
@@ -578,27 +531,12 @@ def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:
     assert others_drawn(read, logits, count, 0.7) <= count // 10_000
 
 
-@pytest.mark.usefixtures("processor")
 def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:
     """To the last bit: what torch computes after whole vectors is rounded otherwise, and no row may have some of it."""
     logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)
-    logits[[1, 9]] += 5000  # too far from 0 to be scaled before they are subtracted
+    logits[[1, 9]] += 5000
     threads = torch.get_num_threads()
-    width = -(-30_011 // portable.LANES) * portable.LANES
-    four, one = (portable._Piece(torch.empty(1, rows, width), 30_011) for rows in (4, 1))
-    sums = torch.empty(4, width // 256)
-    generator = torch.Generator().manual_seed(0)
     try:
-        for turn in range(40):
-            torch.set_num_threads(1 + turn % 4)
-            values = -60 * torch.rand(4, 30_011, generator=generator)
-            four.apart.copy_(values)
-            four.raise_to(sums)
-            torch.set_num_threads(1)
-            for row in range(4):
-                one.apart.copy_(values[row])
-                one.raise_to(sums[:1])
-                assert torch.equal(one.share[0], four.share[row]), (turn, row)
         torch.set_num_threads(1)
         found = token_stats(logits, fields=("entropy",), draws=draws)
         for count in (2, 3, 4):
@@ -615,51 +553,6 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
                 assert torch.equal(getattr(alone, name)[0], getattr(found, name)[row]), (name, row)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_memory_is_used_again_when_nothing_holds_it() -> None:
-    """Not while a view of it lives, in whatever order tensors go."""
-    first, shape = memory.recycled((3, 50)), (3, 50)
-    places = {first.data_ptr()}
-    view = first[1:].view(-1)[10:].detach()
-    view.fill_(7.0)
-    del first
-    held = [memory.recycled(shape) for _ in range(5)]
-    assert view.data_ptr() not in {each.data_ptr() + 240 for each in held} and len({*map(Tensor.data_ptr, held)}) == 5
-    for each in held:
-        each.fill_(1.0)
-    assert (view == 7.0).all()
-    del each
-    last = held.pop().data_ptr()
-    assert memory.recycled((150,)).data_ptr() == last not in places
-    assert memory.recycled((2**11, 2**12)).untyped_storage().nbytes() == 4 * 2**23
-    with torch.inference_mode():
-        made = memory.recycled(shape)
-    assert made.data_ptr() == last
-
-
-def test_memory_that_a_thread_keeps_changes_nothing() -> None:
-    """More sizes in turn than it keeps, in inference mode and outside, beside what a thread that kept nothing finds."""
-    cases = [
-        (4 * torch.randn(rows, vocabulary), frozenset(fields))
-        for vocabulary in (9_001, 9_002)
-        for rows in (1, 40)
-        for fields in ((), ("entropy",))
-    ]
-
-    def read(case: tuple[Tensor, frozenset[str]]) -> list[Tensor]:
-        found = portable.chunked_stats(*case, 0.7, None, None)
-        return [each for each in found if each is not None]
-
-    expected = []
-    for case in cases:
-        with ThreadPoolExecutor(1) as fresh:
-            expected.append(fresh.submit(read, case).result())
-    for turn in range(4):
-        for case, beside in zip(cases[:: 1 + turn % 2], expected[:: 1 + turn % 2], strict=True):
-            with torch.inference_mode(turn < 2):
-                assert all(torch.equal(a, b) for a, b in zip(read(case), beside, strict=True))
-    assert 0 < len(memory.kept_by_thread.pieces) <= portable.MOST_PIECES
 
 
 # ---- what samplers see ----------------------------------------------------------------------------------------------
@@ -782,11 +675,6 @@ def test_kernel_in_the_corners(splits: int) -> None:
         assert getattr(found, name)[5:].isnan().all(), name
         torch.testing.assert_close(getattr(found, name)[:5], getattr(good, name), rtol=2e-6, atol=1e-30)
     assert found.margin[0] == 0 and found.gap[1] == torch.inf and found.entropy[1] == 0
-
-
-@runs_kernel
-def test_kernel_samples_follow_the_distribution() -> None:
-    assert distribution(0.8, kernel, 60) > 1e-3
 
 
 AHEAD_OF_TIME = """

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradec.samplers.averages import Averages
+from paradec.kernels.token_stats import argmax
 from paradec.samplers.causal.gsd import around
-from paradec.samplers.distributions import argmax, ascending, divided, log_of, tempered
-from paradec.samplers.divergences import divergence
+from paradec.samplers.distributions import ascending, divergence, divided, log_of, tempered
 from paradec.samplers.filters import HEAD, draw_filtered, filter_logits
-from paradec.samplers.statistics import Raised, statistics_where, token_statistics
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
@@ -138,23 +136,6 @@ def test_logarithms_of_distributions(dtype: torch.dtype) -> None:
     assert found[6] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("by", [0.0, 3.0, 200.0, 2e4])
-def test_tokens_may_be_raised_by_any_amount(by: float, dtype: torch.dtype) -> None:
-    """Unwritten, as in large vocabularies, they have the probabilities that they have written."""
-    logits = 4 * torch.randn(3, 60, generator=torch.Generator().manual_seed(7), dtype=dtype)
-    logits[1, 5] = -torch.inf
-    prob, best = logits.double().softmax(-1).max(-1)
-    ids = torch.tensor([[3, 5, -1], [5, 20, 21], [-1, -1, -1]])
-    ids[2, 0] = best[2]
-    raised = Raised(logits, best, prob, ids, by * torch.tensor([1.0, 0.5, 1.0], dtype=dtype).expand(3, -1))
-    written = raised.written().double().softmax(-1)
-    token, found = raised.statistics(("confidence",))
-    assert torch.equal(token, written.argmax(-1))
-    rtol = 1e-4 if dtype == torch.float32 else 1e-9
-    torch.testing.assert_close(found["confidence"], written.amax(-1), rtol=rtol, atol=0)
-
-
 def test_divergence_of_logits_beyond_float32() -> None:
     logits = torch.tensor([[1e300, -1e300, 1e300], [2.0, 1.0, 0.0]], dtype=torch.float64)
     p, kl = divergence(logits, torch.tensor([[0.5, 0.0, 0.5], [1 / 3, 1 / 3, 1 / 3]]))
@@ -199,45 +180,3 @@ def test_the_tokens_around_one_are_those_of_a_stable_sort(size: int, dtype: torc
         found = around(each, token_ids, 7)
         expected = (rank, places, order.gather(-1, places.clamp(0, size - 1)))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("size", [7, 700, 9_001])
-def test_averages_are_read_as_their_logits_would_be(size: int) -> None:
-    """One to three distributions, from flat ones to those so sure that the entropy is 1e-20; ties go to the lowest."""
-    generator, averages = torch.Generator().manual_seed(size), Averages(size)
-    for count in (1, 2, 3):
-        for scale in (0.1, 3.0, 40.0):
-            logits = scale * torch.randn(count, size, generator=generator)
-            logits[:, 3] = -torch.inf
-            logits[:, 5] += scale
-            parts = logits.softmax(-1)
-            token, probability, certainty = averages.of(list(parts))
-            mean = parts.double().mean(0)
-            others = mean.sum() - mean.max() if mean.max() < 0.9 else mean[mean < mean.max()].sum()
-            expected = torch.special.entr(mean / mean.sum()).sum() if scale < 40 else None
-            assert token == int(mean.argmax())
-            assert math.isclose(probability, float(mean.max() / (mean.max() + others)), rel_tol=1e-6)
-            assert expected is None or math.isclose(certainty, -float(expected), rel_tol=1e-5)
-    sure = torch.zeros(size)
-    sure[2], sure[6] = 1.0, 1e-20
-    assert averages.of([sure])[0] == 2 and math.isclose(
-        averages.of([sure])[2], -1e-20 * (1 + math.log(1e20)), rel_tol=1e-5
-    )
-    tied = torch.zeros(size)
-    tied[[6, 1]] = 0.5
-    assert averages.of([tied, tied.clone()])[:2] == (1, 0.5)
-    assert math.isclose(averages.of([tied])[2], -math.log(2), rel_tol=1e-6)
-
-
-def test_statistics_of_chosen_positions_are_those_of_all() -> None:
-    """To the last bit, wherever they lie; the others have the token that is there, and 0."""
-    generator = torch.Generator().manual_seed(2)
-    logits, reads = 5 * torch.randn(3, 9, 9_001, generator=generator), ("confidence", "minus_entropy", "margin")
-    current = torch.arange(27).view(3, 9)
-    tokens, found = token_statistics(logits, reads)
-    for share in (0.0, 0.3, 0.8, 1.0):
-        chosen = torch.rand(3, 9, generator=generator) < share
-        own_tokens, own = statistics_where(logits, reads, chosen, current)
-        assert torch.equal(own_tokens, torch.where(chosen, tokens, current))
-        for name in reads:
-            assert torch.equal(own[name], torch.where(chosen, found[name], 0)), name

@@ -21,7 +21,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, Proposal
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import draw
+from paradec.kernels.token_stats import argmax, draw
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState, Spans
 from paradec.samplers.causal.verification import (
@@ -32,7 +32,6 @@ from paradec.samplers.causal.verification import (
     probability,
     verify,
 )
-from paradec.samplers.distributions import argmax
 
 WINDOW = 16
 """Of SJD's scripts."""

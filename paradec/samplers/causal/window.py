@@ -19,13 +19,14 @@ from paradec.core import rng
 from paradec.core.checks import check_choice, check_int
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
+from paradec.kernels.token_stats import argmax
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.pool import PooledChain
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftWindow, Verified, at_slots, verify
-from paradec.samplers.distributions import argmax, log_of
+from paradec.samplers.distributions import log_of
 
 __all__ = ["EARLY_EXITS", "INITS", "REFRESHES", "Jacobi", "JacobiSampler"]
 

@@ -35,7 +35,6 @@ from paradec.samplers.masked.queries import part_query, reads_window, undecided_
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
-from paradec.samplers.statistics import Unread
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
 
@@ -93,10 +92,9 @@ class MaskedSampler(Sampler):
         """New values [R, ...] of the declared memory, after a selection."""
         return {}
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen. Changes nothing
-        in place. A stage that raises a few tokens only may leave them unwritten (`statistics.raise_tokens`), and one
-        that reads the logits may say what it found (`unread.Read`).
+        in place.
 
         The second value is what it found, each [R, ...]: `select` sees it as `view.updates`, and the commit writes what
         bears the name of a declared memory there.
@@ -224,7 +222,7 @@ class MaskedSampler(Sampler):
         return state.generator is not None
 
     def read(
-        self, state: CanvasState, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         return candidates(self, state, logits, query, generator)

@@ -32,7 +32,7 @@ from paradec.samplers.masked.stopping import EndOfText, StopStrings
 from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 from paradec.samplers.spans import Part, Span, no_texts, parts_of, refused, spans_of
-from paradec.samplers.statistics import Raised, token_statistics, written
+from paradec.samplers.statistics import token_statistics
 
 STREAM = 7
 """Of the random numbers that texts are drawn with."""
@@ -63,10 +63,9 @@ class Constrained(Tracker):
     # ---- candidates -----------------------------------------------------------------------------------------------
 
     def candidates(
-        self, sampler: Any, state: TrackedState, logits: Tensor | Raised, query: WindowQuery, generator: Any
+        self, sampler: Any, state: TrackedState, logits: Tensor, query: WindowQuery, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """In the place of the method's `read`."""
-        logits = written(logits)
         positions = positions_of(state, query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id

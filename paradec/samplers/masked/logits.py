@@ -20,7 +20,7 @@ from paradec.samplers.masked.queries import owners
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
 from paradec.samplers.masked.views import Stage
-from paradec.samplers.statistics import Unread, token_statistics
+from paradec.samplers.statistics import token_statistics
 
 
 def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery) -> Tensor:
@@ -53,7 +53,7 @@ def guide(sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery) 
 
 def own_stage(
     sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, available: Tensor, current: Tensor
-) -> tuple[Tensor | Unread, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
     watched: dict[str, Tensor] = {}
     if state.watched:
@@ -71,19 +71,13 @@ def own_stage(
 
 
 def candidates(
-    sampler: Any, state: CanvasState, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
+    sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
     request, needs = state.request, sampler.needs
     statistics = token_statistics if generator is None else reference.statistics
     filters = request.top_p, request.top_k
     filtered = any(each is not None for each in filters)
-    if isinstance(logits, Unread):
-        if request.temperature == 0 and not filtered and generator is None:
-            found = logits.statistics(needs.reads)
-            if found is not None:
-                return found
-        logits = logits.written()
     if generator is not None and sampler.weighs_mask(state):
         return reference.read(sampler, state, logits, query, generator)
     if request.temperature == 0 and not (filtered and needs.score_from == "sampled"):

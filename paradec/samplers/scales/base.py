@@ -20,10 +20,10 @@ from paradec.core.checks import check_bool, check_choice, check_int, check_numbe
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
-from paradec.kernels.token_stats import draw
+from paradec.kernels.token_stats import argmax, draw
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
-from paradec.samplers.distributions import argmax, tempered
+from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.starting import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
 

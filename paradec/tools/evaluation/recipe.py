@@ -28,8 +28,7 @@ from paradec import samplers
 from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.core.registry import unknown
 from paradec.core.text_files import read_text
-from paradec.request import Preset, Request
-from paradec.request_fields import FIELDS
+from paradec.request import FIELDS, Preset, Request
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS
 from paradec.tools.evaluation.multiple_choice import CHOICES
 

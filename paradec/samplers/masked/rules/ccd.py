@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,10 @@ from torch.nn.functional import pad
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.kernels.token_stats import path_for, recycled
-from paradec.samplers.averages import Averages
 from paradec.samplers.distributions import log_of
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import best_with_probability, statistics_where, token_statistics
-from paradec.samplers.unread import Read
+from paradec.samplers.statistics import best_with_probability
 
 MOST_HISTORY = 64
 MOST_DISTRIBUTIONS = 256
@@ -89,80 +86,40 @@ class CCD(LowConfidence):
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Read, Mapping[str, Tensor]]:
-        found: dict[str, Tensor] = {}
-        small, at_once = path_for(logits) == "float64", logits.is_cpu
-        if small:  # which is read again at no cost
-            tokens, confidence = best_with_probability(logits)
-        elif at_once:
-            tokens, found = statistics_where(logits, self.needs.reads, stage.undecided, stage.current)
-            confidence = found["confidence"]
-        else:
-            tokens, found = token_statistics(logits, self.needs.reads)
-            confidence = found["confidence"]
-        confidence = confidence.masked_fill(~stage.undecided, -torch.inf)
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        confidence = best_with_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)
         confidence, columns = confidence.topk(min(self.buffer, logits.shape[1]), dim=1)  # [R, <= buffer]
-        there = confidence > -torch.inf
-        updates = {"buffered": torch.zeros_like(stage.undecided).scatter(1, columns, there)}
+        is_masked = confidence > -torch.inf
+        updates = {"buffered": torch.zeros_like(stage.undecided).scatter(1, columns, is_masked)}
         if self.history == 1:
-            return (Averaged(logits, tokens, found) if found else logits), updates
-        columns = pad(columns.masked_fill(~there, -1), (0, self.buffer - columns.shape[1]), value=-1)
-        kept = distributions_at(logits, columns)
-        ages = [stage.memory[name] for name in self._ages]
+            return logits, updates
+        columns = pad(columns.masked_fill(~is_masked, -1), (0, self.buffer - columns.shape[1]), value=-1)
+        buffered = rows_at(logits, columns.clamp(min=0))
+        buffered = buffered.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
+        distributions = [buffered, *(stage.memory[name] for name in self._ages[:-1])]
         updates |= {
             "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
-            **dict(zip(self._ages, [kept, *ages[:-1]], strict=True)),
+            **dict(zip(self._ages, distributions, strict=True)),
         }
-        read = Averaged(logits, tokens, found, lambda: self.averaged(logits, stage))
-        if small:
-            return read.written(), updates
-        if at_once:
-            self._read_averages(read, stage, kept, columns)
-            return read, updates
-        changed, now = self.averaged(logits, stage)
-        if changed.shape[1]:
-            own_tokens, own = token_statistics(now, self.needs.reads)
-            tokens = tokens.scatter(1, changed, own_tokens)
-            found = {name: value.scatter(1, changed, own[name]) for name, value in found.items()}
-        return Averaged(logits, tokens, found, lambda: (changed, now)), updates
+        return self._average(logits, stage), updates
 
-    def _read_averages(self, read: Averaged, stage: Stage, kept: Tensor, columns: Tensor) -> None:
-        """Put the statistics of averages where there are some. kept: [R, buffer, V], this step's distributions at
-        columns [R, buffer]."""
-        logits, ages = read.logits, [stage.memory[name] for name in self._ages]
-        averages = Averages(logits.shape[-1])
-        undecided, buffered = stage.undecided.tolist(), columns.tolist()
-        found = [each.numpy() for each in (read.best, read.found["confidence"], read.found["minus_entropy"])]
-        for row, past in enumerate(stage.memory["columns"].tolist()):
-            for column in sorted(
-                {column for step in past for column in step if column >= 0 and undecided[row][column]}
-            ):
-                earlier = [age[row, step.index(column)] for age, step in zip(ages, past, strict=True) if column in step]
-                if column in buffered[row]:
-                    now = kept[row, buffered[row].index(column)]
-                else:
-                    now = torch.softmax(logits[row, column], -1, dtype=torch.float32, out=averages.spare)
-                for field, value in zip(found, averages.of([now, *earlier]), strict=True):
-                    field[row, column] = value
-
-    def averaged(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Distinct columns [R, U], among them all undecided ones that earlier steps put aside, and the logits [R, U, V]
-        of the averages there. Of a column that no earlier step put aside they are as they were."""
+    def _average(self, logits: Tensor, stage: Stage) -> Tensor:
+        """The logits [R, W, V], with those of the average at undecided positions that earlier steps buffered."""
         earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
-        at = stage.memory["columns"].flatten(1)  # [R, E]
-        width = logits.shape[1]
-        count = (at.unsqueeze(1) == torch.arange(width, device=at.device).unsqueeze(1)).sum(-1)  # [R, W]
-        count = count.where(stage.undecided, 0)
-        most = min(at.shape[1], width)
-        if at.is_cpu:  # nobody waits for it
+        earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
+        window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
+        count = (earlier_columns.unsqueeze(1) == window).sum(-1).where(stage.undecided, 0)  # [R, W]
+        most = min(earlier_columns.shape[1], logits.shape[1])
+        if logits.is_cpu:  # on an accelerator this would wait
             most = int((count > 0).sum(1).amax())
-        columns = count.topk(most, dim=1).indices  # [R, U]
+        columns = count.topk(most, dim=1).indices  # [R, U], distinct
         count = count.gather(1, columns).unsqueeze(-1)
         now = rows_at(logits, columns)
         now = now.to(torch.promote_types(now.dtype, torch.float32))
-        same = (columns.unsqueeze(-1) == at.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
+        same = (columns.unsqueeze(-1) == earlier_columns.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
         mean = (now.softmax(-1) + same @ earlier) / (1 + count)
-        return columns, torch.where(count > 0, log_of(mean), now)
+        averaged = torch.where(count > 0, log_of(mean), now)
+        return logits.to(averaged.dtype).scatter(1, columns.unsqueeze(-1).expand_as(averaged), averaged)
 
     def select(self, view: View) -> Tensor:
         selected = view.top(view.scores, view.quota)
@@ -171,40 +128,6 @@ class CCD(LowConfidence):
         return selected | view.updates["buffered"] & (view.scores >= -self.entropy_threshold)
 
 
-@dataclass(frozen=True)
-class Averaged(Read):
-    """Logits [R, W, V] of which some columns are averages; what was read of all is in `found`."""
-
-    averages: Callable[[], tuple[Tensor, Tensor]] | None = None
-    """Columns [R, U] int64, distinct in a row, and the averages [R, U, V] there."""
-
-    def written(self) -> Tensor:
-        if self.averages is None:
-            return self.logits
-        columns, averages = self.averages()
-        index = columns.unsqueeze(-1).expand_as(averages)
-        return self.logits.to(averages.dtype).scatter(1, index, averages)
-
-
-def distributions_at(logits: Tensor, columns: Tensor) -> Tensor:
-    """softmax of [R, W, V] at columns [R, N], in float32; -1 is nothing, and 0 on the CPU."""
-    if not logits.is_cpu:
-        kept = rows_at(logits, columns.clamp(min=0))
-        return kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)).float()
-    kept = recycled((*columns.shape, logits.shape[-1]))
-    for row, at in enumerate(columns.tolist()):
-        for index, column in enumerate(at):
-            if column < 0:
-                kept[row, index].zero_()
-            elif logits.dtype == torch.float64:
-                kept[row, index] = logits[row, column].softmax(-1)
-            else:
-                torch.softmax(logits[row, column], -1, dtype=torch.float32, out=kept[row, index])
-    return kept
-
-
 def rows_at(logits: Tensor, columns: Tensor) -> Tensor:
     """[R, W, V] at columns [R, U] -> [R, U, V]."""
-    if len(columns) == 1:  # whole rows are taken, not numbers one by one
-        return logits.index_select(1, columns[0])
-    return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+    return logits[torch.arange(len(columns), device=logits.device).unsqueeze(1), columns]

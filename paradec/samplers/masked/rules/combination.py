@@ -22,7 +22,6 @@ from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Needs, Stage, View
 from paradec.samplers.masked.views import selection
-from paradec.samplers.statistics import Unread, written
 
 
 @dataclass(frozen=True)
@@ -123,14 +122,13 @@ class Combination(MaskedSampler):
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
-        processed: Tensor | Unread = logits
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         updates = {}
         for index, member in enumerate(self.members):
             if member.needs.processes_logits:
                 own = dataclasses.replace(stage, memory=_own(stage.memory, index))
-                processed, updates[index] = member.process_logits(written(processed), own)
-        return processed, _joined(updates)
+                logits, updates[index] = member.process_logits(logits, own)
+        return logits, _joined(updates)
 
     def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         return _joined(

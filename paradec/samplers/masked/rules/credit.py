@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.statistics import Unread, best_with_probability, raise_tokens
+from paradec.samplers.statistics import best_with_probability
 
 MOST_SLOTS = 1024
 
@@ -83,16 +83,16 @@ class Credit(MaskedSampler):
             "tokens": MemorySpec(("window", self.slots), torch.int32, fill=-1),
         }
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Unread, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         favourite, p = best_with_probability(logits)  # [R, W]
         best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
+        # a copy, in float32 at least: bfloat16 would round the credit away
+        fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         seen = stage.undecided.unsqueeze(-1)
         credit = stage.memory["credit"]
         decayed = credit * self.decay
         if self.storage == "dense":
             credit = torch.where(seen, decayed.scatter_add_(-1, best, gain), credit)
-            # a copy, in float32 at least: bfloat16 would round the credit away
-            fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
             return fused.add_(credit.log1p().mul_(self.fusion)), {"credit": credit}
         tokens = stage.memory["tokens"]
         own = tokens == best
@@ -102,8 +102,8 @@ class Credit(MaskedSampler):
         value = torch.where(known, decayed.gather(-1, at), 0) + gain
         credit = torch.where(seen, decayed.scatter(-1, at, value), credit)
         tokens = torch.where(seen, tokens.scatter(-1, at, best.int()), tokens)
-        raised = raise_tokens(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
-        return raised, {"credit": credit, "tokens": tokens}
+        raised = credit.log1p().mul_(self.fusion).where(tokens >= 0, 0).to(fused.dtype)
+        return fused.scatter_add_(-1, tokens.long().clamp_(min=0), raised), {"credit": credit, "tokens": tokens}
 
     def select(self, view: View) -> Tensor:
         return (view.scores >= self.threshold) | view.best()

@@ -15,12 +15,9 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.kernels.token_stats import path_for
-from paradec.samplers.divergences import divergence, moved
+from paradec.samplers.distributions import divergence
 from paradec.samplers.masked.base import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
-from paradec.samplers.statistics import spread_over
-from paradec.samplers.unread import Read
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,8 @@ class KLASS(LowConfidence):
     Presets: "llada" (GSM8K; the paper cuts blocks of 64) and "dream". `steps` plans the schedule and does not bound the
     forwards: a step with one ready position commits only that one, as in the public code.
 
-    Keeps the last distribution in float32 (on CPUs, of large vocabularies, as exponents), 4 bytes * vocabulary per
-    position of the block (16 MB a row at 32 positions and 126,464 tokens; the public code keeps the whole canvas in
-    float64).
+    Keeps the last distribution in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions
+    and 126,464 tokens; the public code keeps the whole canvas in float64).
     """
 
     confidence_threshold: float = 0.9
@@ -76,19 +72,14 @@ class KLASS(LowConfidence):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
             "previous": MemorySpec(("window", "vocab")),
-            "total": MemorySpec(("window",), torch.float64, fill=torch.inf),  # as `moved` has it
             "stable": MemorySpec(("window",), torch.int64),
         }
 
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
-    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Read, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         seen, previous = stage.undecided, stage.memory["previous"]
-        if logits.is_cpu and path_for(logits) != "float64":
-            stats, kept, total, kl = moved(logits, seen, previous, stage.memory["total"], self.kl_threshold)
-            found = {"previous": kept, "total": total, "stable": self._stable(kl, stage)}
-            return Read(logits, *spread_over(seen, stats.token, {"confidence": stats.prob}, stage.current)), found
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
         if not (seen.is_cpu and seen.all()):  # else nothing large is copied
             p = torch.where(seen.unsqueeze(-1), p, previous)

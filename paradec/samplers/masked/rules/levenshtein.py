@@ -20,7 +20,7 @@ from paradec.core.checks import check_int, check_number, shown
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, View
-from paradec.samplers.statistics import Unread, top_by_rank
+from paradec.samplers.statistics import top_by_rank
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,10 @@ class Levenshtein(MaskedSampler):
         return True
 
     def read(
-        self, state: Any, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
+        self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The best tokens [R, W]; what the open positions hold after the step ("text"), whether the block stays open
         ("open"), and what is remembered."""
-        assert isinstance(logits, Tensor)  # there is no stage that leaves any out
         window, index, mask_id = state.window, torch.as_tensor(query.window.index), state.mask_id
         delete, split = self.control_ids(state.facts)
         current = window.read(state.canvas)

@@ -24,7 +24,6 @@ from paradec.samplers.masked import reference
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
 from paradec.samplers.masked.draws import of_tokens
 from paradec.samplers.masked.queries import positions_of
-from paradec.samplers.statistics import Unread, written
 
 REDRAW_STREAM = 2
 """Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
@@ -126,13 +125,13 @@ class MaskGIT(MaskedSampler):
         return False  # the public code cuts the mask's logit off
 
     def read(
-        self, state: CanvasState, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
         tau = self.temperature_at(*self.step_of(state, query.rows)).clip(torch.finfo(torch.float64).tiny)  # not 0
-        cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
+        cooler = tempered(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 
     def _redraw(

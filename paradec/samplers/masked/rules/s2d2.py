@@ -27,7 +27,7 @@ from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.ahead.draft_layout import rows_of_part
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, View
 from paradec.samplers.masked.queries import part_query, tokens_of
-from paradec.samplers.statistics import Unread, top_by_rank
+from paradec.samplers.statistics import top_by_rank
 
 ROUTES = ("span", "score", "hysteresis")
 ESTIMATORS = ("entropy", "margin")
@@ -208,10 +208,9 @@ class S2D2(MaskedSampler):
         return logits.softmax(-1)
 
     def read(
-        self, state: Any, logits: Tensor | Unread, query: WindowQuery, generator: torch.Generator | None
+        self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Tokens [R, W], and what becomes of them: "write" of 0 or 1; what is remembered."""
-        assert isinstance(logits, Tensor)  # there is no stage that leaves any out
         window, index = state.window, torch.as_tensor(query.window.index)
         positions = window.positions[index]
         masks = window.undecided(window.read(state.canvas), state.mask_id)[index]

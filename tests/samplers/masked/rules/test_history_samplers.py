@@ -12,9 +12,8 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
-from paradec.samplers.divergences import divergence, moved, share_of
 from paradec.samplers.masked.base import Stage
-from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
+from paradec.samplers.statistics import token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
 ROWS, BLOCK, BLOCKS = 3, 6, 2
@@ -297,11 +296,13 @@ def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | Non
     assert len(sizes) > 2 or settings.get("entropy_threshold", 0) is None or not settings.get("adaptive", True)
 
 
-@pytest.mark.parametrize(("loop", "settings", "steps"), [case for case in CASES if case[0] in (KLASSLoop, CCDLoop)])
-def test_large_vocabularies_are_read_once(
+@pytest.mark.parametrize(
+    ("loop", "settings", "steps"), [case for case in CASES if case[0] in (CreditLoop, KLASSLoop, CCDLoop)]
+)
+def test_sampler_equals_loops_in_float32(
     loop: type[Loop], settings: dict, steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a second read costs as much as the first, the stage's own numbers are taken."""
+    """On the path of large vocabularies."""
 
     class Single(Script):
         def __call__(self, query: object) -> Tensor:
@@ -309,77 +310,10 @@ def test_large_vocabularies_are_read_once(
 
     monkeypatch.setattr("paradec.kernels.token_stats.read.SMALL_VOCABULARY", 0)
     monkeypatch.setattr("paradec.samplers.distributions.CPU_CHUNK", 2 * VOCAB)
-    reads: list[int] = []
-    monkeypatch.setattr(
-        "paradec.samplers.masked.logits.token_statistics", lambda *a: reads.append(1) or token_statistics(*a)
-    )
     for seed in range(4):
         script = Single(seed, scale=2.5 if seed < 3 else 1.0)
-        assert played(samplers.create(loop.name, **settings), script, steps=steps) == looped(
-            loop(**settings), script, steps
-        )
-    assert not reads
-
-
-@pytest.mark.usefixtures("processor")
-def test_divergence_without_a_logarithm_per_token() -> None:
-    """It is on the formula's side of the threshold, and the formula's own number near it, from the first step on."""
-    logits = 3 * torch.randn(3, 6, 500, generator=torch.Generator().manual_seed(3))
-    logits[..., 7] = -torch.inf
-    logits[2, :3, 11] = torch.tensor([60.0, 150.0, 900.0])  # so sure of one token that little is left
-    last = logits + torch.tensor([1e-4, 0.01, 0.1, 0.3, 2.0, 30.0]).unsqueeze(-1) * logits.flip(-1).clamp(-9, 9)
-    last[2, 1, 11] = -3.0
-    seen = torch.ones(3, 6, dtype=torch.bool)
-    seen[1, 2] = seen[2, 5] = False
-    none = torch.zeros_like(last), torch.full(seen.shape, torch.inf, dtype=torch.float64)
-    p, expected = divergence(last, none[0])
-    for threshold, exact in ((0.05, False), (21.5, True)):
-        first = moved(last, seen, *none, threshold)
-        assert torch.equal((first.kl < threshold)[seen], (expected < threshold)[seen])
-        assert not exact or torch.allclose(first.kl[seen], expected[seen], rtol=1e-6, atol=0)
-    assert torch.equal(first.stats.token, last.argmax(-1)[seen]) and first.total[~seen].isinf().all()
-    torch.testing.assert_close(first.stats.prob, last.double().softmax(-1).amax(-1)[seen], rtol=1e-6, atol=0)
-    # a row that is seen for the first time later on has no step before it
-    now, expected = divergence(logits, torch.where(seen.unsqueeze(-1), p, 0))
-    assert expected[0].amin() < 1e-6 and expected[0].amax() > 5
-    for threshold in (1e-3, 0.05, 1.0, 20.0, 26.0):
-        again = moved(logits, seen, first.kept, first.total, threshold)
-        late = moved(logits, torch.ones_like(seen), first.kept, first.total, threshold)
-        assert torch.equal((late.kl < threshold), (expected < threshold))
-        assert torch.equal(again.kl[seen], late.kl[seen]) and (again.kl[~seen] == 0).all()
-        near = (seen | (threshold > 21.5)) & (expected > threshold / 2) & (expected < 2 * threshold)
-        torch.testing.assert_close(late.kl[near], expected[near], rtol=1e-4, atol=0)
-        for kept, total, wanted in zip(late.kept.flatten(0, 1), late.total.flatten(), now.flatten(0, 1), strict=True):
-            torch.testing.assert_close(share_of(kept, total), wanted, rtol=1e-5, atol=1e-16)
-        assert torch.equal(again.total[~seen], first.total[~seen])
-
-
-@pytest.mark.usefixtures("processor")
-def test_a_row_moves_alone_as_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whatever is decided around it, with any number of threads, in groups that are searched apart."""
-    monkeypatch.setattr("paradec.kernels.token_stats.portable.SEARCH_CHUNK", 3 * 9_001)
-    draw = torch.Generator().manual_seed(5)
-    last, logits = (4 * torch.randn(2, 5, 9_001, generator=draw) for _ in range(2))
-    seen = torch.rand(2, 5, generator=draw) < 0.6
-    assert 0 < seen.sum() < seen.numel()
-    none = torch.zeros_like(last), torch.full(seen.shape, torch.inf, dtype=torch.float64)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            first = moved(last, seen, *none, 1.0)
-            found = moved(logits, seen, first.kept, first.total, 1.0)
-            at = 0
-            for row, column in seen.nonzero().tolist():
-                one = torch.ones(1, dtype=torch.bool)
-                cut = [each[row, column].unsqueeze(0) for each in (last, logits, *none)]
-                before = moved(cut[0], one, *cut[2:], 1.0)
-                alone = moved(cut[1], one, before.kept, before.total, 1.0)
-                assert torch.equal(alone.kept[0], found.kept[row, column]) and alone.kl[0] == found.kl[row, column]
-                assert alone.stats.prob[0] == found.stats.prob[at] and alone.total[0] == found.total[row, column]
-                at += 1
-    finally:
-        torch.set_num_threads(threads)
+        ours = played(samplers.create(loop.name, **settings), script, steps=steps)
+        assert ours == looped(loop(**settings), script, steps)
 
 
 def test_dense_equals_slots_bit_for_bit() -> None:
@@ -405,75 +339,6 @@ def test_dense_equals_slots_bit_for_bit() -> None:
 
 
 LARGE = 9001
-"""Tokens: more than are served in float64 throughout."""
-
-
-class LargeScript(Script):
-    """The same with many tokens, in float32; the few of `Script` are the likely ones."""
-
-    facts = ModelFacts(vocab_size=LARGE, mask_token_id=MASK, eos_token_ids=ENDS)
-
-    def __init__(self, seed: int, scale: float):
-        super().__init__(seed, scale)
-        tail = torch.randn(*self.table.shape[:-1], LARGE - VOCAB, generator=torch.Generator().manual_seed(seed))
-        self.table = torch.cat((self.table.float(), tail - 8), -1)
-
-    def __call__(self, query: object) -> Tensor:
-        logits = self.table[self.at][torch.as_tensor(query.rows)]
-        return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, LARGE)).clone()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "credit({})",
-        "union(rules=['localleap'], stages=[\"credit({})\"])",
-        "union(rules=['entropy_threshold'], stages=[\"credit({})\"])",
-    ],
-)
-def test_slots_equal_dense_in_a_large_vocabulary(text: str) -> None:
-    """There slots leave the raised logits unwritten: the same tokens, and the same confidences up to rounding."""
-    steps = 0
-    for seed in range(4):
-        found = []
-        for storage in ("storage='dense'", "slots=8"):
-            sampler, script = samplers.create(text.format(storage + ",fusion=1.5")), LargeScript(seed, 3.0)
-            state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=12, eos_early_stop=False)
-            found.append([])
-            while not state.done:
-                script.at = len(found[-1])
-                proposal = sampler.step(script, state)
-                sampler.commit(state, proposal)
-                found[-1].append((state.canvas.clone(), proposal.scores))
-        dense, slots = found
-        steps += len(dense)
-        assert len(dense) == len(slots) > 1
-        for (canvas, scores), (same_canvas, same_scores) in zip(dense, slots, strict=True):
-            assert torch.equal(canvas, same_canvas)
-            torch.testing.assert_close(scores, same_scores, rtol=1e-5, atol=1e-6)
-    assert steps > 12
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_unwritten_tokens_equal_written_ones(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (5 * torch.randn(3, 7, LARGE, generator=generator)).to(dtype)
-    best, p = best_with_probability(logits)
-    ids = torch.rand(3, 7, LARGE, generator=generator).topk(4).indices
-    ids[..., 0] = best
-    ids[:, :3, 1] = logits.topk(2).indices[:, :3, 1]  # a rival that may win
-    ids[:, 4:, 2] = -1
-    ids[:, 5, 0] = -1
-    by = 3 * torch.rand(3, 7, 4, generator=generator)
-    raised = Raised(logits, best, p.double(), ids, by)
-    token, confidence = raised.statistics(("confidence",))
-    expected = raised.written().double().softmax(-1)
-    assert torch.equal(token, expected.argmax(-1)) and (token != best).any()
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(confidence["confidence"], expected.amax(-1), rtol=tolerance, atol=tolerance)
-    logits[0, 0, 5] = torch.nan
-    _, found = Raised(logits, *best_with_probability(logits), ids, by).statistics(("confidence",))
-    assert found["confidence"].isnan().nonzero().tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize(("vocab", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
@@ -486,13 +351,6 @@ def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(vocab: int, dtyp
     assert 0 < (forms[0] - forms[1]).max() < 1e-10 * vocab
     tolerance = 1e-12 if smoothed else 1e-6
     torch.testing.assert_close(found, forms[0 if smoothed else 1], rtol=tolerance, atol=tolerance)
-
-
-def test_unwritten_ties_go_to_the_lower_id() -> None:
-    logits = torch.zeros(1, 2, LARGE)
-    ids, by = torch.tensor([[[7, 3], [7, 3]]]), torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
-    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics(("confidence",))
-    assert token.tolist() == [[3, 0]]
 
 
 def Stage_of(state: object) -> Stage:
