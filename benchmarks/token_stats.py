@@ -1,4 +1,4 @@
-"""Token statistics on the CPU: the chunked path against float64, in time and memory, and for sharp and filtered logits.
+"""Token statistics on the CPU: the chunked path against float64, and what draws and steps cost beside it.
 
     python benchmarks/token_stats.py [--repeats 15]
 
@@ -9,18 +9,14 @@ chunked path also reads the same logits over temperature 0.2, after top-k 50 and
 slow, so that none may take more than 1.5 times as long as "as is". What filtering itself takes is measured apart.
 
 For [16, 126,464] a step's draws are measured beside the greedy read and the draws of LLaDA's and Dream's public codes,
-written here from their formulas.
+written here from their formulas; then steps of samplers outside of the model's forward, the third of a block of 16
+positions, over one of `threshold`, and statistics over a softmax of the same logits. `MOST_GREEDY` and `MOST_PUBLIC`
+bound the draws.
 
-`--steps` measures these draws alone, and steps of samplers outside of the model's forward, the third of a block of 16
-positions, over one of `threshold`, and statistics over a softmax of the same logits. Processors differ: it writes
-benchmarks/results/token_stats_steps_amd.json or _intel.json.
-
-All take turns within the same run; `--steps` goes round its parts nine times. Times are medians over the turns with
-their quartiles, the process's own (`time.process_time`, which other work on the machine touches little) and by the
-clock on the wall; factors are medians of ratios within a turn, of the process's own times. The extra memory is the
-highest resident size during one call in a fresh process, less that before it, the least of three (Linux; pages of
-libraries that are read for the first time count too). Prints tables and writes benchmarks/results/token_stats.json,
-with the commit that was measured.
+All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
+(`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
+of ratios within a turn, of the process's own times. Prints tables and writes benchmarks/results/token_stats.json, with
+the commit that was measured; fails where a bound does not hold.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ import argparse
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,6 +53,10 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 MOST = 1.5
 """Times "as is" that any of them may take."""
+MOST_GREEDY = {"temperature 0.7": 2.5, "top-p 0.95": 7.0}
+"""Times the greedy read that draws may take."""
+MOST_PUBLIC = 0.3
+"""Times the public codes' own draws that a draw may take."""
 
 
 def plain(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -174,28 +173,40 @@ def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], A
     }
 
 
-def measure_parts(vocabulary: int, repeats: int) -> list[dict[str, Any]]:
+def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
     """Steps, statistics and draws, each over the first of its functions: in rounds, since other work on the machine
     comes and goes within seconds."""
-    steps, drawn = step_functions(vocabulary), draw_functions(vocabulary)
-    parts: list[tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[float, float]], int]] = [
-        (steps, lambda step: step(), 1),
-        (statistics_functions(vocabulary, 8), timed, 2),
-        (statistics_functions(vocabulary, 16), timed, 2),
-        (drawn, timed, 1),
-    ]
-    times: list[dict[str, list[tuple[float, float]]]] = [{} for _ in parts]
+    parts: dict[str, tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[float, float]], int]] = {
+        "steps": (step_functions(vocabulary), lambda step: step(), 1),
+        "8 positions": (statistics_functions(vocabulary, 8), timed, 2),
+        "16 positions": (statistics_functions(vocabulary, 16), timed, 2),
+        "draws": (draw_functions(vocabulary), timed, 1),
+    }
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {part: {} for part in parts}
     for _ in range(ROUNDS):
-        for (functions, clock, often), own in zip(parts, times, strict=True):
+        for part, (functions, clock, often) in parts.items():
             for name, each in in_turns(functions, often * max(1, repeats // ROUNDS), clock).items():
-                own.setdefault(name, []).extend(each)
-    found = [{name: summary(each, own[next(iter(own))]) for name, each in own.items()} for own in times]
-    load = {"vocabulary": vocabulary, "load": os.getloadavg()}
-    return [
-        load | {"positions": 16, "steps": found[0]},
-        load | {"laws": found[1] | found[2]},
-        load | {"rows": 16, "laws": found[3]},
+                times[part].setdefault(name, []).extend(each)
+    found = {
+        part: {name: summary(each, own[next(iter(own))]) for name, each in own.items()} for part, own in times.items()
+    }
+    over_softmax = found.pop("8 positions") | found.pop("16 positions")
+    return found | {"over_softmax": over_softmax, "load": max(os.getloadavg())}
+
+
+def exceeded(draws: dict[str, Any]) -> list[str]:
+    """The bounds that the draws' times exceed."""
+    greedy, public = draws["greedy"]["cpu_ms"], {"top-p 0.95": ("Dream's draw, top-p 0.95",)}
+    found = [
+        f"{name} takes more than {most} times the greedy read"
+        for name, most in MOST_GREEDY.items()
+        if draws[name]["cpu_ms"] > most * greedy
     ]
+    for name in MOST_GREEDY:
+        for other in public.get(name, ("LLaDA's draw", "Dream's draw")):
+            if draws[name]["cpu_ms"] > MOST_PUBLIC * draws[other]["cpu_ms"]:
+                found.append(f"{name} takes more than {MOST_PUBLIC} of {other}")
+    return found
 
 
 def show(found: dict[str, Any], base: str) -> None:
@@ -206,30 +217,6 @@ def show(found: dict[str, Any], base: str) -> None:
             f"{name:44} {each['cpu_ms']:7.2f} ms {low:7.2f} {high:7.2f} "
             f"{each['times_base']:6.2f}x {base} ({least:.2f} to {most:.2f})"
         )
-
-
-def peak_memory(name: str, vocabulary: int) -> int:
-    """Bytes that one call adds to the resident size of a process of its own, at most; the least of three."""
-    command = [sys.executable, __file__, "--memory-of", name, str(vocabulary)]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
-    return min(int(done.stdout) for done in runs)
-
-
-def report(name: str, vocabulary: str) -> None:
-    function = {"plain": plain, "chunked": chunked}[name]
-    logits, ids = inputs(int(vocabulary))
-    function(*inputs(10_000, 2))  # what libraries set up once
-    # a child starts with its parent's peak, which this sets back; Linux only
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_peak()
-    function(logits, ids)
-    print(resident_peak() - before)
-
-
-def resident_peak() -> int:
-    """Bytes that this process had resident at most."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, float]:
@@ -286,8 +273,6 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
         "speed_up": found["float64"]["times_base"],
         "largest_difference": worst,
         "laws": found,
-        "float64_extra_mb": peak_memory("plain", vocabulary) / 1e6,
-        "chunked_extra_mb": peak_memory("chunked", vocabulary) / 1e6,
     }
 
 
@@ -302,51 +287,30 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--steps", action="store_true", help="measure draws, steps and statistics alone")
-    parser.add_argument(
-        "--memory-of", nargs=2, metavar=("PATH", "VOCABULARY"), help="print what one call adds, in bytes"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.memory_of:
-        report(*arguments.memory_of)
-        return
-    steps, over_softmax, drawn = measure_parts(VOCABULARIES[0], arguments.repeats)
-    show(steps["steps"], "threshold")
-    show(over_softmax["laws"], "softmax")
-    show(drawn["laws"], "greedy")
-    print(f"load {steps['load']}\n")
-    where = {"processor": processor(), "device": "cpu, 1 thread", "torch": torch.__version__}
-    found = where | {"repeats": arguments.repeats, "steps": steps, "over_softmax": over_softmax, "draws": drawn}
-    maker = "intel" if "intel" in processor().lower() else "amd"
-    write_result(ROOT / "benchmarks" / "results" / f"token_stats_steps_{maker}.json", found)
-    if arguments.steps:
-        return
+    parts = measure_parts(VOCABULARIES[0], arguments.repeats)
+    for part, base in (("steps", "threshold"), ("over_softmax", "softmax"), ("draws", "greedy")):
+        show(parts[part], base)
+    print(f"load {parts['load']}\n")
     rows = [measure(vocabulary, arguments.repeats) for vocabulary in VOCABULARIES]
-    print(f"{'vocabulary':>10} {'float64':>10} {'chunked':>10} {'speed-up':>9} {'extra memory':>24}")
+    print(f"{'vocabulary':>10} {'float64':>10} {'chunked':>10} {'speed-up':>9}")
     for row in rows:
         print(
-            f"{row['vocabulary']:10,d} {row['float64_ms']:7.1f} ms {row['chunked_ms']:7.1f} ms {row['speed_up']:8.1f}x "
-            f"{row['float64_extra_mb']:8.1f} / {row['chunked_extra_mb']:4.1f} MB"
+            f"{row['vocabulary']:10,d} {row['float64_ms']:7.1f} ms {row['chunked_ms']:7.1f} ms {row['speed_up']:8.1f}x"
         )
-    print(f"\n{'vocabulary':>10} {'logits':22} {'cpu':>10} {'quartiles':>15} {'wall':>10} {'x as is':>8}")
-    for row in rows:
-        for name, found in row["laws"].items():
-            low, high = found["cpu_ms_quartiles"]
-            print(
-                f"{row['vocabulary']:10,d} {name:22} {found['cpu_ms']:7.1f} ms {low:7.1f} {high:7.1f} "
-                f"{found['wall_ms']:7.1f} ms {found['times_base']:7.2f}x"
-            )
-    path = ROOT / "benchmarks" / "results" / "token_stats.json"
-    path.parent.mkdir(exist_ok=True)
+        show(row["laws"], "as is")
     device = f"cpu ({platform.machine()}), 1 thread"
     result = {"device": device, "processor": processor(), "torch": torch.__version__, "repeats": arguments.repeats}
     ratios = [{name: found["times_base"] for name, found in row["laws"].items()} for row in rows]
-    write_result(path, result | {"rows": [row | {"laws": laws} for row, laws in zip(rows, ratios, strict=True)]})
+    path = ROOT / "benchmarks" / "results" / "token_stats.json"
+    rows_result = [row | {"laws": laws} for row, laws in zip(rows, ratios, strict=True)]
+    write_result(path, result | parts | {"rows": rows_result})
     print(f"written to {path.relative_to(ROOT)}")
     slow = [name for row in rows for name in DISTRIBUTIONS if row["laws"][name]["times_base"] > MOST]
-    if slow:
-        sys.exit(f"more than {MOST} times as long as logits as they are: {', '.join(slow)}")
+    failures = [f"{name}: more than {MOST} times as long as logits as they are" for name in slow]
+    if failures := failures + exceeded(parts["draws"]):
+        sys.exit("\n".join(failures))
 
 
 if __name__ == "__main__":
