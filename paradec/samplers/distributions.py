@@ -54,7 +54,7 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     the logarithm: tokens that `previous` excludes count finitely."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
     pairs = zip(chunks(p), chunks(previous), strict=True)
-    kl = [torch.linalg.vecdot(now, ((now + 1e-12) / (before + 1e-12)).log_()) for now, before in pairs]
+    kl = [torch.linalg.vecdot(now, (now + 1e-12).div_(before + 1e-12).log_()) for now, before in pairs]
     return p, torch.cat(kl).view(p.shape[:-1])
 
 

@@ -119,7 +119,9 @@ class CCD(LowConfidence):
         same = (columns.unsqueeze(-1) == earlier_columns.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
         mean = (now.softmax(-1) + same @ earlier) / (1 + count)
         averaged = torch.where(count > 0, log_of(mean), now)
-        return logits.to(averaged.dtype).scatter(1, columns.unsqueeze(-1).expand_as(averaged), averaged)
+        logits = logits.to(averaged.dtype, copy=True)
+        logits[torch.arange(len(logits), device=logits.device).unsqueeze(1), columns] = averaged
+        return logits
 
     def select(self, view: View) -> Tensor:
         selected = view.top(view.scores, view.quota)

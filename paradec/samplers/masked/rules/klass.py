@@ -81,7 +81,9 @@ class KLASS(LowConfidence):
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         seen, previous = stage.undecided, stage.memory["previous"]
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
-        if not (seen.is_cpu and seen.all()):  # else nothing large is copied
+        if seen.is_cpu:  # on an accelerator this would wait
+            p[~seen] = previous[~seen]
+        else:
             p = torch.where(seen.unsqueeze(-1), p, previous)
         return logits, {"previous": p, "stable": self._stable(kl, stage)}
 
