@@ -470,17 +470,14 @@ def canvases_memory_table(data: Row) -> str:
     return table(rows, head, "{who} | {rows} | {peak:MiB} | {by_stage}")
 
 
-def processor_steps_table(results: dict[str, Row], part: str) -> str:
-    """A part of `benchmarks/token_stats.py --steps`, as multiples of its first row, on each processor."""
-    results = {maker: data for maker, data in results.items() if part in data}
+def steps_table(data: Row, part: str) -> str:
+    """A part of benchmarks/token_stats.py, as multiples of its first row."""
     cells: Cells = defaultdict(dict)
-    for maker, data in results.items():
-        for name, row in data[part]["steps" if part == "steps" else "laws"].items():
-            (low, high), middle = row["times_base_quartiles"], row["times_base"]
-            spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            cells[name][maker] = f"1 ({row['cpu_ms']:.1f} ms)" if middle == 1 else spread
-    loads = ", ".join(f"{maker} {max(data[part]['load']):.1f}" for maker, data in results.items())
-    about = f"(Medians of ratios within a turn, with quartiles; load at most: {loads}.)"
+    for name, row in data[part].items():
+        (low, high), middle = row["times_base_quartiles"], row["times_base"]
+        spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        cells[name]["CPU time"] = f"1 ({row['cpu_ms']:.1f} ms)" if middle == 1 else spread
+    about = f"(Medians of ratios within a turn, with quartiles; load at most {data['load']:.1f}.)"
     return "\n".join([crossed("", cells, missing=""), "", about])
 
 
@@ -647,7 +644,7 @@ def rendered() -> dict[str, str]:
     canvases, probes = _result("canvases"), _result("probes")
     ranking = {name: _result(f"ranking_{name}") for name in ("packaged-64", "packaged-256", "antibody")}
     headline = _result("headline")
-    steps = {maker: _result(f"token_stats_steps_{maker.lower()}") for maker in ("AMD", "Intel")}
+    token_stats = _result("token_stats")
     tables = {
         "README.md": {"headline": headline_table(headline), "beside": beside_table(_result("peers_text"))},
         "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
@@ -678,7 +675,7 @@ def rendered() -> dict[str, str]:
             "protein": protein_table(_result("protein")),
             "protein_few": protein_few_table(_result("protein_few")),
         },
-        "docs/performance.md": {"token_stats_draws": processor_steps_table(steps, "draws")},
+        "docs/performance.md": {"token_stats_draws": steps_table(token_stats, "draws")},
         "docs/proteins.md": {"protein_exact": protein_exact_table(_result("protein_exact"))},
         "docs/ranking.md": {
             "ranking_places": ranking_places_table(ranking),
@@ -721,8 +718,8 @@ def rendered() -> dict[str, str]:
             "peers_text": peers_text_table(_result("peers_text")),
             "peers_text_intel": peers_text_line(_result("peers_text_intel")),
             "peers_rule": peers_rule_table(_result("peers_rule")),
-            "token_stats_over_softmax": processor_steps_table(steps, "over_softmax"),
-            "token_stats_steps": processor_steps_table(steps, "steps"),
+            "token_stats_over_softmax": steps_table(token_stats, "over_softmax"),
+            "token_stats_steps": steps_table(token_stats, "steps"),
             "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table({"small": _result("peers_sjd"), "tiny": _result("peers_sjd_tiny")}),
