@@ -6,17 +6,15 @@ import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
-from batches import REQUEST, ROWS, Failing, Recorder, drained, tokens
+from batches import REQUEST, ROWS, Failing, Recorder, drained, tokens, values_below
 from tiny_models import END, MASK, tiny
 from torch import Tensor
 
 import paradec
 from paradec import samplers
 from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, refusal
-from paradec.core.rows import replace_rows, select_rows
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
@@ -33,85 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 @pytest.fixture(scope="module")
 def causal() -> Model:
     return paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
-def test_every_array_of_a_state_that_has_rows_moves_with_them(model: Model, causal: Model) -> None:
-    """A field that says nothing of its rows would still have the old ones, or the row of the prompt before."""
-    drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
-    cases = [
-        (model, "credit", {"cache": "dkv_decode", "guidance_scale": 1.5, "stop_strings": None, "steps": 8}),
-        (causal, samplers.create("jacobi", init="sample_horizontal", window=4), {}),
-        (causal, samplers.create("speculative", drafter=drafter, tree=(2, 1)), {"guidance_scale": 1.5}),
-    ]
-    for adapter, name, changes in cases:
-        sampler = samplers.create(name) if isinstance(name, str) else name
-        request = {"max_new_tokens": 8, "temperature": 0.8, "seed": 2, "logprobs": 1, **changes}
-        if name == "credit":
-            request["block_length"] = 4
-        state = sampler.start(adapter, ROWS[:3], **request)
-        other = sampler.start(adapter, ROWS[3:4], **request)
-        with torch.inference_mode():
-            for _ in range(2):
-                sampler.commit(state, sampler.step(adapter, state))
-            columns = max(state.canvas.shape[1], other.canvas.shape[1]) + 3
-            more = columns - state.canvas.shape[1]
-            # five rows of so many columns: sizes that nothing else has
-            found = select_rows(state, np.array([2, 0, 1, 1, 0]), more)
-            assert leftovers(found, {3, 6, state.canvas.shape[1], state.canvas.shape[1] + 1}) == []
-            before = select_rows(state, np.array([2, 0, 1, 1, 0]), more)
-            replace_rows(found, np.array([1]), other)
-            alone = select_rows(other, np.array([0]), columns - other.canvas.shape[1])
-            now, old, new = (dict(arrays(each)) for each in (found, before, alone))
-            assert now.keys() == old.keys() and len(new) > 20
-            for path in now:
-                axis = 1 if path.endswith(("._counts", "._steps", ".shift")) else 0
-                rows, was = (np.moveaxis(each[path], axis, 0) for each in (now, old))
-                mine = np.moveaxis(new[path], axis, 0) if path in new else None
-                for branch in range(len(rows) // 5):
-                    part = slice(branch * 5, branch * 5 + 5)
-                    stayed = [np.delete(each[part], 1, 0) for each in (rows, was)]
-                    assert np.array_equal(*stayed, equal_nan=rows.dtype.kind == "f"), path
-                    if mine is not None:  # its keys and values are still to come
-                        assert same_values(rows[part][1], mine[branch]), path
-
-
-SHARED = ("ends", "guess", "guess_ids", "allowed", "embeddings", "columns", "_column", "window", "nothing", "_trace")
-
-
-def arrays(value: Any, path: str = "", depth: int = 0) -> list[tuple[str, Any]]:
-    """Every array and tensor below an object, by path, but for those that have no rows or follow from others."""
-    if isinstance(value, torch.Tensor):
-        return [(path, value.float().numpy() if value.dtype == torch.bool else value.numpy())]
-    if isinstance(value, np.ndarray):
-        return [(path, value)] if value.ndim else []
-    found = []
-    if isinstance(value, dict):
-        entries = value.items()
-    elif type(value).__module__.startswith("paradec") and hasattr(value, "__dict__") and depth < 4:
-        entries = vars(value).items()
-    elif isinstance(value, (list, tuple)) and depth < 4:
-        entries = enumerate(value)
-    else:
-        return []
-    for name, entry in entries:
-        left_out = name in (*SHARED, "facts", "request", "cache", "blocks", "model", "rows", "block_step", "row_step_")
-        if not left_out and not str(name).startswith(("_made", "_call")):
-            found += arrays(entry, f"{path}.{name}", depth + 1)
-    return found
-
-
-def leftovers(state: Any, sizes: set[int]) -> list[tuple[str, Any]]:
-    """Arrays whose first sizes are those of the state that rows were taken from."""
-    return [(path, found.shape) for path, found in arrays(state) if set(found.shape[:2]) & sizes and len(found) != 5]
-
-
-def same_values(row: np.ndarray, other: np.ndarray) -> bool:
-    """Whether a row begins as the other does; windows and memories may be wider."""
-    part = row[tuple(slice(size) for size in other.shape)] if row.ndim else row
-    return bool(np.array_equal(part, other, equal_nan=other.dtype.kind == "f"))
 
 
 # ---- who gets a row -------------------------------------------------------------------------------------------------
@@ -598,7 +517,7 @@ def test_memory_stays_as_it_is_however_many_prompts_come(causal: Model, model: M
                 while batch.waiting:
                     batch.step()
                 for group in batch._groups:
-                    sizes.append(sum(found.nbytes for _, found in arrays(group.state)))
+                    sizes.append(sum(getattr(found, "nbytes", 0) for _, found in values_below(group.state)))
             assert max(sizes[:8]) >= max(sizes[8:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,10 @@ class Failing:
         return found.masked_fill(poisoned.view(-1, 1, 1), torch.nan)
 
 
-def forgotten(value: Any, sizes: set[int], path: str = "", depth: int = 0) -> list[str]:
-    """Paths of the lists, arrays and tensors below a state that have one of these sizes."""
-    if isinstance(value, (np.ndarray, Tensor)):
-        return [path] if sizes & {*value.shape} else []
+def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Every list, array and tensor below a state, by path."""
+    if isinstance(value, (list, np.ndarray, Tensor)):
+        yield path, value
     if isinstance(value, dict):
         entries: Any = value.items()
     elif isinstance(value, (list, tuple)):
@@ -86,9 +87,13 @@ def forgotten(value: Any, sizes: set[int], path: str = "", depth: int = 0) -> li
     elif type(value).__module__.startswith("paradec") and hasattr(value, "__dict__"):
         entries = vars(value).items()
     else:
-        return []
-    found = [path] if isinstance(value, list) and len(value) in sizes else []
+        return
     for name, entry in entries:
         if depth < 5 and name not in ("facts", "request", "cache", "blocks", "model"):
-            found += forgotten(entry, sizes, f"{path}.{name}", depth + 1)
-    return found
+            yield from values_below(entry, f"{path}.{name}", depth + 1)
+
+
+def forgotten(state: Any, sizes: set[int]) -> list[str]:
+    """Paths of the values below a state that have one of these sizes."""
+    found = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
+    return [path for path, shape in found if sizes & {*shape}]
