@@ -21,7 +21,7 @@ from paradec.core.checks import check_model
 from paradec.core.contract import TextState
 from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import Interrupted, decode
-from paradec.core.trace_texts import name_tokens
+from paradec.core.trace import name_tokens
 from paradec.models.requests import UNSHARED
 from paradec.models.tensor_parallel import TensorParallelModel, failing_together
 from paradec.request import FIELDS, Arguments, Preset, Request, warn_of_unused

@@ -17,8 +17,7 @@ from tiny_models import tiny
 
 import paradec
 from paradec.core.thumbnails import from_uri, of_steps
-from paradec.core.trace import Trace
-from paradec.core.trace_texts import joined, name_tokens, token_texts
+from paradec.core.trace import Trace, joined, name_tokens, token_texts
 from paradec.models.adapter import Model
 from paradec.tools.traces.files import page
 
