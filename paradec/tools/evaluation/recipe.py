@@ -202,7 +202,7 @@ def request_from_arguments(
     """
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
-    said = Request.said(fields, preset)
+    said = Request.merge_arguments(fields, preset)
     if settings:
         sampler = said.get("sampler", "threshold")
         own = samplers.get(sampler).settings() if isinstance(sampler, str) and sampler in samplers.registry else ()
