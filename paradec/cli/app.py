@@ -22,9 +22,8 @@ from paradec.cli.compare import bench, compare
 from paradec.cli.design import design
 from paradec.cli.eval import evaluate
 from paradec.cli.export_folder import export_folder
-from paradec.cli.generate import generate
+from paradec.cli.generate import generate, infill
 from paradec.cli.image import image
-from paradec.cli.infill import infill
 from paradec.cli.learn2pd import learn2pd
 from paradec.cli.listings import caches, samplers, tasks
 from paradec.cli.serve import serve

@@ -1,7 +1,8 @@
-"""`paradec tune`: settings for a model and its prompts, and a preset of them (`paradec.tools.tuning`)."""
+"""`paradec tune`: settings for a model and its prompts (`paradec.tools.tuning`), or solver steps for a pipeline."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -62,11 +63,9 @@ def tune(
     for name, file in files.items():
         options.check_writable(f"--{name}", file)
     if pipeline is not None:
-        from paradec.cli.tune_steps import search_steps
-
-        given = {name: value for name, value in for_steps.items() if value is not None}
-        given |= files | {name: shared[name] for name in ("dtype", "device")}
-        raise typer.Exit(search_steps(pipeline, prompts=prompts, runs=trials, seed=seed, as_json=as_json, **given))
+        given: dict[str, Any] = {name: value for name, value in for_steps.items() if value is not None}
+        given |= {name: shared[name] for name in ("dtype", "device")}
+        raise typer.Exit(search_steps(pipeline, prompts, files, trials, seed, as_json, **given))
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts
     from paradec.tools.tuning.run import check_search
@@ -118,3 +117,74 @@ def _length(text: str) -> int | None:
     if not text.isdigit():
         raise ValueError(f"--blocks {text!r} must be a block length, or 'own' for the model's")
     return int(text)
+
+
+def search_steps(
+    source: str,
+    prompts: Path | None,
+    files: dict[str, Any],
+    runs: int,
+    seed: int,
+    as_json: bool,
+    *,
+    budget: int = 7,
+    steps: int | None = None,
+    target: str = "output",
+    **place: Any,
+) -> int:
+    """Search the solver steps of a pipeline (`paradec.tune_steps`), print the result and write the files. Returns the
+    exit code. place: its dtype and device."""
+    import torch
+
+    from paradec.cli.image import pipeline_index
+    from paradec.cli.pipeline import load_pipeline, pipeline_class
+    from paradec.models.checkpoint import CheckpointError
+
+    check_int("trials", runs, low=0)
+    sampler = paradec.TaylorSeer(target=target)
+    index = pipeline_index(source)
+    if index is None:
+        raise CheckpointError(f"--pipeline {source!r} is no diffusers pipeline")
+    cls = pipeline_class(index)
+    takes = inspect.signature(cls.__call__).parameters
+    if "class_labels" not in takes and prompts is None:
+        raise ValueError(f"{cls.__name__} takes prompts: give --prompts FILE.jsonl, of which each run takes the next")
+    if prompts is not None and "prompt" not in takes:
+        raise ValueError(f"{cls.__name__} takes no prompts; leave --prompts out")
+    texts = [] if prompts is None else _texts(prompts)
+    pipe = load_pipeline(cls, index["folder"], **place)
+    options = {} if steps is None else {"num_inference_steps": steps}
+
+    def run(seed: int) -> Any:
+        """One run of a seed: the next class or prompt, and noise of its own."""
+        draw = torch.Generator().manual_seed(seed)
+        if texts:
+            return pipe(prompt=texts[seed % len(texts)], generator=draw, **options)
+        classes = pipe.transformer.config.num_embeds_ada_norm
+        return pipe(class_labels=[seed % classes], generator=draw, **options)
+
+    try:
+        with show.Bar() as bar:
+            searched: dict[str, Any] = {"budget": budget, "sampler": sampler, "runs": runs, "seed": seed}
+            found = paradec.tune_steps(pipe, run, **searched, study=files["study"], progress=bar.work)
+    except KeyboardInterrupt:
+        again = "" if files["study"] is None else ": the same command goes on with --study"
+        print(f"interrupted{again}", file=sys.stderr)
+        return EXIT_CODE
+    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+    if files["report"] is not None:
+        files["report"].write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if files["out"] is not None:
+        found.save(files["out"])
+    return 0
+
+
+def _texts(file: Path) -> list[str]:
+    """The prompts of a file of JSON lines, which must be texts."""
+    from paradec.tools.tuning.prompts import read_prompts
+
+    found = [entry.prompt for entry in read_prompts(file, None)]
+    for text in found:
+        if not isinstance(text, str):
+            raise ValueError(f"--prompts {str(file)!r} holds {text!r}; a pipeline's prompts are texts")
+    return found
