@@ -43,7 +43,7 @@ def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: i
 def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tuple[float, int]:
     total = float(torch.from_numpy(shares).sum(dtype=torch.float64))
     limit, size = top_p * total, len(values)
-    if not math.isfinite(limit):
+    if not limit < total:  # NaN, or a mass that rounding takes for all of it
         return -math.inf, size - 1
     # the first token outside has a share from `low` to `high`; `before` is the sum of all shares above `high`
     # all tokens of at most `low` together are less than what is left over
@@ -53,7 +53,7 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
         pivot = math.sqrt(low * high)
         above = inside > pivot
         mass = float(inside[above].sum(dtype=np.float64))
-        if before + mass > limit:
+        if before + mass > limit or above.all():
             inside, low = inside[above], pivot
         else:
             inside, high, before = inside[~above], pivot, before + mass

@@ -86,6 +86,20 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
         assert (left.gather(-1, drawn.unsqueeze(-1)) > -torch.inf).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = KINDS[kind](4 * torch.randn(2, 1, 9001, generator=generator), generator).to(dtype)
+    least = filter_logits(logits, 1e-15, None, sorted_ties=False) > -torch.inf
+    assert torch.equal(least, torch.zeros_like(least).scatter_(-1, logits.argmax(-1, keepdim=True), True))
+    for top_p in (math.nextafter(1, 0), 1 - 1e-12):
+        found = filter_logits(logits, top_p, None, sorted_ties=False)
+        p = logits.double().softmax(-1)
+        assert torch.equal(found[found > -torch.inf], logits[found > -torch.inf])
+        assert (p.masked_fill(found > -torch.inf, 0).sum(-1) < 1e-11).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_token_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
     """Masses that are exactly what lies before some token, and the numbers next to them."""

@@ -96,6 +96,7 @@ class CCD(LowConfidence):
         columns = pad(columns.masked_fill(~is_masked, -1), (0, self.buffer - columns.shape[1]), value=-1)
         buffered = rows_at(logits, columns.clamp(min=0))
         buffered = buffered.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
+        buffered.masked_fill_((columns < 0).unsqueeze(-1), 0)
         distributions = [buffered, *(stage.memory[name] for name in self._ages[:-1])]
         updates |= {
             "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
