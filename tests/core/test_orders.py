@@ -183,33 +183,6 @@ def test_equal_neighbourhoods_are_ties() -> None:
         assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=known)[4] == cell
 
 
-def test_groups_are_near_and_apart() -> None:
-    """What the order is for: beside random ones, a group's cells are further apart and nearer to what is decided."""
-
-    def spread(groups: Groups) -> tuple[float, float]:
-        apart, near = [], []
-        place = np.stack(np.divmod(np.arange(256), 16), 1)
-        for row in groups.order:
-            for index, end in enumerate(groups.ends[:12]):
-                cells, before = place[row[end - groups.sizes[index] : end]], place[row[: end - groups.sizes[index]]]
-                if index > 2:
-                    gaps = np.linalg.norm(cells[:, None] - cells[None], axis=-1) + 1e9 * np.eye(len(cells))
-                    apart.append(gaps.min(1).mean())
-                    near.append(np.linalg.norm(cells[:, None] - before[None], axis=-1).min(1).mean())
-        return float(np.mean(apart)), float(np.mean(near))
-
-    ours, random = spread(groups_of(orders.LPD(), 16, 16)), spread(groups_of(orders.Random(20), 16, 16))
-    assert ours[0] > 1.3 * random[0] and ours[1] < random[1]
-
-
-def test_what_is_decided_draws_the_first_group() -> None:
-    there = np.zeros(64, bool)
-    there[:8] = True
-    order = lpd_order(8, 8, group_sizes(56, 6), keyed(torch.as_tensor(KEYS))[0], decided=there)
-    assert sorted(order) == list(range(8, 64))
-    assert order[0] // 8 == 1  # beside what is there
-
-
 # ---- the masked sampler ---------------------------------------------------------------------------------------------
 
 
