@@ -76,6 +76,7 @@ def test_the_stub_for_type_checkers_is_that_of_the_fields() -> None:
     assert arguments_stub() == STUB.read_text(encoding="utf-8")
     for entry in (paradec.generate, paradec.infill, paradec.generate_many):
         assert get_type_hints(entry)["arguments"] == Unpack[Arguments]
+    assert get_type_hints(paradec.generate_images)["arguments"] == Unpack[images.ImageArguments]
     assert Arguments.__annotations__.keys() == FIELDS.keys()
 
 

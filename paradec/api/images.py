@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
@@ -27,7 +27,7 @@ from paradec.models.requests import UNSHARED
 from paradec.request import Preset, Request, check_names, request_for, warn_of_unused
 
 if TYPE_CHECKING:
-    from paradec.arguments import ImageArguments
+    from paradec.arguments import ImageArguments as ImageArguments
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
@@ -37,6 +37,8 @@ SERVED = (
     *("trace", "progress"),
 )
 """The fields of `paradec.Request` that mean something for pictures; None takes the model's own."""
+if not TYPE_CHECKING:
+    ImageArguments = TypedDict("ImageArguments", dict.fromkeys(SERVED, Any), total=False)
 KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
 
 

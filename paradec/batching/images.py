@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from paradec.api.images import SERVED, check_output_type, drawn, output_of, picture_request
+from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
 from paradec.api.pictures import ImageOutput
 from paradec.batching.batch import Batch
 from paradec.batching.slots import RowState, Ticket, rows_of
@@ -23,9 +23,6 @@ from paradec.core.prompts import encode
 from paradec.core.rows import has_rows
 from paradec.models.images.base import ImageRequest, PictureModel
 from paradec.request import Preset, Request
-
-if TYPE_CHECKING:
-    from paradec.arguments import ImageArguments
 
 __all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
 
