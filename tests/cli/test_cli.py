@@ -78,6 +78,38 @@ def test_names_are_separated_by_commas_outside_parentheses() -> None:
     assert options.names(None) is None
 
 
+OWN = """
+from dataclasses import dataclass
+from paradec.caches.prefix import PrefixCache
+from paradec.samplers.masked.rules.threshold import Threshold
+
+@dataclass(frozen=True)
+class Mine(Threshold):
+    name = "mine_of_a_file"
+
+@dataclass(frozen=True)
+class Kept(PrefixCache):
+    name = "kept_of_a_file"
+"""
+
+
+def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, with settings, joined with another sampler, and in a chat; Python takes no files."""
+    for registry in (paradec.samplers.registry, paradec.caches.registry):
+        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    found = report(PROMPT, "--sampler", f"{file}:Mine(threshold=0.5)", "--cache", f"{file}:Kept", "--block-length", 8)
+    assert found["sampler"]["sampler"] == "mine_of_a_file" and found["sampler"]["threshold"] == 0.5
+    assert found["cache"] == "kept_of_a_file"
+    joined = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
+    assert [rule["sampler"] for rule in joined["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
+    told = ok("chat", stdin=f"/sampler {file}:Mine\n")
+    assert told.startswith("mine_of_a_file(threshold=0.9, ")
+    with pytest.raises(ValueError, match="unknown sampler"):
+        paradec.generate(paradec.load(), PROMPT, sampler=f"{file}:Mine")
+
+
 def test_json_holds_what_the_output_holds() -> None:
     data = report(PROMPT, "--sampler", "low_confidence", "--steps", 8, "--max-new-tokens", 8, "--block-length", 8)
     expected = paradec.generate(
