@@ -180,13 +180,16 @@ def beside_table(data: Row) -> str:
 
 def peers_text_table(data: Row) -> str:
     """Whole decodes beside public decoders of LLaDA and Dream, with quartiles."""
-    head = "beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens | products alone"
-    cells = f"{{case}} | {{cpu_over:q}} | {{wall_over:q}} | {PEAKS} | {{tokens}} | {{bare:.2f}} | {{cpu_beyond:q}}"
-    head += " | (ours - products) / (theirs - products) | patched"
+    rows = _cases(data)
+    head = "beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens"
+    cells = f"{{case}} | {{cpu_over:q}} | {{wall_over:q}} | {PEAKS} | {{tokens}}"
+    if rows[0]["bare"] is not None:
+        head += " | products alone | (ours - products) / (theirs - products)"
+        cells += " | {bare:.2f} | {cpu_beyond:q}"
     low, high = data["load_average"]
     copied = "; float32 matrices copied column by column" if data.get("weight_layout") == "columns" else ""
     about = f"({data['processor']}, load average {low:.1f} to {high:.1f}{copied}.)"
-    return "\n".join([table(_cases(data), head, cells + " | {patched}"), "", about])
+    return "\n".join([table(rows, head + " | patched", cells + " | {patched}"), "", about])
 
 
 def peers_text_line(data: Row) -> str:

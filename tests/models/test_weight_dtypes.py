@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +44,14 @@ TORCH = (
 
 def recode(file: Path, name: str, dtype: torch.dtype) -> None:
     """Store a tensor of a file as another dtype."""
+    later = file.stat().st_mtime_ns + 10**9  # `load_filter` reads a file of the same time once
     if file.suffix == ".safetensors":
         weights = load_file(file)
         save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | told(file))
     else:
         weights = torch.load(file, weights_only=True)
         torch.save(weights | {name: weights[name].to(dtype)}, file)
+    os.utime(file, ns=(later, later))
 
 
 def told(file: Path) -> dict[str, str]:
