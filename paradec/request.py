@@ -413,7 +413,7 @@ def _as_data(name: str, value: Any) -> Any:
     for other in ("drafter", "draft", "teacher") if name == "sampler" else ():
         if (model := getattr(value, other, None)) is not None and not hasattr(model, "to_dict"):  # no network
             raise ValueError(
-                f"sampler={value.name!r} has a {other}, {shown(model)}, that cannot be saved: leave it out"
+                f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
             )
     if name == "blocks":
         return _lazy("paradec.core.blocks:policy_data")(value)

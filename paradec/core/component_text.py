@@ -19,7 +19,7 @@ class Component(NamedTuple):
 
 
 def parse_components(kind: str, text: str) -> list[Component]:
-    """Parse a name, or several names joined by "+", each with settings as Python literals in parentheses.
+    """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts.
 
     Args:
         kind: what is named ("cache"), for the message.
@@ -33,8 +33,8 @@ def parse_components(kind: str, text: str) -> list[Component]:
         joined = "; samplers are joined by '+'" if kind == "sampler" else ""
         shown = repr(text) if len(text) <= MAX_SHOWN else repr(text[:MAX_SHOWN]) + "..."
         raise ValueError(
-            f"{kind} {shown} cannot be read; settings go in parentheses, each once, as Python literals (texts in "
-            f"quotes): 'name(setting=1)'{joined}"
+            f"{kind} {shown} cannot be read; settings go in parentheses, each once, as Python literals or "
+            f"words: 'name(setting=1)'{joined}"
         ) from None
 
 
@@ -79,6 +79,7 @@ def _parse_term(term: str) -> Component:
             for keyword in keywords:
                 if keyword.arg is None or keyword.arg in settings:
                     raise ValueError(term)
-                settings[keyword.arg] = ast.literal_eval(keyword.value)
+                is_word = isinstance(keyword.value, ast.Name)  # a shell takes quotes away
+                settings[keyword.arg] = keyword.value.id if is_word else ast.literal_eval(keyword.value)
             return Component(found[1], settings)
     raise ValueError(term)
