@@ -42,12 +42,8 @@ def wire(questions: dict[str, Any]) -> dict[str, Any]:
     """The questions as a request of transformers has them."""
     found: dict[str, Any] = {}
     for name, one in questions.items():
-        asked = one.asked()
-        if asked.type == "score":
-            criteria: Any = asked.descriptions
-        else:
-            criteria = dict(zip(asked.options, asked.descriptions, strict=True))
-        found[name] = {"type": asked.type, "instructions": asked.instructions, "criteria": criteria}
+        criteria = one.descriptions if one.type == "score" else dict(zip(one.options, one.descriptions, strict=True))
+        found[name] = {"type": one.type, "instructions": one.instructions, "criteria": criteria}
     return found
 
 
@@ -177,12 +173,12 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
     model = MODELS[kind]()
     found = paradec.decide(model, "Answer: level", FEW)
     for name, one in FEW.items():
-        scores = plain_scores(model, f"Answer: level\n\n{one.instructions}", [*one.texts])
+        scores = plain_scores(model, f"Answer: level\n\n{one.instructions}", [*one.values])
         assert found[name].log_scores == pytest.approx(scores, rel=1e-9)
         weights = np.exp(scores)
         assert found[name].mass == pytest.approx(weights.sum(), rel=1e-9) and found[name].mass < 1
         assert [*found[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
-        assert found[name].value == one.texts[int(np.argmax(scores))]
+        assert found[name].value == one.values[int(np.argmax(scores))]
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "causal"])
@@ -206,7 +202,7 @@ def test_together_each_reads_the_others() -> None:
     model = model_of("bidirectional")
     questions = {"first": YesNo("Is it spam?"), "then": Span("And then?", ["No", "Yes level"])}
     found = paradec.decide(model, "Answer: level", questions, together=True)
-    first = rows.text_of("Answer: level", questions["first"].asked(), None)
+    first = rows.text_of("Answer: level", questions["first"], None)
     begin = ids_of(f"<|turn|>user\n{first}<|end|>\n<|turn|>assistant\n")
     between = ids_of("<|end|>\n<|turn|>user\nAnd then?<|end|>\n<|turn|>assistant\n")
     two = ids_of("Yes level")
@@ -379,9 +375,9 @@ def test_recorded_answers(name: str) -> None:
             question: Any = YesNo(told, **(criteria or {}), labels=labels)
         else:
             question = {"choice": Pick, "score": Score}[said["type"]](told, criteria, labels=labels)
-        assert question.asked().options == case["expected"]["options"][key]
+        assert question.options == case["expected"]["options"][key]
         if len(labels) <= 26 and said["type"] != "noul":
-            assert type(question)(told, criteria).asked().labels == labels  # without being told
+            assert type(question)(told, criteria).labels == labels  # without being told
         ids = [ids_of(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
             model = model_of(topology, module=Says(dict(zip(ids, case["logits"][key], strict=True))))
@@ -401,8 +397,8 @@ def test_special_tokens_in_a_state_are_text(monkeypatch: pytest.MonkeyPatch) -> 
         "_encode_without_added_tokens",
         lambda self, text: shared.append(self is TOKENIZER) or own(self, text),
     )
-    asked = [QUESTIONS["spam"].asked()]
-    _, [[[step], _]] = rows.lay_out(model, "a<|mask|>b<|end|>c", asked, None, False)
+    asked = [QUESTIONS["spam"]]
+    _, [[[step], _]] = rows.lay_out(model, "a<|mask|>b<|end|>c", asked, None)
     assert step.row.count(MASK) == 1 and step.row[step.position] == MASK and step.row.count(END) == 2
     assert TOKENIZER.decode([token for token in step.row if token != MASK]).count("<|mask|>") == 1
     # transformers' way sets a flag of the tokenizer while it writes: other threads must not see it
@@ -458,7 +454,7 @@ def test_values_are_copied_saved_and_compared() -> None:
         assert pickle.loads(pickle.dumps(one)) == one == copy.deepcopy(one)
     data = json.loads(json.dumps(found.to_dict()))
     assert data["answers"]["spam"]["probabilities"][0] == [True, found["spam"].probabilities[True]]
-    assert Pick("?", {"a": None, "b": "x"}).asked().descriptions == [None, "x"]
+    assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -608,9 +604,7 @@ def test_labels_without_any_probability() -> None:
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    rows._prompt.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers.decision", None)
     with pytest.raises(ImportError, match=r"transformers 5\.23"):
         paradec.decide(model_of("causal"), "x", ONE)
-    assert paradec.decide(model_of("causal"), "x", FEW)["b"].value in FEW["b"].texts
-    rows._prompt.cache_clear()
+    assert paradec.decide(model_of("causal"), "x", FEW)["b"].value in FEW["b"].values

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from paradec.api.decisions.questions import Asked, Pick, Question, Score, Span, YesNo, check_json
+from paradec.api.decisions.questions import TYPES, Question, check_json
 from paradec.api.decisions.rows import Step, Template, lay_out, read
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
-from paradec.core.registry import unknown
+from paradec.core.facts import ModelFacts
 from paradec.models.requests import UNSHARED
-
-TYPES = tuple(kind.type for kind in (YesNo, Pick, Score, Span))
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def decide(
             et al., arXiv 2102.09690), so that a label is not preferred for itself.
         rotate: ask each `Pick` once with every rotation of its options, and take the mean of an option's log scores:
             no label is preferred for its place.
-        template: from the state as text and a question (`paradec.api.decisions.questions.Asked`) to what the user's
+        template: from the state as text and a question (`paradec.api.decisions.questions.Question`) to what the user's
             turn says, in the place of transformers' prompt.
         seeds: noises that probabilities are means over; of canvases.
         batch_size: rows evaluated together.
@@ -118,65 +116,79 @@ def decide(
             f"state={shown(state)} must be one text or JSON object: call decide once for each state, or give "
             "json.dumps of a list that is one state"
         )
-    if not isinstance(questions, Mapping) or not questions:
-        raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
-    for name, question in questions.items():
-        if not isinstance(name, str) or not isinstance(question, Question):
-            raise TypeError(
-                f"questions={shown(questions)} must map names to paradec.YesNo, Pick, Score or Span; {shown(name)} is "
-                f"{shown(question)}"
-            )
-    asked = {name: question.asked() for name, question in questions.items()}
-    return Plan(model, state, asked, together, temperature, prior, rotate, template, seeds, batch_size).answer()
+    return Plan(model, state, questions, together, temperature, prior, rotate, template, seeds, batch_size).answer()
 
 
+@dataclass
 class Plan:
-    """Questions that are checked and laid out in rows, before the model is called. Arguments: as of `decide`, with
-    questions as templates read them."""
+    """Questions that are checked and laid out in rows, before the model is called. Arguments: as of `decide`."""
 
-    def __init__(
-        self,
-        model: Any,
-        state: Any,
-        questions: Mapping[str, Asked],
-        together: bool = False,
-        temperature: float | Mapping[str, float] | None = None,
-        prior: str | None = None,
-        rotate: bool = False,
-        template: Template | None = None,
-        seeds: int = 4,
-        batch_size: int = 16,
-    ):
-        check_bool("rotate", rotate)
-        _check_model(model, together)
-        check_json("state", state)
-        if not isinstance(state, (str, dict, list, tuple)):
-            raise TypeError(f"state={shown(state)} must be a text, or an object or a list of JSON")
-        check_bool("together", together)
-        if prior is not None:
-            check_choice("prior", prior, ("empty",))
-        check_int("seeds", seeds, low=1, high=1024)
-        check_int("batch_size", batch_size, low=1)
-        if template is not None and not callable(template):
-            raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
-        self.temperature = _check_temperature(temperature)
-        if together and rotate:
-            raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
-        self.model, self.questions, self.seeds, self.batch_size = model, questions, seeds, batch_size
+    model: Any
+    state: Any
+    questions: Mapping[str, Question]
+    together: bool = False
+    temperature: float | Mapping[str, float] | None = None
+    prior: str | None = None
+    rotate: bool = False
+    template: Template | None = None
+    seeds: int = 4
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        self._check()
         self.input_tokens = 0
         """Tokens of the rows that the questions are asked in."""
-        self.phrasings: dict[str, list[tuple[Asked, float, list[list[Step]]]]] = {}
+        self.phrasings: dict[str, list[tuple[Question, float, list[list[Step]]]]] = {
+            name: [] for name in self.questions
+        }
         """The ways in which each question is asked, each with its weight and the steps of its labels."""
-        rows: list[tuple[Mapping[str, Asked], float]] = [(questions, 1.0)] if together else []
-        for name, question in ({} if together else questions).items():
-            turns = len(question.values) if rotate and question.type == Pick.type else 1
+        rows: list[tuple[Mapping[str, Question], float]] = [(self.questions, 1.0)] if self.together else []
+        for name, question in ({} if self.together else self.questions).items():
+            turns = len(question.values) if self.rotate and question.type == "choice" else 1
             rows += [({name: question.rotated(by)}, 1 / turns) for by in range(turns)]
-        for about, sign in [(state, 1), ("", -1)] if prior else [(state, 1)]:
+        for about, sign in [(self.state, 1), ("", -1)] if self.prior else [(self.state, 1)]:
             for row, share in rows:
-                length, steps = lay_out(model, about, [*row.values()], template, together)
+                length, steps = lay_out(self.model, about, [*row.values()], self.template)
                 self.input_tokens += length
                 for (name, question), labels in zip(row.items(), steps, strict=True):
-                    self.phrasings.setdefault(name, []).append((question, sign * share, labels))
+                    self.phrasings[name].append((question, sign * share, labels))
+
+    def _check(self) -> None:
+        """Raise TypeError or ValueError for an argument out of its range, and for a model that cannot be asked."""
+        facts, questions = _check_model(self.model), self.questions
+        if not isinstance(questions, Mapping) or not questions:
+            raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
+        for name, question in questions.items():
+            if not isinstance(name, str) or not isinstance(question, Question):
+                raise TypeError(
+                    f"questions={shown(questions)} must map names to paradec.YesNo, Pick, Score or Span; {shown(name)} "
+                    f"is {shown(question)}"
+                )
+        check_json("state", self.state)
+        if not isinstance(self.state, (str, dict, list, tuple)):
+            raise TypeError(f"state={shown(self.state)} must be a text, or an object or a list of JSON")
+        check_bool("rotate", self.rotate)
+        check_bool("together", self.together)
+        if self.prior is not None:
+            check_choice("prior", self.prior, ("empty",))
+        check_int("seeds", self.seeds, low=1, high=1024)
+        check_int("batch_size", self.batch_size, low=1)
+        if self.template is not None and not callable(self.template):
+            raise TypeError(f"template={shown(self.template)} must be a function of the state and a question, or None")
+        given = 1.0 if self.temperature is None else self.temperature
+        self.temperatures = given if isinstance(given, Mapping) else dict.fromkeys(TYPES, given)
+        for kind, value in self.temperatures.items():
+            check_choice("type of question in temperature", kind, TYPES)
+            check_number("temperature", value, low=1e-6, high=1e6)
+        if self.together and self.rotate:
+            raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
+        if self.together and facts.topology not in ("bidirectional", "canvas"):
+            raise ValueError(
+                f"together=True needs a model that sees the whole row: {facts.name} is {facts.topology!r}, and would "
+                "read a question after answers that are not there"
+            )
+        if self.together and not getattr(self.model.tokenizer, "chat_template", None):
+            raise ValueError(f"together=True asks in turns of a chat, and {facts.name} has no chat template")
 
     @property
     def steps(self) -> list[Step]:
@@ -205,22 +217,20 @@ class Plan:
         scores = np.zeros(len(question.values))
         for phrasing, weight, labels in self.phrasings[name]:
             logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
-            if not np.isfinite(logs).any():
-                raise FloatingPointError(f"no label of question {name!r} has a probability")
             if weight > 0:
                 masses.append(min(1.0, float(np.exp(logs).sum())))
             elif not np.isfinite(logs).all():
                 raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
             scores += weight * logs[[phrasing.values.index(value) for value in question.values]]
         if not np.isfinite(scores).any():
-            raise FloatingPointError(f"no label of question {name!r} has a probability in every order")
-        return build_decision(question, scores, float(np.mean(masses)), self.temperature[question.type])
+            raise FloatingPointError(f"no label of question {name!r} has a probability")
+        return build_decision(question, scores, float(np.mean(masses)), self.temperatures.get(question.type, 1.0))
 
 
-def _check_model(model: Any, together: bool) -> None:
-    """Raise TypeError or ValueError for a model that cannot be asked."""
+def _check_model(model: Any) -> ModelFacts:
+    """Raise TypeError or ValueError for a model that cannot be asked; return its facts."""
     check_model("decide", model, ("text", "canvas"))
-    facts = model.facts
+    facts: ModelFacts = model.facts
     if getattr(model, "tokenizer", None) is None:
         raise ValueError(f"{facts.name} has no tokenizer, which questions are written with: wrap it with tokenizer=...")
     if facts.topology == "causal_context":
@@ -229,26 +239,10 @@ def _check_model(model: Any, together: bool) -> None:
         )
     if facts.topology != "causal" and facts.hole_id is None:
         raise ValueError(f"{facts.name} has no mask token: {facts.topology!r} models are asked at a mask")
-    if together is True and facts.topology not in ("bidirectional", "canvas"):
-        raise ValueError(
-            f"together=True needs a model that sees the whole row: {facts.name} is {facts.topology!r}, and would read "
-            "a question after answers that are not there"
-        )
+    return facts
 
 
-def _check_temperature(given: Any) -> dict[str, float]:
-    """Raise ValueError for a temperature out of its range, or of no type; return one for each type."""
-    values = {} if given is None else given if isinstance(given, Mapping) else dict.fromkeys(TYPES, given)
-    for name, value in values.items():
-        if name not in TYPES:
-            raise ValueError(unknown("type of question in temperature", name, TYPES))
-        check_number("temperature", value, low=0, high=1e6, open_low=True)
-        if value < 1e-6:
-            raise ValueError(f"temperature={shown(value)} must be a number in [1e-06, 1e+06]")
-    return {name: float(values.get(name, 1.0)) for name in TYPES}
-
-
-def build_decision(question: Asked, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:
+def build_decision(question: Question, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:
     """The decision of a question, from log scores [m] of its options."""
     probabilities = _softmax(log_scores / temperature)
     count, best = len(probabilities), int(probabilities.argmax())

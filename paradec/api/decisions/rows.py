@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -14,41 +14,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
-from paradec.api.decisions.questions import Asked
+from paradec.api.decisions.questions import Question
 from paradec.core import rng
 from paradec.core.checks import check_text, shown
 from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery
 from paradec.core.prompts import check_rows, ids_of, render, unknown_words
-from paradec.core.protocol import NotFinite
 from paradec.core.query import StoreCall, whole_rows
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
 from paradec.samplers.renoising.state import FIRST_STREAM, noise
 from paradec.samplers.starting import padded
 
 Ids = tuple[int, ...]
-Template = Callable[[str, Asked], str]
+Template = Callable[[str, Question], str]
 """From the state as text and a question to the text of the user's turn."""
-NEEDED = "5.23"
-"""The first release of transformers that has the decision pipeline."""
 MIN_SHARED_TOKENS = 16
 """Tokens that rows must have in common for a call of its own to evaluate them."""
 
 
 class Step(NamedTuple):
-    """One factor of a label's probability: that one of `ids` is at a position of a row."""
+    """One factor of a label's probability: that one of `ids` is at a position of a row, which begins with a prompt."""
 
     row: Ids
-    prompt: int
-    """How many tokens of the row are its prompt."""
+    prompt_length: int
     position: int
     ids: Ids
 
 
 def lay_out(
-    model: Any, state: Any, questions: Sequence[Asked], template: Template | None, together: bool
+    model: Any, state: Any, questions: Sequence[Question], template: Template | None
 ) -> tuple[int, list[list[list[Step]]]]:
     """Lay out questions about a state in one row, in the turns of one chat: the row's length, and for each label of
     each question the steps whose probabilities multiply to the label's. Rows have a hole for each token of an answer's
@@ -60,10 +57,7 @@ def lay_out(
         ImportError: the installed transformers has no prompt for questions.
     """
     facts, is_causal = model.facts, model.facts.topology == "causal"
-    has_template = bool(getattr(model.tokenizer, "chat_template", None))
     labels = [_label_ids(model, question.labels) for question in questions]
-    if together and not has_template:
-        raise ValueError(f"together=True asks in turns of a chat, and {facts.name} has no chat template")
     chat: list[dict[str, str]] = []
     row: list[int] = []
     before: list[int] = []
@@ -71,7 +65,7 @@ def lay_out(
     for question, label_ids in zip(questions, labels, strict=True):
         text = text_of("" if chat else state, question, template)
         chat.append({"role": "user", "content": text.lstrip("\n") if chat else text})
-        opened, tail = (_chat_ids(model, chat), []) if has_template else _plain_ids(model, text + "\n")
+        opened, tail = _chat_ids(model, chat)
         if opened[: len(before)] != before:
             raise ValueError(
                 f"together=True: the chat template of {facts.name} writes a turn otherwise where others follow; "
@@ -82,15 +76,15 @@ def lay_out(
         row += [] if is_causal else [facts.hole_id] * max(map(len, label_ids))
         chat.append({"role": "assistant", "content": question.labels[0]})
         before = [*opened, *label_ids[0]]
-    prompt = starts[0]
-    if not is_causal:
-        closed = _chat_ids(model, chat, open_turn=False) if has_template else opened
-        row += tail or _end_token(facts, opened, closed)
+    prompt, ends = starts[0], facts.eos_token_ids
+    if not is_causal and not tail and ends:  # the template's end token of an answer, else the model's first
+        closed, _ = _chat_ids(model, chat, open_turn=False)
+        written = closed[len(os.path.commonprefix([opened, closed])) :]
+        tail = [next((token for token in written if token in ends), ends[0])]
+    row += [] if is_causal else tail
     if facts.topology == "block_causal":  # trained on whole blocks
-        begin, stop = np.array([prompt]), np.array([len(row)])
-        end = int(facts.block_bounds(begin, stop, begin)[1][0])
-        row += [facts.fill_token_id] * (min(end, facts.max_length or end) - len(row))
-    steps = [_steps(facts, tuple(row), prompt, start, ids) for start, ids in zip(starts, labels, strict=True)]
+        missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit
+        row += [facts.fill_token_id] * min(missing, (facts.max_length or math.inf) - len(row))
     new = max(map(len, labels[0])) if is_causal else len(row) - prompt
     if facts.topology == "canvas":
         if new > facts.block_length:
@@ -100,7 +94,7 @@ def lay_out(
         new = facts.block_length
     check_rows(model, [row])
     facts.check_length(prompt + new, new)
-    return len(row), steps
+    return len(row), [_steps(facts, (*row,), prompt, *place) for place in zip(starts, labels, strict=True)]
 
 
 def _steps(facts: Any, row: Ids, prompt: int, start: int, labels: Sequence[Ids]) -> list[list[Step]]:
@@ -114,13 +108,13 @@ def _steps(facts: Any, row: Ids, prompt: int, start: int, labels: Sequence[Ids])
         raise ValueError(f"{facts.name} has no end token, which tells labels of different numbers of tokens apart")
     steps: list[list[Step]] = []
     for label, is_ended in zip(labels, ended, strict=True):
-        choices = [(token,) for token in label] + [tuple(facts.eos_token_ids)] * is_ended
-        rows = (row[:start] + label[:count] + row[start + count :] for count in range(len(choices)))
-        steps.append([Step(own, prompt, start + count, ids) for count, (own, ids) in enumerate(zip(rows, choices))])
+        choices = [(token,) for token in label] + [(*facts.eos_token_ids,)] * is_ended
+        rows = [row[:start] + label[:count] + row[start + count :] for count in range(len(choices))]
+        steps.append([Step(rows[count], prompt, start + count, ids) for count, ids in enumerate(choices)])
     return steps
 
 
-def text_of(state: Any, question: Asked, template: Template | None) -> str:
+def text_of(state: Any, question: Question, template: Template | None) -> str:
     """The text of the user's turn: transformers' own prompt; of a `Span` the state and the instructions alone."""
     if template is not None:
         text = template(_json_text(state), question)
@@ -144,18 +138,15 @@ def _json_text(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-@lru_cache
 def _prompt() -> Any:
-    """transformers' prompt for questions, a template of Jinja."""
+    """transformers' prompt for questions, a template of Jinja. Raises ImportError where it has none."""
     try:
         from transformers.decision import DECISION_PROMPT
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError as error:
-        import transformers
-
         raise ImportError(
-            f"decide asks with the prompt of transformers {NEEDED}, and {transformers.__version__} has none: install a "
-            "newer one, or give template="
+            "the prompt for questions, and special tokens written as text, are those of transformers 5.23, and "
+            f"{transformers.__version__} has none: install a newer one, or give template="
         ) from error
     return _compile_jinja_template(DECISION_PROMPT)
 
@@ -165,71 +156,51 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
     tokenizer, facts = model.tokenizer, model.facts
     rows: list[Ids] = []
     for label in labels:
-        ids = tuple(tokenizer(label, add_special_tokens=False)["input_ids"])
-        if not ids or tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        ids = (*tokenizer(label, add_special_tokens=False)["input_ids"],)
+        if not ids or tokenizer.unk_token_id in ids:
             raise ValueError(f"the tokenizer of {facts.name} cannot write the label {shown(label)}; give labels")
         if {facts.mask_token_id, *facts.eos_token_ids} & {*ids}:
             raise ValueError(f"the label {shown(label)} holds the mask or an end token; give another one")
-        rows.append(ids)
-    for label, ids in zip(labels, rows, strict=True):
-        if rows.count(ids) > 1:
+        if ids in rows:
             raise ValueError(f"the tokenizer of {facts.name} writes the label {shown(label)} as another one")
+        rows.append(ids)
     return rows
 
 
-def _end_token(facts: Any, opened: list[int], closed: list[int]) -> list[int]:
-    """The end token that the chat template writes after an answer, else the model's first; none where it has none.
-
-    Args:
-        opened: a chat up to the answer. closed: the same with an answer.
-    """
-    ends = facts.eos_token_ids
-    common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(opened, closed))])
-    return [next((token for token in closed[common:] if token in ends), ends[0])] if ends else []
-
-
-def _plain_ids(model: Any, text: str) -> tuple[list[int], list[int]]:
-    """The ids of a text without a chat template, and those that the tokenizer puts after it."""
-    tokenizer = model.tokenizer
-    if controls := _control_tokens(tokenizer, text):
-        raise ValueError(f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it")
-    plain = ids_of(tokenizer, text)
-    if not (model.facts.topology.startswith("causal") or model.kind == "encoder"):
-        return plain, []
-    ids = ids_of(tokenizer, text, special=True)
-    begin = next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)
-    return ids[: begin + len(plain)], ids[begin + len(plain) :]
-
-
-def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> list[int]:
-    """The ids of a chat, in which special tokens of its contents are text. Raises ValueError for a text that the
-    tokenizer cannot write."""
+def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
+    """The ids of a chat, in which special tokens of its contents are text, and those that the tokenizer puts after an
+    answer; without a chat template of its text alone. Raises ValueError for a text that the tokenizer cannot write."""
     tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
-    if not (controls := _control_tokens(tokenizer, contents)):
-        return ids_of(tokenizer, render(tokenizer, chat, open_turn, enable_thinking=False))
-    if "sanitize_control_tokens" not in inspect.signature(tokenizer.apply_chat_template).parameters:
-        raise ValueError(
-            f"the text holds {controls[0]!r}, a special token, which transformers {NEEDED} can write as text"
-        )
+    controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
+    if not getattr(tokenizer, "chat_template", None):
+        if controls:
+            raise ValueError(
+                f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it"
+            )
+        text = chat[0]["content"] + "\n"
+        plain = ids_of(tokenizer, text)
+        if not (model.facts.topology.startswith("causal") or model.kind == "encoder"):
+            return plain, []
+        ids = ids_of(tokenizer, text, special=True)
+        end = len(plain) + next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)
+        return ids[:end], ids[end:]
+    if not controls:
+        return ids_of(tokenizer, render(tokenizer, chat, open_turn, enable_thinking=False)), []
+    _prompt()  # an older transformers takes special tokens of a text for themselves
     # on a copy: while it writes such a text, the tokenizer takes no special token for one, in any thread
     copied, lock = _copy_of(tokenizer)
     with lock:
-        ids: list[int] = copied.apply_chat_template(
+        sanitized = copied.apply_chat_template(
             chat, add_generation_prompt=open_turn, enable_thinking=False, sanitize_control_tokens=True, return_dict=True
-        )["input_ids"]
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        )
+    if tokenizer.unk_token_id in sanitized["input_ids"]:
         raise unknown_words(tokenizer, contents)
-    return ids
+    return sanitized["input_ids"], []
 
 
 @lru_cache(maxsize=4)
 def _copy_of(tokenizer: Any) -> tuple[Any, threading.Lock]:
     return copy.deepcopy(tokenizer), threading.Lock()
-
-
-def _control_tokens(tokenizer: Any, text: str) -> list[str]:
-    """The special tokens that a text holds."""
-    return [token for token in tokenizer.added_tokens_encoder if token and token in text and not token.isspace()]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -245,102 +216,88 @@ def read(
         FloatingPointError: NaN or +inf among the logits.
     """
     by_row: dict[Ids, list[Step]] = {}
-    for step in steps:
+    for step in dict.fromkeys(steps):
         by_row.setdefault(step.row, []).append(step)
-    rows, facts = sorted(by_row, key=len), model.facts
-    positions = {row: sorted({step.position for step in by_row[row]}) for row in rows}
-    is_canvas = facts.topology == "canvas"
+    rows, is_canvas = sorted(by_row, key=len), model.facts.topology == "canvas"
     size = max(1, batch_size // seeds) if is_canvas else batch_size
     groups = [rows] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(rows, len)]
-    shared = 0 if is_canvas else _shared_length(model, rows, min(places[0] for places in positions.values()))
-    log_probs: dict[Step, float] = {}
+    log_probs = dict.fromkeys(itertools.chain(*by_row.values()), -math.inf)
     with torch.inference_mode():
-        store, forwards = (_fill_store(model, rows[0][:shared]), 1) if shared else (None, 0)
+        store, shared = _shared_prefix(model, rows, min(step.position for step in log_probs))
+        forwards = int(store is not None)
         for batch in (group[first : first + size] for group in groups for first in range(0, len(group), size)):
             if before_call is not None:
                 before_call()
-            prompts = [by_row[row][0].prompt for row in batch]
+            read_steps = [by_row[row] for row in batch]
+            places = [sorted({step.position for step in row_steps}) for row_steps in read_steps]
+            prompts = [row_steps[0].prompt_length for row_steps in read_steps]
             if is_canvas:
                 logits = _first_step(model, batch, prompts, seeds)
                 forwards += 2  # prompts, and canvases
             else:
-                query = whole_rows(model, batch, [positions[row] for row in batch], prompts, shared)
-                logits = (model(query) if store is None else model(query, store)).unsqueeze(1)
+                query = whole_rows(model, batch, places, prompts, shared)
+                logits = (model(query) if store is None else model(query, store)).unsqueeze(0)
                 forwards += 1
-            for row, prompt, row_logits in zip(batch, prompts, logits, strict=True):
-                places = positions[row]
-                columns = [place - prompt for place in places] if is_canvas else [*range(len(places))]
-                scores = row_logits[:, columns]
-                scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-                total = scores.logsumexp(-1, keepdim=True)
-                if not total.isfinite().all():
-                    message = f"{facts.name} returned NaN or +inf for a row of {len(row)} tokens"
-                    raise NotFinite(message, np.zeros(1, int))
-                for column, place in enumerate(places):
-                    here = [step for step in by_row[row] if step.position == place]
-                    ids = sorted({token for step in here for token in step.ids})
-                    means = (scores[:, column, ids] - total[:, column]).logsumexp(0) - math.log(len(scores))
-                    by_id = dict(zip(ids, means.double().tolist(), strict=True))
-                    log_probs |= {step: _log_sum_exp([by_id[token] for token in step.ids]) for step in here}
+            pairs = [(row, place) for row in range(len(batch)) for place in places[row]]
+            columns = [place - prompts[row] if is_canvas else places[row].index(place) for row, place in pairs]
+            scores = logits[:, [row for row, _ in pairs], columns]
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # [S, P, V]
+            total = scores.logsumexp(-1)
+            if not total.isfinite().all():
+                raise FloatingPointError(f"{model.facts.name} returned NaN or +inf")
+            read_here = [(step, row) for row, row_steps in enumerate(read_steps) for step in row_steps]
+            index = {pair: number for number, pair in enumerate(pairs)}
+            where = [index[row, step.position] for step, row in read_here for _ in step.ids]
+            ids = [token for step, _ in read_here for token in step.ids]
+            means = (scores[:, where, ids] - total[:, where]).logsumexp(0) - math.log(len(scores))
+            owners = [step for step, _ in read_here for _ in step.ids]
+            for step, mean in zip(owners, means.tolist(), strict=True):
+                log_probs[step] = float(np.logaddexp(log_probs[step], mean))
     return log_probs, forwards
 
 
-def _log_sum_exp(values: list[float]) -> float:
-    largest = max(values)
-    if largest == -math.inf:
-        return largest
-    return largest + math.log(sum(math.exp(value - largest) for value in values))
-
-
-def _shared_length(model: Any, rows: Sequence[Ids], first: int) -> int:
-    """How many leading tokens all rows have in common, whose keys and values depend on nothing after them; 0 where a
-    call for them would not pay. first: the first position to be read."""
+def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, int]:
+    """A store of what all rows begin with, before the `first` position to be read, and its length; None and 0 where a
+    call for it would not pay, or keys depend on what follows."""
     facts = model.facts
     if len(rows) == 1 or not model.supports_store or facts.topology not in ("causal", "block_causal"):
-        return 0
-    if facts.prompt_aligned:  # the whole prompt is one block
-        return 0
-    low, high, longest = min(rows), max(rows), first - 1  # a shifted prediction is read one to the left
-    common = next((index for index in range(longest) if low[index] != high[index]), longest)
-    common -= common % facts.block_unit
-    return common if common >= MIN_SHARED_TOKENS else 0
-
-
-def _fill_store(model: Any, prefix: Ids) -> Any:
-    """A store with the keys and values of the tokens that all rows begin with."""
-    store, length, index = model.make_store(1, len(prefix)), len(prefix), np.zeros(1, np.int64)
-    query = whole_rows(model, [prefix], [[length - 1]], [length])
+        return None, 0
+    length = min(len(os.path.commonprefix(rows)), first - 1)  # a shifted prediction is read one to the left
+    length -= length % facts.block_unit
+    if length < MIN_SHARED_TOKENS or facts.prompt_aligned:  # else the whole prompt is one block
+        return None, 0
+    store, row, index = model.make_store(1, length), rows[0][:length], np.zeros(1, np.int64)
+    query = whole_rows(model, [row], [[length - 1]], [length])
     slots = torch.arange(length, device=model.device).unsqueeze(0)
     query.store = StoreCall(torch.as_tensor(index, device=model.device), slots, index, length)
     model(query, store)
-    return store
+    return store, length
 
 
-def _first_step(model: Any, rows: Sequence[Ids], starts: Sequence[int], seeds: int) -> Tensor:
-    """Logits [R, seeds, C, V] of canvases that begin at `starts`, after their prompts. Given tokens stay where they
+def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) -> Tensor:
+    """Logits [seeds, R, C, V] of canvases that begin at `starts`, after their prompts. Given tokens stay where they
     are; where a row has `HOLE` or has ended is noise of seeds 0, 1, ..., which depends on the prompt alone."""
-    device, width = model.device, model.facts.block_length
-    prompts = [[*row[:start]] for row, start in zip(rows, starts, strict=True)]
-    unique = [[*prompt] for prompt in dict.fromkeys(map(tuple, prompts))]
+    width, count = model.facts.block_length, seeds * len(rows)
+    prompts = [row[:start] for row, start in zip(rows, starts, strict=True)]
+    unique = [*dict.fromkeys(prompts)]
     sampler = DiffusionGemma()
     state = sampler.start(model, unique, max_new_tokens=width, seed=0)
     model(sampler.query(state)[0], state.store)  # encodes the prompts
 
-    copies = [prompt for prompt in prompts for _ in range(seeds)]
-    begin = torch.tensor([len(prompt) for prompt in copies])
+    begin = torch.tensor(starts * seeds)
     positions = begin.unsqueeze(1) + torch.arange(width)
-    keys = torch.as_tensor(rng.row_keys([*range(seeds)] * len(rows), copies, before=[0] * len(copies)))
+    keys = torch.as_tensor(rng.row_keys(np.arange(count) // len(rows), prompts * seeds, before=[0] * count))
     fresh = noise(keys, torch.zeros_like(begin), positions, model.facts.vocab_size, FIRST_STREAM)
-    given = torch.as_tensor(padded([[*row[start:]] for row, start in zip(rows, starts, strict=True)], width, HOLE))
-    given = given.repeat_interleave(seeds, 0)
-    index = torch.tensor([unique.index(prompt) for prompt in copies], device=device)
+    answers = [row[start:] for row, start in zip(rows, starts, strict=True)]
+    given = torch.as_tensor(padded(answers, width, HOLE)).repeat(seeds, 1)
+    index = torch.tensor([unique.index(prompt) for prompt in prompts] * seeds, device=model.device)
     query = CanvasQuery(
-        rows=np.arange(len(copies)),
-        tokens=torch.where(given == HOLE, fresh, given).to(device),
-        positions=positions.to(device),
+        rows=np.arange(count),
+        tokens=torch.where(given == HOLE, fresh, given).to(model.device),
+        positions=positions.to(model.device),
         store=StoreCall(index, visible_length=max(starts), begin=min(starts)),
-        forwarded=np.full(len(copies), width),
+        forwarded=np.full(count, width),
         kind="canvas",
     )
     logits: Tensor = model(query, state.store)
-    return logits.unflatten(0, (len(rows), seeds))
+    return logits.unflatten(0, (seeds, len(rows)))

@@ -13,8 +13,8 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.decision import DecisionConfig, parse_questions
 from transformers.decision.configuration_utils import DECISION_CONFIG_NAME, DECISION_TEMPLATE_NAME
 
-from paradec.api.decisions.decide import TYPES, Plan
-from paradec.api.decisions.questions import Asked
+from paradec.api.decisions.decide import Plan
+from paradec.api.decisions.questions import TYPES, Question
 from paradec.batching.slots import Cancelled
 from paradec.core.checks import shown
 from paradec.integrations.server.asked import Refused
@@ -66,11 +66,9 @@ class SystemOne(Handler, SystemOneHandler):
             request = SystemOneHandler._validate_request(self, body)
             questions = parse_questions(request.questions, self.decision_config)
         except HTTPException as error:
-            details: list[Any] = [] if isinstance(error.detail, str) else [*error.detail]
-            places = [[str(part) for part in item.get("loc", ())[1:]] for item in details]
-            lines = [f"{shown('.'.join(place))[1:-1]}: {item['msg']}" for place, item in zip(places, details)]
-            field = places[0][0][:80] if places and places[0] else None
-            raise Refused(("; ".join(lines) or str(error.detail))[:MAX_MESSAGE], error.status_code, field) from error
+            places = [".".join(map(str, item["loc"][1:])) for item in error.detail]
+            lines = [f"{shown(place)[1:-1]}: {item['msg']}" for place, item in zip(places, error.detail)]
+            raise Refused("; ".join(lines)[:MAX_MESSAGE], error.status_code, places[0].split(".")[0][:80]) from error
         except RecursionError:
             raise Refused("questions are nested too deeply", 422, "questions") from None
         if self.decision_config.chat_template is not None:
@@ -80,22 +78,18 @@ class SystemOne(Handler, SystemOneHandler):
         if request.assets:
             raise Refused("assets are images, and this server answers about text; leave them out", 400, "assets")
         temperature = {kind: float(value) for kind, value in self.decision_config.temperature.items() if kind in TYPES}
-        asked = {question.name: to_asked(question) for question in questions}
+        asked = {question.name: to_question(question) for question in questions}
         try:
             return questions, Plan(self.generation_state.engine.model, request.state, asked, temperature=temperature)
         except (ValueError, TypeError) as error:
             raise Refused(str(error)[:MAX_MESSAGE], 400) from error
 
 
-def to_asked(question: Any) -> Asked:
+def to_question(question: Any) -> Question:
     """A question of transformers as a plan has it."""
-    options, values = [*question.options], tuple(question.options)
-    if question.type != "choice":
-        values = (
-            tuple(option == "true" for option in options) if question.type == "noul" else tuple(range(len(options)))
-        )
-    labels, descriptions = [*question.labels], [*question.descriptions]
-    return Asked(question.type, question.instructions, options, labels, descriptions, values)
+    value_of = {"noul": lambda option: option == "true", "choice": str, "score": int}[question.type]
+    values = tuple(map(value_of, question.options))
+    return Question(question.type, question.instructions, [*question.labels], [*question.descriptions], values)
 
 
 def read_config(model: Any) -> DecisionConfig:

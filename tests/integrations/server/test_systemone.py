@@ -87,7 +87,7 @@ def test_recorded_answers(name: str) -> None:
     from transformers.decision import DecisionConfig, parse_questions
 
     from paradec.api.decisions.decide import Plan
-    from paradec.integrations.server.decisions import to_asked
+    from paradec.integrations.server.decisions import to_question
 
     case = CASES[name]
     for question in parse_questions(plain(case["questions"], read=True), DecisionConfig()):
@@ -95,7 +95,7 @@ def test_recorded_answers(name: str) -> None:
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [ids_of(label)[0] for label in question.labels]
         model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))
-        found = Plan(model, "x", {key: to_asked(question)}, temperature=case["temperature"]).answer()
+        found = Plan(model, "x", {key: to_question(question)}, temperature=case["temperature"]).answer()
         answer = question.answer([*found[key].probabilities.values()])
         assert close(answer, expected["answers"][key], 1e-9)
 
