@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from paradec.api.decisions.questions import TYPES, Question, check_json
 from paradec.api.decisions.rows import Step, Template, lay_out, read
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
-from paradec.core.facts import ModelFacts
 from paradec.models.requests import UNSHARED
 
 
@@ -112,16 +112,15 @@ def decide(
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
     if isinstance(state, (list, tuple)):
-        raise ValueError(
-            f"state={shown(state)} must be one text or JSON object: call decide once for each state, or give "
-            "json.dumps of a list that is one state"
-        )
-    return Plan(model, state, questions, together, temperature, prior, rotate, template, seeds, batch_size).answer()
+        raise ValueError(f"state={shown(state)} must be one text or JSON object: call decide once for each state")
+    plan = Plan(model, state, questions, together, temperature, prior, rotate, template, seeds, batch_size)
+    return plan.answer()
 
 
 @dataclass
 class Plan:
-    """Questions that are checked and laid out in rows, before the model is called. Arguments: as of `decide`."""
+    """Questions that are checked and laid out in rows, before the model is called. Arguments: as of `decide`; the state
+    may be a list."""
 
     model: Any
     state: Any
@@ -136,34 +135,41 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._check()
+        rows = [self.questions] if self.together else []
+        for name, question in ({} if self.together else self.questions).items():
+            rows += [{name: question.rotated(by)} for by in range(self._count_turns(question))]
         self.input_tokens = 0
         """Tokens of the rows that the questions are asked in."""
-        self.phrasings: dict[str, list[tuple[Question, float, list[list[Step]]]]] = {
-            name: [] for name in self.questions
-        }
-        """The ways in which each question is asked, each with its weight and the steps of its labels."""
-        rows: list[tuple[Mapping[str, Question], float]] = [(self.questions, 1.0)] if self.together else []
-        for name, question in ({} if self.together else self.questions).items():
-            turns = len(question.values) if self.rotate and question.type == "choice" else 1
-            rows += [({name: question.rotated(by)}, 1 / turns) for by in range(turns)]
+        self.phrasings: dict[str, list[tuple[Question, int, list[list[Step]]]]] = {name: [] for name in self.questions}
+        """The ways in which each question is asked, about the state (1) or nothing (-1), with its labels' steps."""
         for about, sign in [(self.state, 1), ("", -1)] if self.prior else [(self.state, 1)]:
-            for row, share in rows:
+            for row in rows:
                 length, steps = lay_out(self.model, about, [*row.values()], self.template)
                 self.input_tokens += length
                 for (name, question), labels in zip(row.items(), steps, strict=True):
-                    self.phrasings[name].append((question, sign * share, labels))
+                    self.phrasings[name].append((question, sign, labels))
+        self.steps = [step for ways in self.phrasings.values() for *_, labels in ways for step in chain(*labels)]
+        """All that is read of the model."""
+
+    def _count_turns(self, question: Question) -> int:
+        return len(question.values) if self.rotate and question.type == "choice" else 1
 
     def _check(self) -> None:
         """Raise TypeError or ValueError for an argument out of its range, and for a model that cannot be asked."""
-        facts, questions = _check_model(self.model), self.questions
-        if not isinstance(questions, Mapping) or not questions:
-            raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
-        for name, question in questions.items():
+        check_model("decide", self.model, ("text", "canvas"))
+        facts = self.model.facts
+        if getattr(self.model, "tokenizer", None) is None:
+            raise ValueError(f"{facts.name} has no tokenizer to write questions with: wrap it with tokenizer=...")
+        if facts.topology == "causal_context":
+            raise ValueError(f"{facts.name} reads the first token as a causal model: load(..., topology='causal')")
+        if facts.topology != "causal" and facts.hole_id is None:
+            raise ValueError(f"{facts.name} has no mask token: {facts.topology!r} models are asked at a mask")
+        if not isinstance(self.questions, Mapping) or not self.questions:
+            raise ValueError(f"questions={shown(self.questions)} must map names to questions, one at least")
+        for name, question in self.questions.items():
             if not isinstance(name, str) or not isinstance(question, Question):
-                raise TypeError(
-                    f"questions={shown(questions)} must map names to paradec.YesNo, Pick, Score or Span; {shown(name)} "
-                    f"is {shown(question)}"
-                )
+                pair = f"questions={{{shown(name)}: {shown(question)}}}"
+                raise TypeError(f"{pair} must map names to paradec.YesNo, Pick, Score or Span")
         check_json("state", self.state)
         if not isinstance(self.state, (str, dict, list, tuple)):
             raise TypeError(f"state={shown(self.state)} must be a text, or an object or a list of JSON")
@@ -176,24 +182,16 @@ class Plan:
         if self.template is not None and not callable(self.template):
             raise TypeError(f"template={shown(self.template)} must be a function of the state and a question, or None")
         given = 1.0 if self.temperature is None else self.temperature
-        self.temperatures = given if isinstance(given, Mapping) else dict.fromkeys(TYPES, given)
+        self.temperatures: Mapping[str, float] = given if isinstance(given, Mapping) else dict.fromkeys(TYPES, given)
         for kind, value in self.temperatures.items():
             check_choice("type of question in temperature", kind, TYPES)
             check_number("temperature", value, low=1e-6, high=1e6)
         if self.together and self.rotate:
             raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
         if self.together and facts.topology not in ("bidirectional", "canvas"):
-            raise ValueError(
-                f"together=True needs a model that sees the whole row: {facts.name} is {facts.topology!r}, and would "
-                "read a question after answers that are not there"
-            )
+            raise ValueError(f"together=True needs a model that sees the whole row: {facts.name} is {facts.topology!r}")
         if self.together and not getattr(self.model.tokenizer, "chat_template", None):
             raise ValueError(f"together=True asks in turns of a chat, and {facts.name} has no chat template")
-
-    @property
-    def steps(self) -> list[Step]:
-        """All that is read of the model."""
-        return [step for ways in self.phrasings.values() for *_, labels in ways for label in labels for step in label]
 
     @property
     def evaluated(self) -> int:
@@ -215,53 +213,35 @@ class Plan:
     def _answer(self, name: str, log_probs: Mapping[Step, float]) -> Decision:
         question, masses = self.questions[name], list[float]()
         scores = np.zeros(len(question.values))
-        for phrasing, weight, labels in self.phrasings[name]:
+        for phrasing, sign, labels in self.phrasings[name]:
             logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
-            if weight > 0:
+            if sign > 0:
                 masses.append(min(1.0, float(np.exp(logs).sum())))
             elif not np.isfinite(logs).all():
                 raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
-            scores += weight * logs[[phrasing.values.index(value) for value in question.values]]
+            order = [phrasing.values.index(value) for value in question.values]
+            scores += sign / self._count_turns(question) * logs[order]
         if not np.isfinite(scores).any():
             raise FloatingPointError(f"no label of question {name!r} has a probability")
         return build_decision(question, scores, float(np.mean(masses)), self.temperatures.get(question.type, 1.0))
 
 
-def _check_model(model: Any) -> ModelFacts:
-    """Raise TypeError or ValueError for a model that cannot be asked; return its facts."""
-    check_model("decide", model, ("text", "canvas"))
-    facts: ModelFacts = model.facts
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError(f"{facts.name} has no tokenizer, which questions are written with: wrap it with tokenizer=...")
-    if facts.topology == "causal_context":
-        raise ValueError(
-            f"{facts.name} reads the first token of an answer as a causal model: load(..., topology='causal')"
-        )
-    if facts.topology != "causal" and facts.hole_id is None:
-        raise ValueError(f"{facts.name} has no mask token: {facts.topology!r} models are asked at a mask")
-    return facts
-
-
 def build_decision(question: Question, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:
     """The decision of a question, from log scores [m] of its options."""
-    probabilities = _softmax(log_scores / temperature)
-    count, best = len(probabilities), int(probabilities.argmax())
-    if question.type == "score":
-        levels = np.arange(count)
-        value: Any = float(probabilities @ levels)
-        distance = float(probabilities @ np.abs(levels - best))
-        guess = sum(abs(level - (count - 1) / 2) for level in range(count)) / count
-        confidence = 1.0 if count == 1 else max(0.0, 1 - distance / guess)
+    p = _softmax(log_scores / temperature)
+    count, best, is_score, levels = len(p), int(p.argmax()), question.type == "score", np.arange(len(p))
+    if count == 1:
+        confidence = 1.0
+    elif is_score:
+        confidence = 1 - float(p @ np.abs(levels - best)) / (float(np.abs(levels - (count - 1) / 2).sum()) / count)
     else:
-        value = question.values[best]
-        confidence = 1.0 if count == 1 else max(0.0, (float(probabilities[best]) - 1 / count) / (1 - 1 / count))
-    seen = probabilities[probabilities > 0]
+        confidence = (float(p[best]) - 1 / count) / (1 - 1 / count)
     return Decision(
         type=question.type,
-        value=value,
-        probabilities=dict(zip(question.values, probabilities.tolist(), strict=True)),
-        confidence=confidence,
-        entropy=max(0.0, -float(seen @ np.log(seen))),
+        value=float(p @ levels) if is_score else question.values[best],
+        probabilities=dict(zip(question.values, p.tolist(), strict=True)),
+        confidence=max(0.0, confidence),
+        entropy=max(0.0, -float(p[p > 0] @ np.log(p[p > 0]))),
         mass=mass,
         log_scores=tuple(log_scores.tolist()),
     )
@@ -269,9 +249,8 @@ def build_decision(question: Question, log_scores: np.ndarray, mass: float, temp
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
     """Probabilities [m] proportional to exp(scores); one score at least is finite."""
-    weights = np.exp(scores - scores.max())
-    probabilities: np.ndarray = weights / weights.sum()
-    return probabilities
+    weights: np.ndarray = np.exp(scores - scores.max())
+    return weights / weights.sum()
 
 
 def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -16,8 +16,8 @@ TYPES = ("noul", "choice", "score", "span")
 
 @dataclass(frozen=True)
 class Question:
-    """A question as templates read it, with the fields of transformers' decision pipeline: base of `YesNo`, `Pick`,
-    `Score` and `Span`."""
+    """A question as templates read it, with the fields of transformers' decision pipeline. Base of `YesNo`, `Pick`,
+    `Score` and `Span`, which raise ValueError or TypeError for a wrong argument; the message names it."""
 
     type: str
     """"noul", "choice", "score" or "span"."""
@@ -37,8 +37,8 @@ class Question:
 
     def rotated(self, by: int) -> Question:
         """The same question with its options in another order under the same labels: option i is where i - `by` was."""
-        told, values = (of[by:] + of[:by] for of in (self.descriptions, self.values))
-        return Question(self.type, self.instructions, self.labels, told, values)
+        descriptions, values = self.descriptions[by:] + self.descriptions[:by], self.values[by:] + self.values[:by]
+        return Question(self.type, self.instructions, self.labels, descriptions, values)
 
 
 class YesNo(Question):
@@ -48,9 +48,6 @@ class YesNo(Question):
         instructions: the question, a text or data of JSON.
         true, false: what the two answers mean, told to the model where given.
         labels: what the model answers for true and for false.
-
-    Raises:
-        ValueError, TypeError: an argument of another kind; the message names it.
     """
 
     def __init__(
@@ -70,9 +67,6 @@ class Pick(Question):
         instructions: the question, a text or data of JSON; None where the options say it.
         options: different texts, or a mapping of texts to what they mean (None: nothing more).
         labels: what the model answers, one for each option; None is A, B, C, ..., of at most 26 options.
-
-    Raises:
-        ValueError, TypeError: an argument of another kind; the message names it.
     """
 
     def __init__(
@@ -95,9 +89,6 @@ class Score(Question):
         instructions: the question, a text or data of JSON; None where the levels say it.
         levels: what each level means, lowest first: texts, or data of JSON.
         labels: as for `Pick`.
-
-    Raises:
-        ValueError, TypeError: an argument of another kind; the message names it.
     """
 
     def __init__(self, instructions: Any = None, levels: Sequence[Any] = (), labels: Sequence[str] | None = None):
@@ -116,9 +107,6 @@ class Span(Question):
     Args:
         instructions: the question, a text or data of JSON; None where the state asks.
         texts: different texts, of any number of tokens.
-
-    Raises:
-        ValueError, TypeError: an argument of another kind; the message names it.
     """
 
     def __init__(self, instructions: Any = None, texts: Sequence[str] = ()):

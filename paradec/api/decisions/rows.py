@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from paradec.api.decisions.questions import Question
 from paradec.core import rng
@@ -67,10 +65,7 @@ def lay_out(
         chat.append({"role": "user", "content": text.lstrip("\n") if chat else text})
         opened, tail = _chat_ids(model, chat)
         if opened[: len(before)] != before:
-            raise ValueError(
-                f"together=True: the chat template of {facts.name} writes a turn otherwise where others follow; "
-                "ask one by one"
-            )
+            raise ValueError(f"together=True: {facts.name}'s chat template writes a turn otherwise before others")
         row += opened[len(before) :]
         starts.append(len(row))
         row += [] if is_causal else [facts.hole_id] * max(map(len, label_ids))
@@ -88,9 +83,7 @@ def lay_out(
     new = max(map(len, labels[0])) if is_causal else len(row) - prompt
     if facts.topology == "canvas":
         if new > facts.block_length:
-            raise ValueError(
-                f"the answers take {new} positions after the prompt, and a canvas has {facts.block_length}"
-            )
+            raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {facts.block_length}")
         new = facts.block_length
     check_rows(model, [row])
     facts.check_length(prompt + new, new)
@@ -142,12 +135,9 @@ def _prompt() -> Any:
     """transformers' prompt for questions, a template of Jinja. Raises ImportError where it has none."""
     try:
         from transformers.decision import DECISION_PROMPT
-        from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError as error:
-        raise ImportError(
-            "the prompt for questions, and special tokens written as text, are those of transformers 5.23, and "
-            f"{transformers.__version__} has none: install a newer one, or give template="
-        ) from error
+        needs = "the prompt for questions and special tokens written as text need transformers 5.23"
+        raise ImportError(f"{needs}, this is {transformers.__version__}; a plain text needs template= alone") from error
     return _compile_jinja_template(DECISION_PROMPT)
 
 
@@ -172,35 +162,24 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
     answer; without a chat template of its text alone. Raises ValueError for a text that the tokenizer cannot write."""
     tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
     controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
-    if not getattr(tokenizer, "chat_template", None):
-        if controls:
-            raise ValueError(
-                f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it"
-            )
-        text = chat[0]["content"] + "\n"
-        plain = ids_of(tokenizer, text)
-        if not (model.facts.topology.startswith("causal") or model.kind == "encoder"):
-            return plain, []
-        ids = ids_of(tokenizer, text, special=True)
-        end = len(plain) + next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)
-        return ids[:end], ids[end:]
-    if not controls:
-        return ids_of(tokenizer, render(tokenizer, chat, open_turn, enable_thinking=False)), []
-    _prompt()  # an older transformers takes special tokens of a text for themselves
-    # on a copy: while it writes such a text, the tokenizer takes no special token for one, in any thread
-    copied, lock = _copy_of(tokenizer)
-    with lock:
-        sanitized = copied.apply_chat_template(
-            chat, add_generation_prompt=open_turn, enable_thinking=False, sanitize_control_tokens=True, return_dict=True
-        )
-    if tokenizer.unk_token_id in sanitized["input_ids"]:
-        raise unknown_words(tokenizer, contents)
-    return sanitized["input_ids"], []
-
-
-@lru_cache(maxsize=4)
-def _copy_of(tokenizer: Any) -> tuple[Any, threading.Lock]:
-    return copy.deepcopy(tokenizer), threading.Lock()
+    if getattr(tokenizer, "chat_template", None):
+        if not controls:
+            return ids_of(tokenizer, render(tokenizer, chat, open_turn, enable_thinking=False)), []
+        _prompt()  # an older transformers cannot write special tokens as text
+        options = {"add_generation_prompt": open_turn, "enable_thinking": False, "sanitize_control_tokens": True}
+        ids = tokenizer.apply_chat_template(chat, return_dict=True, **options)["input_ids"]
+        if tokenizer.unk_token_id in ids:
+            raise unknown_words(tokenizer, contents)
+        return ids, []
+    if controls:
+        raise ValueError(f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it")
+    text = chat[0]["content"] + "\n"
+    plain = ids_of(tokenizer, text)
+    if not (model.facts.topology.startswith("causal") or model.kind == "encoder"):
+        return plain, []
+    ids = ids_of(tokenizer, text, special=True)
+    end = len(plain) + next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)
+    return ids[:end], ids[end:]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -286,9 +265,10 @@ def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) 
 
     begin = torch.tensor(starts * seeds)
     positions = begin.unsqueeze(1) + torch.arange(width)
-    keys = torch.as_tensor(rng.row_keys(np.arange(count) // len(rows), prompts * seeds, before=[0] * count))
+    row_seeds = [seed for seed in range(seeds) for _ in rows]
+    keys = torch.as_tensor(rng.row_keys(row_seeds, prompts * seeds, before=[0] * count))
     fresh = noise(keys, torch.zeros_like(begin), positions, model.facts.vocab_size, FIRST_STREAM)
-    answers = [row[start:] for row, start in zip(rows, starts, strict=True)]
+    answers = [[*row[start:]] for row, start in zip(rows, starts, strict=True)]
     given = torch.as_tensor(padded(answers, width, HOLE)).repeat(seeds, 1)
     index = torch.tensor([unique.index(prompt) for prompt in prompts] * seeds, device=model.device)
     query = CanvasQuery(

@@ -52,52 +52,47 @@ class SystemOne(Handler, SystemOneHandler):
         async with self._turn:
             try:
                 decisions = await asyncio.to_thread(plan.answer, before_call)
-            except Cancelled as error:
-                raise HTTPException(503, str(error)) from error
-            except FloatingPointError as error:
-                raise HTTPException(500, str(error)) from error
+            except (Cancelled, FloatingPointError) as error:
+                raise HTTPException(503 if isinstance(error, Cancelled) else 500, str(error)) from error
         answers = {one.name: one.answer([*decisions[one.name].probabilities.values()]) for one in questions}
         usage = {"input_tokens": decisions.input_tokens, "output_tokens": 0}
         return JSONResponse({"model": name, "answers": answers, "usage": usage})
 
     def _plan(self, body: dict[str, Any]) -> tuple[list[Any], Plan]:
         """transformers' questions, and their plan. Raises Refused."""
+        config = self.decision_config
         try:
             request = SystemOneHandler._validate_request(self, body)
-            questions = parse_questions(request.questions, self.decision_config)
         except HTTPException as error:
-            places = [".".join(map(str, item["loc"][1:])) for item in error.detail]
-            lines = [f"{shown(place)[1:-1]}: {item['msg']}" for place, item in zip(places, error.detail)]
-            raise Refused("; ".join(lines)[:MAX_MESSAGE], error.status_code, places[0].split(".")[0][:80]) from error
+            details: Any = error.detail
+            places = [[str(part) for part in item["loc"][1:]] for item in details]
+            lines = [f"{shown('.'.join(place))[1:-1]}: {item['msg']}" for place, item in zip(places, details)]
+            raise Refused("; ".join(lines)[:MAX_MESSAGE], error.status_code, "".join(places[0][:1])[:80]) from error
         except RecursionError:
             raise Refused("questions are nested too deeply", 422, "questions") from None
-        if self.decision_config.chat_template is not None:
-            raise Refused(
-                f"this model asks with a {DECISION_TEMPLATE_NAME} of its own, which is not supported here", 400
-            )
+        if config.chat_template is not None:
+            raise Refused(f"this model asks with its own {DECISION_TEMPLATE_NAME}, which is not supported here")
         if request.assets:
             raise Refused("assets are images, and this server answers about text; leave them out", 400, "assets")
-        temperature = {kind: float(value) for kind, value in self.decision_config.temperature.items() if kind in TYPES}
+        questions = parse_questions(request.questions, config)
         asked = {question.name: to_question(question) for question in questions}
+        temperature = {kind: float(value) for kind, value in config.temperature.items() if kind in TYPES}
         try:
             return questions, Plan(self.generation_state.engine.model, request.state, asked, temperature=temperature)
         except (ValueError, TypeError) as error:
-            raise Refused(str(error)[:MAX_MESSAGE], 400) from error
+            raise Refused(str(error)[:MAX_MESSAGE]) from error
 
 
 def to_question(question: Any) -> Question:
     """A question of transformers as a plan has it."""
-    value_of = {"noul": lambda option: option == "true", "choice": str, "score": int}[question.type]
+    value_of: Any = {"noul": lambda option: option == "true", "choice": str, "score": int}[question.type]
     values = tuple(map(value_of, question.options))
     return Question(question.type, question.instructions, [*question.labels], [*question.descriptions], values)
 
 
 def read_config(model: Any) -> DecisionConfig:
-    """The decision.json in a checkpoint's folder; transformers' defaults where there is none.
-
-    Raises:
-        ValueError: a file that cannot be read.
-    """
+    """The decision.json in a checkpoint's folder; transformers' defaults where there is none. Raises ValueError for a
+    file that cannot be read."""
     folder = getattr(model.module, "name_or_path", None)
     if not isinstance(folder, str) or not os.path.isdir(folder):
         return DecisionConfig()
