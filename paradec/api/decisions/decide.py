@@ -108,7 +108,7 @@ def decide(
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
-        ImportError: the installed transformers has no prompt for questions, and `template` is not given.
+        ImportError: the installed transformers is older than 5.23, and its prompt or special tokens as text are needed.
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
     if isinstance(state, (list, tuple)):
@@ -135,9 +135,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._check()
-        rows = [self.questions] if self.together else []
-        for name, question in ({} if self.together else self.questions).items():
-            rows += [{name: question.rotated(by)} for by in range(self._count_turns(question))]
+        turns = [(name, one, by) for name, one in self.questions.items() for by in range(self._count_turns(one))]
+        rows = [self.questions] if self.together else [{name: one.rotated(by)} for name, one, by in turns]
         self.input_tokens = 0
         """Tokens of the rows that the questions are asked in."""
         self.phrasings: dict[str, list[tuple[Question, int, list[list[Step]]]]] = {name: [] for name in self.questions}
@@ -223,7 +222,7 @@ class Plan:
             scores += sign / self._count_turns(question) * logs[order]
         if not np.isfinite(scores).any():
             raise FloatingPointError(f"no label of question {name!r} has a probability")
-        return build_decision(question, scores, float(np.mean(masses)), self.temperatures.get(question.type, 1.0))
+        return build_decision(question, scores, float(np.mean(masses)), float(self.temperatures.get(question.type, 1)))
 
 
 def build_decision(question: Question, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:

@@ -99,11 +99,10 @@ def _steps(facts: Any, row: Ids, prompt: int, start: int, labels: Sequence[Ids])
         ended = [len(label) < max(map(len, labels)) for label in labels]
     if any(ended) and not facts.eos_token_ids:
         raise ValueError(f"{facts.name} has no end token, which tells labels of different numbers of tokens apart")
-    steps: list[list[Step]] = []
-    for label, is_ended in zip(labels, ended, strict=True):
-        choices = [(token,) for token in label] + [(*facts.eos_token_ids,)] * is_ended
-        rows = [row[:start] + label[:count] + row[start + count :] for count in range(len(choices))]
-        steps.append([Step(rows[count], prompt, start + count, ids) for count, ids in enumerate(choices)])
+    steps: list[list[Step]] = [[] for _ in labels]
+    for label, is_ended, factors in zip(labels, ended, steps, strict=True):
+        for count, ids in enumerate([(token,) for token in label] + [(*facts.eos_token_ids,)] * is_ended):
+            factors.append(Step(row[:start] + label[:count] + row[start + count :], prompt, start + count, ids))
     return steps
 
 
@@ -173,13 +172,10 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
         return ids, []
     if controls:
         raise ValueError(f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it")
-    text = chat[0]["content"] + "\n"
-    plain = ids_of(tokenizer, text)
-    if not (model.facts.topology.startswith("causal") or model.kind == "encoder"):
-        return plain, []
-    ids = ids_of(tokenizer, text, special=True)
-    end = len(plain) + next((start for start in range(len(ids)) if ids[start : start + len(plain)] == plain), 0)
-    return ids[:end], ids[end:]
+    special = model.facts.topology.startswith("causal") or model.kind == "encoder"
+    ids = ids_of(tokenizer, chat[0]["content"] + "\n", special)
+    tail = [*itertools.takewhile(lambda token: token in tokenizer.all_special_ids, reversed(ids))][::-1]
+    return ids[: len(ids) - len(tail)], tail
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -194,44 +190,40 @@ def read(
     Raises:
         FloatingPointError: NaN or +inf among the logits.
     """
-    by_row: dict[Ids, list[Step]] = {}
+    by_row: dict[Ids, dict[int, list[Step]]] = {}
     for step in dict.fromkeys(steps):
-        by_row.setdefault(step.row, []).append(step)
+        by_row.setdefault(step.row, {}).setdefault(step.position, []).append(step)
     rows, is_canvas = sorted(by_row, key=len), model.facts.topology == "canvas"
     size = max(1, batch_size // seeds) if is_canvas else batch_size
     groups = [rows] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(rows, len)]
-    log_probs = dict.fromkeys(itertools.chain(*by_row.values()), -math.inf)
+    log_probs: dict[Step, float] = {}
     with torch.inference_mode():
-        store, shared = _shared_prefix(model, rows, min(step.position for step in log_probs))
-        forwards = int(store is not None)
+        store, shared = _shared_prefix(model, rows, min(map(min, by_row.values())))
+        forwards = 0 if store is None else 1
         for batch in (group[first : first + size] for group in groups for first in range(0, len(group), size)):
             if before_call is not None:
                 before_call()
-            read_steps = [by_row[row] for row in batch]
-            places = [sorted({step.position for step in row_steps}) for row_steps in read_steps]
-            prompts = [row_steps[0].prompt_length for row_steps in read_steps]
+            places = [by_row[row] for row in batch]
+            prompts = [next(iter(row_places.values()))[0].prompt_length for row_places in places]
             if is_canvas:
                 logits = _first_step(model, batch, prompts, seeds)
                 forwards += 2  # prompts, and canvases
             else:
-                query = whole_rows(model, batch, places, prompts, shared)
+                query = whole_rows(model, batch, [[*row_places] for row_places in places], prompts, shared)
                 logits = (model(query) if store is None else model(query, store)).unsqueeze(0)
                 forwards += 1
-            pairs = [(row, place) for row in range(len(batch)) for place in places[row]]
-            columns = [place - prompts[row] if is_canvas else places[row].index(place) for row, place in pairs]
-            scores = logits[:, [row for row, _ in pairs], columns]
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # [S, P, V]
-            total = scores.logsumexp(-1)
-            if not total.isfinite().all():
-                raise FloatingPointError(f"{model.facts.name} returned NaN or +inf")
-            read_here = [(step, row) for row, row_steps in enumerate(read_steps) for step in row_steps]
-            index = {pair: number for number, pair in enumerate(pairs)}
-            where = [index[row, step.position] for step, row in read_here for _ in step.ids]
-            ids = [token for step, _ in read_here for token in step.ids]
-            means = (scores[:, where, ids] - total[:, where]).logsumexp(0) - math.log(len(scores))
-            owners = [step for step, _ in read_here for _ in step.ids]
-            for step, mean in zip(owners, means.tolist(), strict=True):
-                log_probs[step] = float(np.logaddexp(log_probs[step], mean))
+            for number, (prompt, row_places) in enumerate(zip(prompts, places, strict=True)):
+                for column, (place, here) in enumerate(row_places.items()):
+                    scores = logits[:, number, place - prompt if is_canvas else column]
+                    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # [S, V]
+                    total = scores.logsumexp(-1, keepdim=True)
+                    if not total.isfinite().all():
+                        raise FloatingPointError(f"{model.facts.name} returned NaN or +inf")
+                    ids = [token for step in here for token in step.ids]
+                    means = (scores[:, ids] - total).logsumexp(0) - math.log(len(scores))
+                    by_id = dict(zip(ids, means.tolist(), strict=True))
+                    for step in here:
+                        log_probs[step] = float(np.logaddexp.reduce([by_id[token] for token in step.ids]))
     return log_probs, forwards
 
 
@@ -256,26 +248,25 @@ def _shared_prefix(model: Any, rows: Sequence[Ids], first: int) -> tuple[Any, in
 def _first_step(model: Any, rows: Sequence[Ids], starts: list[int], seeds: int) -> Tensor:
     """Logits [seeds, R, C, V] of canvases that begin at `starts`, after their prompts. Given tokens stay where they
     are; where a row has `HOLE` or has ended is noise of seeds 0, 1, ..., which depends on the prompt alone."""
-    width, count = model.facts.block_length, seeds * len(rows)
-    prompts = [row[:start] for row, start in zip(rows, starts, strict=True)]
+    width, device, count = model.facts.block_length, model.device, seeds * len(rows)
+    prompts = [row[:start] for row, start in zip(rows, starts, strict=True)] * seeds
     unique = [*dict.fromkeys(prompts)]
     sampler = DiffusionGemma()
     state = sampler.start(model, unique, max_new_tokens=width, seed=0)
     model(sampler.query(state)[0], state.store)  # encodes the prompts
 
-    begin = torch.tensor(starts * seeds)
-    positions = begin.unsqueeze(1) + torch.arange(width)
-    row_seeds = [seed for seed in range(seeds) for _ in rows]
-    keys = torch.as_tensor(rng.row_keys(row_seeds, prompts * seeds, before=[0] * count))
-    fresh = noise(keys, torch.zeros_like(begin), positions, model.facts.vocab_size, FIRST_STREAM)
-    answers = [[*row[start:]] for row, start in zip(rows, starts, strict=True)]
-    given = torch.as_tensor(padded(answers, width, HOLE)).repeat(seeds, 1)
-    index = torch.tensor([unique.index(prompt) for prompt in prompts] * seeds, device=model.device)
+    index = np.array([unique.index(prompt) for prompt in prompts])
+    positions = state.positions(index)
+    keys = rng.row_keys([seed for seed in range(seeds) for _ in rows], prompts, before=[0] * count)
+    step = torch.zeros(count, dtype=torch.int64, device=device)
+    fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
+    answers = padded([[*row[start:]] for row, start in zip(rows, starts, strict=True)], width, HOLE)
+    given = torch.as_tensor(answers, device=device).repeat(seeds, 1)
     query = CanvasQuery(
         rows=np.arange(count),
-        tokens=torch.where(given == HOLE, fresh, given).to(model.device),
-        positions=positions.to(model.device),
-        store=StoreCall(index, visible_length=max(starts), begin=min(starts)),
+        tokens=torch.where(given == HOLE, fresh, given),
+        positions=positions,
+        store=StoreCall(state.index(index), visible_length=max(starts), begin=min(starts)),
         forwarded=np.full(count, width),
         kind="canvas",
     )
