@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ from deciding import END, MASK, TOKENIZER, VOCAB, Says, chat_tokenizer, ids_of, 
 from plain_canvas import causal
 from recorded import replays
 from structured import CASES, named
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 import paradec
@@ -69,13 +70,13 @@ def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance:
 # ---- transformers' pipeline -----------------------------------------------------------------------------------------
 
 
-def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float], questions: Any = None) -> Any:
+def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float]) -> Any:
     from transformers.decision import DecisionConfig
     from transformers.pipelines import DecisionPipeline
 
     config = DecisionConfig(chat_template=template, temperature=temperature)
     pipeline = DecisionPipeline(model=module, tokenizer=chat_tokenizer(), decision_config=config)
-    return pipeline({"state": STATE, "questions": wire(questions or QUESTIONS)})
+    return pipeline({"state": STATE, "questions": wire(QUESTIONS)})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -126,15 +127,8 @@ def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int
     """log of the probability that one of `ids` is at a position of a row with such a prompt."""
     shift = 1 if model.facts.topology == "causal" else model.facts.shift
     with torch.no_grad():
-        logits = model.module(torch.tensor([row]), attention_mask=visible(model, len(row), prompt)).logits[
-            0, at - shift
-        ]
-    return float(logits.log_softmax(-1)[ids].logsumexp(0))
-
-
-def padding(model: Any, length: int, prompt: int) -> list[int]:
-    """What fills up a row's last block."""
-    return [END] * (-(length - (prompt if model.facts.block_align == "prompt" else 0)) % model.facts.block_unit)
+        logits = model.module(torch.tensor([row]), attention_mask=visible(model, len(row), prompt)).logits[0]
+    return float(logits[at - shift].log_softmax(-1)[ids].logsumexp(0))
 
 
 def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
@@ -147,13 +141,14 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
     for own in texts:
         follows = [[token] for token in own]
         if begins if is_causal else len(own) < longest:
-            follows.append([END])
+            follows.append([*model.facts.eos_token_ids])
         total = 0.0
         for count, ids in enumerate(follows):
             row = prompt + own[:count]
             if not is_causal:
-                row += [MASK] * (longest - count) + [END]
-                row += padding(model, len(row), len(prompt))
+                row += [MASK] * (longest - count) + [END]  # the template's end token, of several
+                begin = len(prompt) if model.facts.block_align == "prompt" else 0
+                row += [END] * (-(len(row) - begin) % model.facts.block_unit)
             total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
         found.append(total)
     return found
@@ -165,6 +160,8 @@ MODELS = {
     "block_causal": lambda: model_of("block_causal", block_length=4),
     "prompt_blocks": lambda: model_of("block_causal", block_length=4, block_align="prompt"),
     "causal": lambda: model_of("causal"),
+    "two_ends": lambda: model_of("bidirectional", eos_token_id=(ids_of("q")[0], END)),
+    "causal_two_ends": lambda: model_of("causal", eos_token_id=(ids_of("q")[0], END)),
 }
 
 
@@ -179,22 +176,6 @@ def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
         assert found[name].mass == pytest.approx(weights.sum(), rel=1e-9) and found[name].mass < 1
         assert [*found[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
         assert found[name].value == one.values[int(np.argmax(scores))]
-
-
-@pytest.mark.parametrize("kind", ["bidirectional", "causal"])
-def test_of_several_end_tokens_the_template_s_is_given_and_all_count(kind: str) -> None:
-    other = ids_of("x")[0]
-    model = model_of(kind, module=network(), eos_token_id=(other, END))
-    found = paradec.decide(model, "level", {"q": Span("?", ["Yes", "Yes only"])})["q"]
-    prompt, two = ids_of("<|turn|>user\nlevel\n\n?<|end|>\n<|turn|>assistant\n"), ids_of("Yes only")
-    (rest, last), at = (([], []) if kind == "causal" else ([MASK], [END])), len(prompt)
-    assert len(two) == 2
-    begin = plain_log_p(model, [*prompt, *rest, *rest, *last], at, two[:1])
-    ended = plain_log_p(model, [*prompt, two[0], *rest, *last], at + 1, [other, END])
-    going = plain_log_p(model, [*prompt, two[0], *rest, *last], at + 1, two[1:])
-    if kind == "causal":
-        going += plain_log_p(model, [*prompt, *two], at + 2, [other, END])
-    assert found.log_scores == pytest.approx([begin + ended, begin + going], rel=1e-9)
 
 
 def test_together_each_reads_the_others() -> None:
@@ -223,8 +204,9 @@ def test_together_each_reads_the_others() -> None:
     assert found.input_tokens == len(row)
 
 
-def canvas_model(dtype: torch.dtype = torch.float64) -> Any:
-    return paradec.wrap(tiny_module(dtype=dtype, vocab=VOCAB), eos_token_id=END, tokenizer=TOKENIZER)
+def canvas_model(**more: Any) -> Any:
+    module = tiny_module(dtype=torch.float64, vocab=VOCAB, **more)
+    return paradec.wrap(module, eos_token_id=END, tokenizer=TOKENIZER)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -349,15 +331,11 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     again = paradec.decide(model, "s", asked, temperature=fitted)
     assert again["q"].log_scores == found["q"].log_scores and again["q"].confidence < found["q"].confidence
     assert paradec.fit_temperature(decided, [{"u": round(found["u"].value)} for found in decided])["score"] < 0.002
-    for wrong, said in (
-        ([{"q": "w"}] * 60, "'w'"),
-        ([{"s": 1}] * 60, "1 to 's'"),
-        ([{"none": 1}] * 60, "none"),
-        ([{}] * 60, "no right"),
-        ([{}], "60 results"),
-    ):
+    for wrong, said in (({"q": "w"}, "'w'"), ({"s": 1}, "1 to 's'"), ({"none": 1}, "none"), ({}, "no right")):
         with pytest.raises(ValueError, match=said):
-            paradec.fit_temperature(decided, wrong)
+            paradec.fit_temperature(decided, [wrong] * 60)
+    with pytest.raises(ValueError, match="60 results"):
+        paradec.fit_temperature(decided, [{}])
 
 
 # ---- recorded cases -------------------------------------------------------------------------------------------------
@@ -405,10 +383,7 @@ def test_two_threads_get_what_each_gets_alone() -> None:
 
 def test_a_template_of_ones_own_and_the_packaged_model() -> None:
     model = paradec.load()
-    words = ["apple", "fig", "pear"]
-    first = paradec.decide(model, "Sort: pear fig apple", {"first": Span(texts=words)})["first"]
-    assert first.value == "apple" and first.confidence > 0.99 and first.mass > 0.99
-    whole = Span(texts=[" ".join(order) for order in itertools.permutations(words)])
+    whole = Span(texts=[" ".join(order) for order in itertools.permutations(["apple", "fig", "pear"])])
     assert paradec.decide(model, "Sort: pear fig apple", {"all": whole})["all"].value == "apple fig pear"
     asked = {"kind": Pick("Sort: fig", ["x", "y"], labels=["pear", "fig"])}
     seen: list[Any] = []
@@ -451,37 +426,25 @@ def test_values_are_copied_saved_and_compared() -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-class Untouched(nn.Module):
+class Untouched(Says):
     """Fails when it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Says({}).config
 
     def forward(self, ids: Tensor) -> Tensor:
         raise AssertionError("work was done")
 
 
-DEEP: Any = []
-for _ in range(100_000):
-    DEEP = [DEEP]
 ONE = {"q": YesNo("?")}
 WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no questions": ("x", {}, {}, "questions="),
     "a list": ("x", [YesNo("?")], {}, "questions="),
     "another value": ("x", {"q": "Is it?"}, {}, "'q'"),
-    "a name": ("x", {1: YesNo("?")}, {}, "questions="),
     "a number": (3, ONE, {}, "state=3"),
-    "nothing": (None, ONE, {}, "state=None"),
-    "bytes": (b"x", ONE, {}, "state="),
     "nan": ({"a": math.nan}, ONE, {}, "state="),
-    "deep": ({"a": DEEP}, ONE, {}, "state="),
     "two states": (["a", "b"], ONE, {}, r"state=\['a', 'b'\] must be one text or JSON object"),
     "surrogate": ("a\ud800", ONE, {}, "UTF-8"),
     "together": ("x", ONE, {"together": 1}, "together=1"),
     "rotated together": ("x", ONE, {"together": True, "rotate": True}, "rotate=True|together=True"),
     "rotate": ("x", ONE, {"rotate": "yes"}, "rotate='yes'"),
-    "cold": ("x", ONE, {"temperature": 0}, "temperature=0"),
     "hot": ("x", ONE, {"temperature": {"noul": math.inf}}, "temperature=inf"),
     "type": ("x", ONE, {"temperature": {"pick": 1}}, "pick"),
     "prior": ("x", ONE, {"prior": "full"}, "prior"),
@@ -493,7 +456,6 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "long": ("x" * 9000, ONE, {}, "longer than"),
     "mask": ("x", {"q": Span(texts=["a", "<|mask|>"])}, {}, "mask or an end"),
     "end": ("x", {"q": Span(texts=["a", "<|end|>"])}, {}, "mask or an end"),
-    "empty text": (" ", {"q": Span(texts=["a"])}, {}, "nothing is asked"),
 }
 
 
@@ -502,7 +464,7 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
     state, questions, more, said = WRONG[name]
     topology = "causal" if name in ("long", "end") else "bidirectional"
     with pytest.raises((ValueError, TypeError), match=said) as error:
-        paradec.decide(model_of(topology, module=Untouched()), state, questions, **more)
+        paradec.decide(model_of(topology, module=Untouched({})), state, questions, **more)
     assert len(str(error.value)) < 500
 
 
@@ -511,22 +473,16 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
     [
         (lambda: YesNo(), "instructions"),
         (lambda: YesNo("?", labels=["Yes"]), "labels="),
-        (lambda: YesNo("?", labels=["Yes", "Yes"]), "labels="),
         (lambda: YesNo(3 + 4j), "instructions="),
-        (lambda: YesNo(DEEP), "instructions="),
-        (lambda: Pick("?", []), "options="),
+        (lambda: YesNo(functools.reduce(lambda inner, _: [inner], range(100_000), None)), "instructions="),
         (lambda: Pick("?", "ab"), "options="),
         (lambda: Pick("?", ["a", "a"]), "options="),
         (lambda: Pick("?", ["a", ""]), "options="),
-        (lambda: Pick("?", ["a", 3]), "options="),
         (lambda: Pick("?", [f"{number}" for number in range(27)]), "27 options"),
         (lambda: Pick("?", {"a": {1, 2}}), "options="),
-        (lambda: Score("?", []), "levels="),
         (lambda: Score("?", "low"), "levels="),
         (lambda: Score("?", ["low", None]), "levels="),
-        (lambda: Score("?", ["low", "high"], labels=["1"]), "labels="),
         (lambda: Span("?", ["a\udfff"]), "texts="),
-        (lambda: Span("?", None), "texts="),
     ],
 )
 def test_questions_that_are_none(make: Any, said: str) -> None:
@@ -548,6 +504,10 @@ def test_models_that_cannot_be_asked() -> None:
     model.tokenizer = None
     with pytest.raises(ValueError, match="no tokenizer"):
         paradec.decide(model, "x", ONE)
+    model = model_of("bidirectional", eos_token_id=())
+    assert paradec.decide(model, "x", {"q": Span(texts=["a", "b"])})["q"].value in ("a", "b")
+    with pytest.raises(ValueError, match="no end token"):
+        paradec.decide(model, "x", FEW)
     with pytest.raises(ValueError, match="cannot write the label 'Yes'"):
         paradec.decide(paradec.load(), "fig", ONE, template=lambda state, question: state)
     with pytest.raises(ValueError, match="outside the model's vocabulary"):
@@ -561,26 +521,16 @@ def test_answers_that_no_canvas_holds() -> None:
     with pytest.raises(ValueError, match="and a canvas has 16"):
         paradec.decide(model, "x", ONE | {"p": YesNo("And then?")}, together=True)
     small = {"q": Span("?", ["Yes", "No"]), "p": Span("!", ["Yes", "No"])}
-    model = paradec.wrap(
-        tiny_module(dtype=torch.float64, vocab=VOCAB, canvas=64), eos_token_id=END, tokenizer=TOKENIZER
-    )
-    found = paradec.decide(model, "x", small, together=True, seeds=2)
+    found = paradec.decide(canvas_model(canvas=64), "x", small, together=True, seeds=2)
     assert found.forwards == 2 and found["q"].log_scores != found["p"].log_scores
-
-
-def test_labels_that_need_an_end_token_and_have_none() -> None:
-    model = model_of("bidirectional", eos_token_id=())
-    assert paradec.decide(model, "x", {"q": Span(texts=["a", "b"])})["q"].value in ("a", "b")
-    with pytest.raises(ValueError, match="no end token"):
-        paradec.decide(model, "x", FEW)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("topology", ["bidirectional", "causal"])
 def test_logits_that_are_no_numbers(value: float, topology: str) -> None:
-    model = model_of(topology, module=Says({token: value for token in ids_of("Yes")} | {5: 1.0}))
+    module = Says({token: value for token in ids_of("Yes")} | {5: 1.0})
     with pytest.raises(FloatingPointError, match="NaN"):
-        paradec.decide(model, "x", ONE)
+        paradec.decide(model_of(topology, module=module), "x", ONE)
 
 
 def test_labels_without_any_probability() -> None:
