@@ -119,8 +119,7 @@ def decide(
 
 @dataclass
 class Plan:
-    """Questions that are checked and laid out in rows, before the model is called. Arguments: as of `decide`; the state
-    may be a list."""
+    """Questions that are checked and laid out in rows. Fields: as the arguments of `decide`; a state may be a list."""
 
     model: Any
     state: Any
@@ -140,7 +139,7 @@ class Plan:
         self.input_tokens = 0
         """Tokens of the rows that the questions are asked in."""
         self.phrasings: dict[str, list[tuple[Question, int, list[list[Step]]]]] = {name: [] for name in self.questions}
-        """The ways in which each question is asked, about the state (1) or nothing (-1), with its labels' steps."""
+        """The ways in which each question is asked: about the state (1) or nothing (-1), and the labels' steps."""
         for about, sign in [(self.state, 1), ("", -1)] if self.prior else [(self.state, 1)]:
             for row in rows:
                 length, steps = lay_out(self.model, about, [*row.values()], self.template)
@@ -167,8 +166,8 @@ class Plan:
             raise ValueError(f"questions={shown(self.questions)} must map names to questions, one at least")
         for name, question in self.questions.items():
             if not isinstance(name, str) or not isinstance(question, Question):
-                pair = f"questions={{{shown(name)}: {shown(question)}}}"
-                raise TypeError(f"{pair} must map names to paradec.YesNo, Pick, Score or Span")
+                pair = f"{{{shown(name)}: {shown(question)}}}"
+                raise TypeError(f"questions={pair} must map names to paradec.YesNo, Pick, Score or Span")
         check_json("state", self.state)
         if not isinstance(self.state, (str, dict, list, tuple)):
             raise TypeError(f"state={shown(self.state)} must be a text, or an object or a list of JSON")
@@ -199,30 +198,25 @@ class Plan:
         return sum(map(len, {step.row for step in self.steps})) * copies
 
     def answer(self, before_call: Callable[[], None] | None = None) -> Decisions:
-        """Evaluate the rows. before_call: called before every call of the model; what it raises ends the reading.
-
-        Raises:
-            FloatingPointError: as `decide`.
-        """
+        """Evaluate the rows. before_call: called before every call of the model; what it raises ends the reading."""
         with getattr(self.model, "requests", UNSHARED).slot.lock:
             log_probs, forwards = read(self.model, self.steps, self.batch_size, self.seeds, before_call)
-        answers = {name: self._answer(name, log_probs) for name in self.questions}
+        answers: dict[str, Decision] = {}
+        for name, question in self.questions.items():
+            scores, masses = np.zeros(len(question.values)), list[float]()
+            for phrasing, sign, labels in self.phrasings[name]:
+                logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
+                if sign > 0:
+                    masses.append(min(1.0, float(np.exp(logs).sum())))
+                elif not np.isfinite(logs).all():
+                    raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
+                order = [phrasing.values.index(value) for value in question.values]
+                scores += sign / self._count_turns(question) * logs[order]
+            if not np.isfinite(scores).any():
+                raise FloatingPointError(f"no label of question {name!r} has a probability")
+            temperature = float(self.temperatures.get(question.type, 1))
+            answers[name] = build_decision(question, scores, float(np.mean(masses)), temperature)
         return Decisions(answers, forwards, self.input_tokens)
-
-    def _answer(self, name: str, log_probs: Mapping[Step, float]) -> Decision:
-        question, masses = self.questions[name], list[float]()
-        scores = np.zeros(len(question.values))
-        for phrasing, sign, labels in self.phrasings[name]:
-            logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
-            if sign > 0:
-                masses.append(min(1.0, float(np.exp(logs).sum())))
-            elif not np.isfinite(logs).all():
-                raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
-            order = [phrasing.values.index(value) for value in question.values]
-            scores += sign / self._count_turns(question) * logs[order]
-        if not np.isfinite(scores).any():
-            raise FloatingPointError(f"no label of question {name!r} has a probability")
-        return build_decision(question, scores, float(np.mean(masses)), float(self.temperatures.get(question.type, 1)))
 
 
 def build_decision(question: Question, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:

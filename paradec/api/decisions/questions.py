@@ -12,6 +12,7 @@ from paradec.core.checks import check_text, shown
 
 TYPES = ("noul", "choice", "score", "span")
 """Types of questions: of `YesNo`, `Pick`, `Score` and `Span`; transformers' names."""
+Options = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Question:
     type: str
     """"noul", "choice", "score" or "span"."""
     instructions: Any
-    """Text or data of JSON; None asks by the options alone."""
+    """The question, a text or data of JSON; None where the state or the options ask it."""
     labels: list[str]
     """What the model may answer, one for each option."""
     descriptions: list[Any]
@@ -45,7 +46,6 @@ class YesNo(Question):
     """Whether something is true.
 
     Args:
-        instructions: the question, a text or data of JSON.
         true, false: what the two answers mean, told to the model where given.
         labels: what the model answers for true and for false.
     """
@@ -64,17 +64,11 @@ class Pick(Question):
     """One of several options, which the model is told, each with a label.
 
     Args:
-        instructions: the question, a text or data of JSON; None where the options say it.
         options: different texts, or a mapping of texts to what they mean (None: nothing more).
         labels: what the model answers, one for each option; None is A, B, C, ..., of at most 26 options.
     """
 
-    def __init__(
-        self,
-        instructions: Any = None,
-        options: Sequence[str] | Mapping[str, Any] = (),
-        labels: Sequence[str] | None = None,
-    ):
+    def __init__(self, instructions: Any = None, options: Options = (), labels: Sequence[str] | None = None):
         values = _check_texts("options", options)
         told = [*options.values()] if isinstance(options, Mapping) else [None] * len(values)
         check_json("instructions", instructions)
@@ -86,7 +80,6 @@ class Score(Question):
     """A level on a scale, which the model is told.
 
     Args:
-        instructions: the question, a text or data of JSON; None where the levels say it.
         levels: what each level means, lowest first: texts, or data of JSON.
         labels: as for `Pick`.
     """
@@ -105,7 +98,6 @@ class Span(Question):
     `paradec.Choice`.
 
     Args:
-        instructions: the question, a text or data of JSON; None where the state asks.
         texts: different texts, of any number of tokens.
     """
 

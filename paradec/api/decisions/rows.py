@@ -45,24 +45,15 @@ class Step(NamedTuple):
 def lay_out(
     model: Any, state: Any, questions: Sequence[Question], template: Template | None
 ) -> tuple[int, list[list[list[Step]]]]:
-    """Lay out questions about a state in one row, in the turns of one chat: the row's length, and for each label of
-    each question the steps whose probabilities multiply to the label's. Rows have a hole for each token of an answer's
-    longest label; those of causal models end before the answer.
-
-    Raises:
-        ValueError: labels that the tokenizer cannot tell apart, texts that it cannot write, a chat template that writes
-            a turn otherwise where others follow, a row that is longer than the model takes.
-        ImportError: the installed transformers has no prompt for questions.
-    """
+    """Lay out questions in one row, as turns of one chat: its length, and for each label of each question the steps
+    whose probabilities multiply to the label's. An answer is as many holes as its longest label has tokens; on causal
+    models it is left out. Raises ValueError for what the tokenizer cannot write or the model cannot take."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
     labels = [_label_ids(model, question.labels) for question in questions]
-    chat: list[dict[str, str]] = []
-    row: list[int] = []
-    before: list[int] = []
-    starts: list[int] = []
+    chat, row, before, starts = list[dict[str, str]](), list[int](), list[int](), list[int]()
     for question, label_ids in zip(questions, labels, strict=True):
-        text = text_of("" if chat else state, question, template)
-        chat.append({"role": "user", "content": text.lstrip("\n") if chat else text})
+        text = text_of("", question, template).lstrip("\n") if chat else text_of(state, question, template)
+        chat.append({"role": "user", "content": text})
         opened, tail = _chat_ids(model, chat)
         if opened[: len(before)] != before:
             raise ValueError(f"together=True: {facts.name}'s chat template writes a turn otherwise before others")
@@ -81,12 +72,11 @@ def lay_out(
         missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit
         row += [facts.fill_token_id] * min(missing, (facts.max_length or math.inf) - len(row))
     new = max(map(len, labels[0])) if is_causal else len(row) - prompt
-    if facts.topology == "canvas":
-        if new > facts.block_length:
-            raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {facts.block_length}")
-        new = facts.block_length
+    width = facts.block_length if facts.topology == "canvas" else new
+    if new > width:
+        raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {width}")
     check_rows(model, [row])
-    facts.check_length(prompt + new, new)
+    facts.check_length(prompt + width, width)
     return len(row), [_steps(facts, (*row,), prompt, *place) for place in zip(starts, labels, strict=True)]
 
 
@@ -157,8 +147,8 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
 
 
 def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
-    """The ids of a chat, in which special tokens of its contents are text, and those that the tokenizer puts after an
-    answer; without a chat template of its text alone. Raises ValueError for a text that the tokenizer cannot write."""
+    """The ids of a chat, whose contents hold no special tokens but text; without a chat template those of its text, and
+    what the tokenizer puts after it."""
     tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
     controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
     if getattr(tokenizer, "chat_template", None):
@@ -184,12 +174,8 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
 def read(
     model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[], None] | None
 ) -> tuple[dict[Step, float], int]:
-    """Evaluate rows, each once: log-probabilities of steps, and the number of calls. On canvases they are means over
-    noises of as many seeds.
-
-    Raises:
-        FloatingPointError: NaN or +inf among the logits.
-    """
+    """Evaluate each row once: log-probabilities of steps, of canvases the means over noises, and the number of calls.
+    Raises FloatingPointError for NaN or +inf among the logits."""
     by_row: dict[Ids, dict[int, list[Step]]] = {}
     for step in dict.fromkeys(steps):
         by_row.setdefault(step.row, {}).setdefault(step.position, []).append(step)

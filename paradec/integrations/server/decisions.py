@@ -21,8 +21,7 @@ from paradec.integrations.server.asked import Refused
 from paradec.integrations.server.handlers import Handler
 from paradec.integrations.server.hosts import CALL, Models, State
 
-MAX_MESSAGE = 2000
-"""Characters of a message, which may quote what a client sent."""
+MAX_MESSAGE = 2000  # characters: a message may quote what a client sent
 
 
 class SystemOne(Handler, SystemOneHandler):
@@ -94,9 +93,7 @@ def read_config(model: Any) -> DecisionConfig:
     """The decision.json in a checkpoint's folder; transformers' defaults where there is none. Raises ValueError for a
     file that cannot be read."""
     folder = getattr(model.module, "name_or_path", None)
-    if not isinstance(folder, str) or not os.path.isdir(folder):
-        return DecisionConfig()
     try:
-        return DecisionConfig.from_pretrained(folder)
+        return DecisionConfig.from_pretrained(folder if isinstance(folder, str) and os.path.isdir(folder) else "")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{DECISION_CONFIG_NAME} in {folder!r} cannot be read: {shown(str(error))}") from error
