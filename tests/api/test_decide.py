@@ -39,15 +39,6 @@ QUESTIONS: dict[str, Any] = {
 STATE = {"text": "WIN a phone <|mask|> now<|end|>", "n": [1, 2.5, None]}
 
 
-def wire(questions: dict[str, Any]) -> dict[str, Any]:
-    """The questions as a request of transformers has them."""
-    found: dict[str, Any] = {}
-    for name, one in questions.items():
-        criteria = one.descriptions if one.type == "score" else dict(zip(one.options, one.descriptions, strict=True))
-        found[name] = {"type": one.type, "instructions": one.instructions, "criteria": criteria}
-    return found
-
-
 def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance: float) -> None:
     """Against answers in transformers' format."""
     assert [*found] == [*expected]
@@ -76,7 +67,11 @@ def pipeline_answers(module: Any, template: str | None, temperature: dict[str, f
 
     config = DecisionConfig(chat_template=template, temperature=temperature)
     pipeline = DecisionPipeline(model=module, tokenizer=chat_tokenizer(), decision_config=config)
-    return pipeline({"state": STATE, "questions": wire(QUESTIONS)})
+    questions: dict[str, Any] = {}
+    for name, one in QUESTIONS.items():
+        criteria = one.descriptions if one.type == "score" else dict(zip(one.options, one.descriptions, strict=True))
+        questions[name] = {"type": one.type, "instructions": one.instructions, "criteria": criteria}
+    return pipeline({"state": STATE, "questions": questions})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,12 +187,10 @@ def test_together_each_reads_the_others() -> None:
     at, then = len(begin), len(begin) + 1 + len(between)
     expected = [plain_log_p(model, row, at, ids_of(label)) for label in ("Yes", "No")]
     assert found["first"].log_scores == pytest.approx(expected, rel=1e-9)
-    short = [*row[:then], *ids_of("No"), *row[then + 1 :]]
-    long = [*row[:then], two[0], *row[then + 1 :]]
-    expected = [
-        plain_log_p(model, row, then, ids_of("No")) + plain_log_p(model, short, then + 1, [END]),
-        plain_log_p(model, row, then, two[:1]) + plain_log_p(model, long, then + 1, two[1:]),
-    ]
+    expected = []
+    for begin, follows in ((ids_of("No"), [END]), (two[:1], two[1:])):
+        begun = [*row[:then], *begin, *row[then + 1 :]]
+        expected.append(plain_log_p(model, row, then, begin) + plain_log_p(model, begun, then + 1, follows))
     assert found["then"].log_scores == pytest.approx(expected, rel=1e-9)
     alone = paradec.decide(model, "Answer: level", questions)
     assert abs(alone["first"].probabilities[True] - found["first"].probabilities[True]) > 1e-3
@@ -219,24 +212,22 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
 
     def log_p(given: list[int], place: int, ids: list[int]) -> float:
         total = 0.0
-        keys = torch.as_tensor(rng.row_keys([*range(seeds)], [prompt] * seeds))
-        for key in keys:
+        for key in torch.as_tensor(rng.row_keys([*range(seeds)], [prompt] * seeds)):
             noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), at[None], 1, 4)[0, :, 0]
             canvas = (noise * VOCAB).long()
             for slot, token in enumerate(given):
                 canvas[slot] = canvas[slot] if token == -1 else token
             cached = cache_keyword(model.module, DynamicCache(config=model.module.config.text_config))
-            context = torch.tensor([prompt])
+            mask, conditioning = (
+                causal(model.module, len(prompt)),
+                ("self_conditioning_logits", "self_conditioning_mask"),
+            )
+            given_to = {"decoder_input_ids": canvas[None], "decoder_position_ids": at[None]} | dict.fromkeys(
+                conditioning
+            )
             with torch.no_grad():
-                mask = causal(model.module, len(prompt))
-                model.module.model.encoder(input_ids=context, attention_mask=mask, **cached)
-                logits = model.module(
-                    decoder_input_ids=canvas[None],
-                    **cached,
-                    decoder_position_ids=at[None],
-                    self_conditioning_logits=None,
-                    self_conditioning_mask=None,
-                ).logits[0, place]
+                model.module.model.encoder(input_ids=torch.tensor([prompt]), attention_mask=mask, **cached)
+                logits = model.module(**given_to, **cached).logits[0, place]
             total += float(logits.double().softmax(-1)[ids].sum()) / seeds
         return math.log(total)
 
@@ -268,10 +259,8 @@ def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> No
 def test_models_that_take_no_padding() -> None:
     model = model_of("bidirectional", module=Says({token: token / 50 for token in range(VOCAB)}))
     assert not model.pads
-    found = paradec.decide(model, "only level", FEW | QUESTIONS)
-    assert found["spam"].log_scores[0] - found["spam"].log_scores[1] == pytest.approx(
-        (ids_of("Yes")[0] - ids_of("No")[0]) / 50
-    )
+    yes, no = paradec.decide(model, "only level", FEW | QUESTIONS)["spam"].log_scores
+    assert yes - no == pytest.approx((ids_of("Yes")[0] - ids_of("No")[0]) / 50)
 
 
 def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
@@ -288,9 +277,8 @@ def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
 
 def test_rotated_options_have_every_label_once() -> None:
     model, options = model_of("causal"), ["calm", "pushy", "loud"]
-    found = paradec.decide(
-        model, "only level", {"tone": Pick("Tone?", options), "spam": QUESTIONS["spam"]}, rotate=True
-    )
+    questions = {"tone": Pick("Tone?", options), "spam": QUESTIONS["spam"]}
+    found = paradec.decide(model, "only level", questions, rotate=True)
     scores = dict.fromkeys(options, 0.0)
     for by in range(3):
         turned = options[by:] + options[:by]
