@@ -112,7 +112,7 @@ def decide(
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
     if isinstance(state, (list, tuple)):
-        raise ValueError(f"state={shown(state)} must be one text or JSON object: call decide once for each state")
+        raise ValueError(f"state={shown(state)} must be one text or JSON object: decide each, or give its json.dumps")
     plan = Plan(model, state, questions, together, temperature, prior, rotate, template, seeds, batch_size)
     return plan.answer()
 
@@ -222,7 +222,8 @@ class Plan:
 def build_decision(question: Question, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:
     """The decision of a question, from log scores [m] of its options."""
     p = _softmax(log_scores / temperature)
-    count, best, is_score, levels = len(p), int(p.argmax()), question.type == "score", np.arange(len(p))
+    count, best = len(p), int(p.argmax())
+    is_score, levels = question.type == "score", np.arange(count)
     if count == 1:
         confidence = 1.0
     elif is_score:

@@ -50,13 +50,16 @@ def lay_out(
     models it is left out. Raises ValueError for what the tokenizer cannot write or the model cannot take."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
     labels = [_label_ids(model, question.labels) for question in questions]
-    chat, row, before, starts = list[dict[str, str]](), list[int](), list[int](), list[int]()
+    chat: list[dict[str, str]] = []
+    row: list[int] = []
+    before: list[int] = []
+    starts: list[int] = []
     for question, label_ids in zip(questions, labels, strict=True):
         text = text_of("", question, template).lstrip("\n") if chat else text_of(state, question, template)
         chat.append({"role": "user", "content": text})
         opened, tail = _chat_ids(model, chat)
         if opened[: len(before)] != before:
-            raise ValueError(f"together=True: {facts.name}'s chat template writes a turn otherwise before others")
+            raise ValueError(f"{facts.name}'s chat template writes a turn otherwise before others: leave together out")
         row += opened[len(before) :]
         starts.append(len(row))
         row += [] if is_causal else [facts.hole_id] * max(map(len, label_ids))
