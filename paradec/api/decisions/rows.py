@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from paradec.api.decisions.questions import Question
 from paradec.core import rng
@@ -109,7 +109,8 @@ def text_of(state: Any, question: Question, template: Template | None) -> str:
         text = "\n\n".join(part for part in (_json_text(state), _json_text(question.instructions)) if part)
     else:
         try:
-            text = _prompt().render(state=state, question=question)
+            fields = vars(question) | {"options": question.options}
+            text = render_jinja_template([[]], chat_template=_prompt(), state=state, question=fields)[0][0]
         except RecursionError:
             raise ValueError(f"instructions={shown(question.instructions)} or options are nested too deeply") from None
     check_text("state and question", text)
@@ -123,14 +124,14 @@ def _json_text(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _prompt() -> Any:
+def _prompt() -> str:
     """transformers' prompt for questions, a template of Jinja. Raises ImportError where it has none."""
     try:
         from transformers.decision import DECISION_PROMPT
     except ImportError as error:
         needs = "the prompt for questions and special tokens written as text need transformers 5.23"
         raise ImportError(f"{needs}, this is {transformers.__version__}; a plain text needs template= alone") from error
-    return _compile_jinja_template(DECISION_PROMPT)
+    return str(DECISION_PROMPT)
 
 
 def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
