@@ -1,7 +1,6 @@
-"""The command `paradec` as a whole: its commands, and what is made of errors.
+"""The command `paradec`: a wrong argument is one line on standard error and exit code 2, Ctrl-C exit code 130.
 
-A wrong argument gives one line on standard error and exit code 2, Ctrl-C exit code 130. With `PARADEC_DEBUG=1` in the
-environment tracebacks are shown as well.
+With `PARADEC_DEBUG=1` in the environment tracebacks are shown as well.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ def chat(
 
 @dataclass
 class Talk:
-    """A conversation. history: whether the model sees the turns before. chosen: whether the cache is the user's choice;
-    otherwise it follows from model and sampler."""
+    """A conversation. history: whether the model sees earlier turns. chosen: whether the user chose the cache."""
 
     work: Work
     system: str | None
@@ -93,11 +92,11 @@ class Talk:
 
     @property
     def keeps_turns(self) -> bool:
-        """Whether what was evaluated can be kept for the next turn."""
-        cache = self.work.request["cache"]
+        """Whether keys and values can be kept for the next turn."""
+        cache, family = self.work.request["cache"], self.work.method.family
         if self.work.model.facts.prompt_aligned:  # every turn is a prompt of its own
             return False
-        return self.work.method.family == "renoising" if cache is None else cache.facts.uses_store
+        return family == "renoising" if cache is None else cache.facts.uses_store
 
     def run(self, terminal: bool) -> int:
         """Read turns and answer them until there are no more. Returns the exit code. terminal: of a person."""
@@ -149,13 +148,14 @@ class Talk:
         """Answer a turn and print it; the turn counts once it is answered."""
         turns = [*self.turns, {"role": "user", "content": text}]
         more = {"prefix": self.kept, "keep_prefix": True} if self.history and self.keeps_turns else {}
+        more["trace"] = True
         if show.on_terminal(sys.stdout):
             from paradec.cli.watch import LiveView
 
             with LiveView(self.work.model.tokenizer) as view:
-                self.last = self.work.run(turns, view.update, trace=True, **more)
+                self.last = self.work.run(turns, view.update, **more)
         else:
-            self.last = self.work.run(turns, lambda state, commit: None, trace=True, **more)
+            self.last = self.work.run(turns, lambda state, commit: None, **more)
         out = self.last
         typer.echo(out.text)
         if sys.stdout.isatty():
@@ -167,9 +167,8 @@ class Talk:
             self.kept = out.prefix
 
     def _sampler_text(self) -> str:
-        settings = {key: value for key, value in self.work.method.to_dict().items() if key != "sampler"}
-        named = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-        return f"{self.work.method.name}({named}), cache {self.work.cache_name}"
+        settings = [f"{key}={value!r}" for key, value in self.work.method.to_dict().items() if key != "sampler"]
+        return f"{self.work.method.name}({', '.join(settings)}), cache {self.work.cache_name}"
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")

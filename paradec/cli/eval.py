@@ -23,7 +23,7 @@ UNSAFE = typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code 
 USE_CACHE = typer.Option(metavar="FILE", help="Store every answer; a run with the same options continues from it.")
 
 
-@options.takes("model dtype device block_length steps max_new_tokens preset as_json")
+@options.takes("model limit dtype device block_length steps max_new_tokens preset as_json")
 def evaluate(
     context: typer.Context,
     recipe: Annotated[Path | None, RECIPE] = None,
@@ -42,7 +42,6 @@ def evaluate(
     choices: str = typer.Option("score", help="How choices are answered: score each one, or decode one of them."),
     batch: int = typer.Option(1, help="Prompts decoded together."),
     seed: options.Seed = 0,
-    limit: options.Limit = None,
     include: Path | None = typer.Option(None, metavar="FOLDER", help="Tasks of your own, as YAML."),
     unsafe_code: Annotated[bool, UNSAFE] = False,
     use_cache: Annotated[Path | None, USE_CACHE] = None,
@@ -146,24 +145,15 @@ def summary(found: dict[str, Any], changed: list[str]) -> list[str]:
 def plan_text(plan: dict[str, Any]) -> str:
     """A dry run in words."""
 
-    def joined(values: dict[str, Any], sign: str = "=") -> str:
-        return ", ".join(f"{key}{sign}{value}" for key, value in values.items())
+    def joined(value: Any) -> Any:
+        return ", ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else value
 
-    recipe, memory = plan["recipe"], plan["memory"]
-    settings = {key: value for key, value in plan["sampler"].items() if key != "sampler"}
+    lines = dict(plan["recipe"])
+    about, memory = lines.pop("about"), plan["memory"]
     if "unknown" not in memory:
-        sizes = ", ".join(f"{memory[part] / 1e9:.2f} {part}" for part in ("weights", "store", "logits"))
-        tokens = f"{memory['prompt_tokens']} + {memory['max_new_tokens']} tokens"
-        memory = {"total": f"{memory['total'] / 1e9:.2f} GB ({sizes}) for a batch of {tokens}"}
-    lines = {
-        "model": " ".join(filter(None, (recipe["model"] or "packaged", recipe["revision"], recipe["dtype"]))),
-        "tasks": f"{', '.join(recipe['tasks'])}; {joined({key: recipe[key] for key in ('shots', 'chat', 'limit')})}",
-        "sampler": plan["sampler"].get("sampler", "") + (f" ({joined(settings)})" if settings else ""),
-        "request": joined(recipe["request"]) or "the defaults",
-        "batch": f"{recipe['batch']}, seed {recipe['seed']}",
-        "versions": joined(plan["versions"], " "),
-        "published": "{metric} {value} ({source})".format(**recipe["published"]) if recipe["published"] else "",
-        "memory": joined(memory, " ").removeprefix("total "),
-    }
-    text = [*textwrap.wrap(recipe["about"], 80), *(f"{name:<10}{line}" for name, line in lines.items() if line)]
-    return "\n".join([*text, *(f"note: {sentence}" for sentence in plan["missing"])])
+        sizes = {part: f"{memory[part] / 1e9:.2f} GB" for part in ("total", "weights", "store", "logits")}
+        memory = sizes | {part: memory[part] for part in ("prompt_tokens", "max_new_tokens")}
+    lines |= {"tasks": ", ".join(lines["tasks"]), "model": lines["model"] or "packaged"}
+    lines |= {"sampler": plan["sampler"], "versions": plan["versions"], "memory": memory}
+    text = [f"{name:<14}{joined(value)}" for name, value in lines.items() if value not in (None, "", {}, [], ())]
+    return "\n".join([*textwrap.wrap(about, 80), *text, *(f"note: {sentence}" for sentence in plan["missing"])])

@@ -1,12 +1,9 @@
 """`paradec generate --in prompts.jsonl --out answers.jsonl`: a line for every prompt, errors among them, and a resume.
 
-A line of the answers is {"line", "id" and "constraint" (if the prompt has one), "prompt", "text", "tokens", "finished",
-"nfe", "settings"}, with several answers to a prompt lists of the middle four; or {"line", "id", "prompt", "error",
-"settings"}. A prompt that fails holds up no other.
-
-"settings" is what the answer depends on besides the prompt: {"paradec": version, "model", "dtype" and "drafter" as they
-were given, "request": what differs from the defaults of `paradec.Request`, and always the seed}. It is in every line,
-so that answers of different settings cannot get into one file, whatever line a job was killed at.
+A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
+"settings"}, with several answers to a prompt lists of these four; or {"line", "id", "prompt", "error", "settings"}.
+"settings" are {"paradec": version, "model", "dtype", "drafter", "request": what differs from the defaults of
+`paradec.Request`, and the seed}. They are in every line, so that answers of different settings never share a file.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, r
 from paradec.core.version import DRAWS
 
 if TYPE_CHECKING:
-    from paradec.api.output import Output
     from paradec.core.prompts import Prompts
 
 SOME_FAILED = 1
@@ -86,40 +82,29 @@ class FileJob:
         self.earlier = read_answers(self.out, self.lines)
 
     def agree(self, said: dict[str, Any]) -> int | None:
-        """Take the settings that `prepare` found. Returns the seed, of an earlier run where none was given.
-
-        Raises:
-            ValueError: an earlier run had other settings; the message names them.
-        """
+        """Take the settings that `prepare` found. Returns the seed, of an earlier run where none was given. Raises
+        ValueError where an earlier run had other settings."""
         self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(said))}
         request = self.settings["request"]
         if request.get("temperature"):
             request["draws"] = DRAWS
         if self.earlier:
             request.setdefault("seed", self.earlier[0]["settings"]["request"].get("seed"))
-        known: list[Any] = [self.settings]
         for entry in self.earlier:
-            if entry["settings"] in known:
-                continue
             if found := differences(entry["settings"], self.settings):
                 raise ValueError(
                     f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): {'; '.join(found)}. "
                     "Give the same ones, or another file"
                 )
-            known.append(entry["settings"])
-            other = shown(entry["settings"].get("paradec"))
-            warnings.warn(
-                f"--out {str(self.out)!r} has answers of paradec {other}, and this is {paradec.__version__}: they may "
-                "differ",
-                stacklevel=2,
-            )
+        versions = {shown(entry["settings"].get("paradec")) for entry in self.earlier}
+        for other in versions - {shown(paradec.__version__)}:
+            this = f"this is {paradec.__version__}: they may differ"
+            warnings.warn(f"--out {str(self.out)!r} has answers of paradec {other}, and {this}", stacklevel=2)
         seed: int | None = request.get("seed")
         return seed
 
     def answer(self, work: Work, batch: int | None, as_json: bool) -> NoReturn:
-        """Answer what is not answered yet, write the answers batch by batch, print a summary, exit. In the end the file
-        has the order of the prompts. batch: rows decoded together at most; None is what fits.
-        """
+        """Answer the other prompts, at most `batch` rows together (None: what fits), print a summary and exit."""
         self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
         before = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
@@ -189,8 +174,7 @@ class FileJob:
 
 @dataclass
 class Run:
-    """Decodes lines, whose `rows` are given by their numbers, `size` rows together, and writes their answers to `file`.
-    total: the lines in all."""
+    """Decodes lines, `size` rows together, and writes the answers to `file`. rows: by line number. total: of lines."""
 
     work: Work
     rows: dict[int, Prompts]
@@ -203,8 +187,7 @@ class Run:
     found: show.Answers = field(init=False, default_factory=lambda: show.Answers(single=False))
 
     def answer(self, lines: list[Line]) -> None:
-        """Decode lines together and write them; where one of them raises, each by itself. Ctrl-C raises
-        KeyboardInterrupt when what had ended is written."""
+        """Decode lines together, or each by itself where one raises. Ctrl-C raises KeyboardInterrupt at the end."""
         self._write([line.entry({"error": line.error}) for line in lines if line.error is not None])
         lines = [line for line in lines if line.error is None]
         try:
@@ -212,9 +195,9 @@ class Run:
         except PER_PROMPT as error:
             if len(lines) == 1:
                 self._write([lines[0].entry({"error": _one_line(error)})])
-                return
-            for line in lines:
-                self.answer([line])
+            else:
+                for line in lines:
+                    self.answer([line])
 
     def _decode(self, lines: list[Line]) -> None:
         from paradec.cli.batches import completed, in_batches
@@ -232,7 +215,9 @@ class Run:
         ):
             kept = completed(output) if interrupted else range(len(batch.rows))
             self.found.add(output, kept)
-            answers |= {first + row: _answer(output, row) for row in kept}
+            columns = {"text": output.new_tokens.tolist() if output.text is None else output.text}
+            columns |= {"tokens": output.tokens, "finished": output.finished, "nfe": output.row_nfe}
+            answers |= {first + row: {name: values[row] for name, values in columns.items()} for row in kept}
             first += len(batch.rows)
         done = []
         for at, line in enumerate(lines):
@@ -255,12 +240,6 @@ class Run:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _answer(output: Output, row: int) -> dict[str, Any]:
-    texts = output.text if output.text is not None else output.new_tokens.tolist()
-    nfe, tokens, finished = output.row_nfe[row], output.tokens[row], output.finished[row]
-    return {"text": texts[row], "tokens": tokens, "finished": finished, "nfe": nfe}
 
 
 def _joined(parts: Sequence[Prompts]) -> Prompts:
@@ -355,5 +334,5 @@ def differences(there: dict[str, Any], here: dict[str, Any], inside: str = "") -
 
 
 def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
-    """Write them, all or none."""
+    """Write all entries or none."""
     write_bytes(path, b"".join(map(json_bytes, entries)))

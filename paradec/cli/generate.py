@@ -1,7 +1,4 @@
-"""`paradec generate` and `paradec infill`: prompts are answered in batches that fit memory, and printed batch by batch.
-
-`work` prepares the model and the request, `files` does `--in` and `--out`.
-"""
+"""`paradec generate` and `paradec infill`: prompts are answered in batches that fit memory, and printed so."""
 
 from __future__ import annotations
 
@@ -25,11 +22,6 @@ if TYPE_CHECKING:
     from paradec.core.prompts import Prompts
 
 PROMPT = typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.')
-DRAFTER = typer.Option(
-    help="For speculative: a smaller model of the same vocabulary, a drafter of --model (EAGLE, DFlash, DSpark), mtp "
-    "(the model's own heads), prompt_lookup, or token_recycling (with --set rule=naive)."
-)
-Drafter = Annotated[str | None, DRAFTER]
 IN = existing_file('Prompts, one a line; in .jsonl {"prompt" or "messages": ..., "id", "constraint" if any}.', "--in")
 ADD = "Pipelined blocks: the next one opens when this share of the last open one is decided."
 FULL = "Pipelined blocks: when this share is decided, the next one must progress too."
@@ -39,7 +31,8 @@ EQUAL = "all answers are equal: temperature 0 takes the likeliest token every ti
 
 @options.takes(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
-    "top_p top_k guidance_scale seed num_return_sequences eos_early_stop dtype device trace live as_json"
+    "top_p top_k guidance_scale choice regex json_schema seed num_return_sequences eos_early_stop dtype device trace "
+    "live drafter as_json"
 )
 def generate(
     context: typer.Context,
@@ -48,12 +41,8 @@ def generate(
     block_add: float | None = typer.Option(None, help=ADD),
     block_full: float | None = typer.Option(None, help=FULL),
     stop: list[str] | None = typer.Option(None, "--stop", metavar="TEXT", help="Stop at this text; may be repeated."),
-    choice: options.Choices = None,
-    regex: options.Pattern = None,
-    json_schema: options.Schema = None,
     raw: bool = typer.Option(False, "--raw", help="Send the prompt without the chat template."),
     lines: bool = typer.Option(False, "--lines", help="Take every line of the prompt as a separate prompt."),
-    drafter: Drafter = None,
     in_: Annotated[Path | None, IN] = None,
     out: Annotated[Path | None, OUT] = None,
     batch: int | None = typer.Option(None, min=1, help="The most rows decoded together; by default as many as fit."),
@@ -76,18 +65,17 @@ def generate(
     else:
         text = options.read_text(one_prompt(prompt, "generate"))
     shared["blocks"], shared["block_length"] = pipelined(blocks, shared["block_length"], block_add, block_full)
-    shared |= options.constraint(choice, regex, json_schema)
+    shared |= options.constraint(shared)
     shared |= {"given": options.given(context), "stop_strings": stop, "chat": False if raw else None}
     if job is not None:
-        job.answer(prepare("generate", None, agree=job.agree, drafter=drafter, **shared), batch, view["as_json"])
+        job.answer(prepare("generate", None, agree=job.agree, **shared), batch, view["as_json"])
     prompts = [line for _, line in lines_of(text)] if lines and text.strip() else text
-    decode("generate", prompts, batch=batch, drafter=drafter, **view, **shared)
+    decode("generate", prompts, batch=batch, **view, **shared)
 
 
 def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
     """The values of `blocks` and `block_length` for --block-add and --block-full, which pipelined blocks have alone."""
-    given = {"add": add, "full": full}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, Any] = {key: value for key, value in (("add", add), ("full", full)) if value is not None}
     if not settings:
         return blocks, length
     if blocks != "pipelined" or length is None:
@@ -109,8 +97,7 @@ def decode(
     batch: int | None = None,
     **common: Any,
 ) -> None:
-    """Load the model, run the function "generate" or "infill" on a prompt, and print the result. common: options that
-    `prepare` takes; the others are options of the command."""
+    """Run the function "generate" or "infill" on a prompt, and print the result. common: for `prepare`."""
     options.check_writable("--trace", trace)
     if trace is not None:
         from paradec.tools.traces.files import check_suffix
@@ -137,8 +124,8 @@ def decode(
 def print_answers(
     work: Work, prompts: Prompts, size: int, *, live: bool, quiet: bool, trace: Path | None
 ) -> tuple[show.Answers, int]:
-    """Decode `size` rows after the other; print the answers of each batch unless `quiet`. Returns the answers, of an
-    interrupted batch the rows that had ended (of the only batch all of them, as they were then), and the exit code."""
+    """Decode `size` rows at a time; print each batch unless `quiet`. Returns the answers, of an interrupted batch the
+    rows that had ended (of the only batch all rows), and the exit code."""
     from paradec.cli.batches import completed, in_batches
     from paradec.cli.watch import PACE, LiveView
 

@@ -1,7 +1,4 @@
-"""`paradec image`: pictures of a model of `paradec.load`, or of a diffusers pipeline (`paradec.cli.pipeline`).
-
-Which of the two it is, and whether they take the options, is known before weights are read.
-"""
+"""`paradec image`: pictures of a model of `paradec.load`, or of a diffusers pipeline (`paradec.cli.pipeline`)."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,17 +16,19 @@ import typer
 import paradec
 from paradec import caches
 from paradec.cli import options, show
-from paradec.cli.image_job import MAX_IMAGES, ImageJob
 from paradec.cli.work import check_drafter, drafter_setting
 from paradec.core.checks import MODELS, check_text, count, per_forward
-from paradec.core.interrupts import EXIT_CODE, raise_again
 from paradec.request import FIELDS
 
 if TYPE_CHECKING:
     from paradec.api.images import ImageOutput
 
+MAX_IMAGES = 100_000
+SHEETS = (".png", ".jpg", ".jpeg", ".webp")
+RECORDS = (".html", ".htm", ".gif", ".json")  # of `--trace`
+TRACE_SIDE = 160  # about, in pixels
+SMALL, SEEN = 128, 256  # longer sides below `SMALL` pixels are enlarged to at most `SEEN`
 MAX_SIDE = 2**16
-"""Pixels that --height and --width may be."""
 
 MODEL = typer.Option(
     help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-var, "
@@ -118,9 +119,15 @@ def image(
         if settings and not isinstance(chosen, str | None):
             raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
     with show.waiting(f"loading {model}"):
+        from paradec.api.images import picture_sampler
+        from paradec.models.images.loading import FAMILIES, image_adapter
+
+        if (model_type := image_type(model)) not in FAMILIES:
+            kind = f"has model_type={model_type!r}, which makes no pictures"
+            raise ValueError(f"--model {model!r} {kind}; those that do: {', '.join(FAMILIES)}")
         # a tree cannot be without its drafter, which is loaded last: it may need the model
         late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
-        method = sampler_for(model, chosen, settings)
+        method = picture_sampler(image_adapter(model_type), chosen, repr(model), **settings)
         check_drafter(method, drafter)
         for name in ("steps", "cache", "top_k", "top_p"):
             if name in method.unsupported and request[name] is not None:
@@ -133,16 +140,76 @@ def image(
     raise typer.Exit(make_pictures(job, loaded, method, request | {"preset": preset}, as_json))
 
 
+@dataclass
+class ImageJob:
+    """The files and the conditions of one command: checked when made, before a model is loaded."""
+
+    out: Path
+    trace: Path | None
+    columns: int | None
+    enlarge: int | None
+    """None enlarges pictures that are too small to be seen."""
+    prompts: list[str] | None
+    classes: str | None
+    conditions: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, file, allowed in (("--out", self.out, SHEETS), ("--trace", self.trace, (*RECORDS, *SHEETS))):
+            options.check_writable(name, file)
+            if file is not None and file.suffix.lower() not in allowed:
+                raise ValueError(f"{name} {str(file)!r} must end in {', '.join(allowed[:-1])} or {allowed[-1]}")
+        if (self.prompts is None) == (self.classes is None):
+            raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
+        for prompt in self.prompts or ():
+            check_text("--prompt", prompt)
+        if self.classes is not None:
+            self.conditions = {"class_labels": read_classes(self.classes)}
+        else:
+            self.conditions = {"prompts": self.prompts}
+
+    @property
+    def sheet_of_steps(self) -> bool:
+        """Whether `--trace` is a picture of which step made what, and no record of the run."""
+        return self.trace is not None and self.trace.suffix.lower() in SHEETS
+
+    def write(self, images: Sequence[Any] | None, steps: Any = None, record: Any = None) -> None:
+        """Write images (None after an interrupt) and `--trace`: a record, or steps that made tokens final [B, h, w]."""
+        from paradec.api.images import contact_sheet, step_pictures
+
+        if images is not None:
+            enlarge = seen_size(images[0].size) if self.enlarge is None else self.enlarge
+            contact_sheet(images, self.columns, enlarge=enlarge).save(self.out)
+        if self.trace is not None and self.sheet_of_steps:
+            pictures = step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:])))
+            contact_sheet(pictures, self.columns).save(self.trace)
+        elif self.trace is not None and record is not None:
+            record.save(self.trace)
+
+
+def read_classes(text: str) -> list[int]:
+    """ "3,5-7" -> [3, 5, 6, 7]. Raises ValueError for other texts."""
+    classes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--class {text!r} must be numbers and ranges, separated by commas: 3,5-7")
+        stop = int(last) if dash else int(first)
+        if not int(first) <= stop < int(first) + MAX_IMAGES:
+            raise ValueError(f"--class {text!r}: the range {part.strip()} is empty or too long")
+        classes += range(int(first), stop + 1)
+    return classes
+
+
+def seen_size(size: tuple[int, int]) -> int:
+    """How much a picture of `size` pixels is enlarged, so that it can be seen: 9 times for 28 x 28."""
+    longest = max(size)
+    return max(1, SEEN // longest) if longest < SMALL else 1
+
+
 def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, Any], as_json: bool) -> int:
     """Run `paradec.generate_images`, write the sheets, print the cost. Returns the exit code."""
-    code, traced = 0, job.trace is not None
-    request = request | job.conditions | {"sampler": sampler, "trace": traced}
-    raise_again()
-    try:
-        with show.Bar() as bar:
-            output = paradec.generate_images(model, **request, callback=bar.update)
-    except paradec.Interrupted as interrupt:
-        code, output = EXIT_CODE, interrupt.output
+    request = request | job.conditions | {"sampler": sampler, "trace": job.trace is not None}
+    output, code = show.with_bar(lambda bar: paradec.generate_images(model, **request, callback=bar.update))
     if job.sheet_of_steps:
         job.write(output.images, output.steps)
     else:
@@ -159,7 +226,7 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
 
 
 def summary(out: Path, output: ImageOutput) -> str:
-    """The cost of pictures in one line; `out`: the file of the sheet."""
+    """The cost of the pictures in one line."""
     what = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
     end = f" in {out}" if output.images is not None else ", interrupted"
     drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
@@ -169,8 +236,7 @@ def summary(out: Path, output: ImageOutput) -> str:
 
 
 def pipeline_index(source: str) -> dict[str, Any] | None:
-    """The `model_index.json` of a diffusers pipeline; None for models of `paradec.load`. Raises CheckpointError for
-    neither of them."""
+    """The `model_index.json` of a pipeline; None for models of `paradec.load`. Raises CheckpointError for others."""
     from paradec.models.checkpoint import CheckpointError, read_json
     from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, packaged_image
 
@@ -184,23 +250,8 @@ def pipeline_index(source: str) -> dict[str, Any] | None:
     return index | {"folder": folder} if index else None
 
 
-def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
-    """The sampler for a model of `paradec.load`, before its weights are read. Raises ValueError for samplers of
-    another family, and for other models."""
-    from paradec.api.images import picture_sampler
-    from paradec.models.images.loading import FAMILIES, image_adapter
-
-    model_type = image_type(source)
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
-            + ", ".join(FAMILIES)
-        )
-    return picture_sampler(image_adapter(model_type), sampler, repr(source), **settings)
-
-
 def image_type(source: str) -> Any:
-    """The `model_type` of an image model's folder, file or name; of another checkpoint what its config.json says."""
+    """The `model_type` of a checkpoint: a folder, a file, a hub id or a packaged model's name."""
     from paradec.models.checkpoint import read_json
     from paradec.models.images.loading import PACKAGED, file_type, packaged_image
 
@@ -209,8 +260,7 @@ def image_type(source: str) -> Any:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """Another model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. options: as for
-    `paradec.load`. Raises ValueError for other models."""
+    """A model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. Raises ValueError for others."""
     from paradec.models.images.loading import FAMILIES, image_adapter
     from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load

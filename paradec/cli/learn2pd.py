@@ -16,12 +16,8 @@ from paradec.core.interrupts import EXIT_CODE, raise_again
 PROMPTS = options.existing_file('A prompt per line; in .jsonl {"prompt": ...}. By default prompts of packaged tasks.')
 RECORDS = typer.Option(metavar="FILE.safetensors", help="Store the collected records here, and continue from them.")
 
-learn2pd = typer.Typer(help="Filters for the sampler learn2pd.", rich_markup_mode=None, no_args_is_help=True)
-
-
-@learn2pd.callback()
-def _learn2pd() -> None:
-    pass
+HELP = "Filters for the sampler learn2pd."
+learn2pd = typer.Typer(help=HELP, callback=lambda: None, rich_markup_mode=None, no_args_is_help=True)
 
 
 @learn2pd.command()

@@ -25,7 +25,6 @@ from paradec.request import FIELDS
 
 Names = list[str] | None
 AsList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each task; by default all.")]
 SAMPLERS = "Samplers, combinations and your own (FILE.py:CLASS), separated by commas; by default all masked ones."
 Samplers = Annotated[Names, typer.Option(help=SAMPLERS)]
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_INT64, help="Seed of the random draws.")]
@@ -36,26 +35,37 @@ def existing_file(help: str, *names: str, metavar: str = "FILE") -> Any:
     return typer.Option(*names, metavar=metavar, exists=True, dir_okay=False, readable=True, help=help)
 
 
-Choices = Annotated[Names, typer.Option("--choice", metavar="TEXT", help="Answer with one of these texts; repeated.")]
-Pattern = Annotated[str | None, typer.Option("--regex", metavar="PATTERN", help="Answer with a text that matches.")]
-Schema = Annotated[Path | None, existing_file("Answer with JSON of the schema in this file.", "--json-schema")]
 PRESET = "A request that `paradec tune` or `Request.save` wrote; given options override it."
 ATTENTION = "A setting of the attention (select, skip, block_size, preset=short, ...); may be repeated."
 TRACE = "Record the steps: .html is a page to step through, .gif an animation, .json data for `paradec trace`."
+DRAFTER = (
+    "For speculative: a smaller model of the same vocabulary, a drafter of --model (EAGLE, DFlash, DSpark), mtp (the "
+    "model's own heads), prompt_lookup, or token_recycling (with --set rule=naive)."
+)
 BOUNDS: dict[str, Any] = {"min": 1, "max": LARGEST_INT}
 SHARED: dict[str, tuple[Any, Any, Any]] = {
     "model": (str | None, typer.Option(help="A folder or a hub id; by default the small model in the package."), None),
     "set_": (Names, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; repeated."), None),
     "preset": (Path | None, existing_file(PRESET, metavar="FILE.json"), None),
     "attention_set": (Names, typer.Option("--attention-set", metavar="NAME=VALUE", help=ATTENTION), None),
+    "drafter": (str | None, typer.Option(help=DRAFTER), None),
     "batch": (int, typer.Option(help="Prompts decoded together.", **BOUNDS), 1),
     "dtype": (str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's."), None),
     "device": (str | None, typer.Option(help="cpu, cuda, cuda:1, ..."), None),
     "trace": (Path | None, typer.Option(metavar="FILE", help=TRACE), None),
     "live": (bool, typer.Option("--live", help="Show tokens on the terminal as they are decided."), False),
+    "choice": (Names, typer.Option(metavar="TEXT", help="Answer with one of these texts; repeated."), None),
+    "regex": (str | None, typer.Option(metavar="PATTERN", help="Answer with a text that matches."), None),
+    "json_schema": (Path | None, existing_file("Answer with JSON of the schema in this file."), None),
+    "tasks": (Names, typer.Option(help="Tasks, separated by commas; by default all."), None),
+    "limit": (int | None, typer.Option(min=1, help="Prompts of each task; by default all."), None),
+    "out": (Path | None, typer.Option(metavar="FILE.json", help="Write each result when it is measured."), None),
+    "plot": (Path | None, typer.Option(metavar="FILE.png", help="Draw accuracy over tokens per forward."), None),
+    "resume": (bool, typer.Option("--resume", help="Continue from the results in --out."), False),
+    "format_": (str | None, typer.Option("--format", help="Print the table as markdown, latex or csv."), None),
     "as_json": (bool, typer.Option("--json", help="Print one JSON object."), False),
 }
-"""Parameters of commands, each with its type and its default; fields of a request are added."""
+"""Parameters of commands: type, declaration, default; fields of a request are added."""
 for _name, _field in FIELDS.items():
     if (_option := _field.metadata)["option"] is not None:
         _names = ["--" + _name.replace("_", "-"), _option["short"]] if "short" in _option else []
@@ -66,8 +76,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
-    """A decorator: a command gets the options `names` of `SHARED` by `**keywords`. In its help they come before those
-    that it declares itself, but for those without a default. defaults: where they are others than in `SHARED`."""
+    """A decorator that gives a command the options `names` of `SHARED` by `**keywords`, before its own in `--help`."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -122,7 +131,7 @@ def check_writable(option: str, file: Path | None) -> None:
 
 
 def names(given: list[str] | None) -> list[str] | None:
-    """Split comma-separated names, of one option or several; commas in parentheses separate settings."""
+    """Split names at commas, but not inside parentheses."""
     return None if given is None else [name.strip() for text in given for name in split_outside(text, ",")]
 
 
@@ -132,8 +141,8 @@ def sampler_names(given: list[str] | None) -> list[str] | None:
 
 
 def import_classes(option: str, text: str, kind: str) -> str:
-    """Register the classes that FILE.py:CLASS names in a text; returns the text with the names of the classes. kind:
-    "sampler" or "cache". Raises ValueError for other files, other classes, and names that are taken."""
+    """Register the classes that FILE.py:CLASS names in a text; returns the text with their names. kind: "sampler" or
+    "cache". Raises ValueError for other files and classes, and names that are taken."""
     from paradec.caches.base import Cache
     from paradec.core.protocol import Sampler
 
@@ -232,8 +241,7 @@ def given(context: typer.Context) -> set[str]:
 
 
 def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -> dict[str, Any]:
-    """Arguments of a request: a preset's values take the place of defaults, but not of the fields `there` that were
-    given."""
+    """A request with a preset's values, but for the fields `there` that were given."""
     if preset is None:
         return request
     from paradec.request import Request
@@ -243,8 +251,9 @@ def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -
     return request | {name: value for name, value in changes.items() if name not in there}
 
 
-def constraint(choices: list[str] | None, pattern: str | None, schema: Path | None) -> dict[str, Any]:
-    """The argument `constraint` that `--choice`, `--regex` or `--json-schema` says, if one is given."""
+def constraint(shared: dict[str, Any]) -> dict[str, Any]:
+    """The argument `constraint` of --choice, --regex or --json-schema, if given; they are taken out of `shared`."""
+    choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}
     given = [name for name, value in options.items() if value is not None]
     if len(given) > 1:

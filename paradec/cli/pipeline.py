@@ -1,6 +1,4 @@
-"""`paradec image` with a diffusers pipeline: its class, its arguments, plain and accelerated runs.
-
-Imports diffusers, so that the command imports it when it is needed."""
+"""`paradec image` with a diffusers pipeline; imports diffusers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import typer
 import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
-from paradec.cli.image_job import ImageJob
+from paradec.cli.image import ImageJob
 from paradec.core.checks import check_choice, count
 from paradec.core.thumbnails import of_steps
 from paradec.models.checkpoint import CheckpointError
@@ -42,8 +40,7 @@ def pipeline_class(index: dict[str, Any]) -> Any:
 
 
 def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, bars: bool = False) -> Any:
-    """A pipeline with its weights; `dtype` is one of `DTYPES`, or None for the files' own. bars: whether it shows its
-    progress. Raises CheckpointError where it cannot be loaded."""
+    """Load a pipeline. bars: whether it shows progress. Raises CheckpointError where it cannot be loaded."""
     diffusers.utils.logging.set_verbosity_error()
     if not bars:
         diffusers.utils.logging.disable_progress_bar()
@@ -59,12 +56,8 @@ def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, 
 
 @dataclass
 class PipelineJob:
-    """One command, checked when made, before weights are read.
-
-    Args:
-        job: files and conditions. index: from `pipeline_index`. sampler: a name, or None for the default. settings: of
-            the sampler. compare: whether to run without it as well. request: further options of the command.
-    """
+    """One command, checked when made, before weights are read. index: from `pipeline_index`. compare: whether to run
+    without the sampler as well. request: further options."""
 
     job: ImageJob
     index: dict[str, Any]
@@ -114,8 +107,7 @@ class PipelineJob:
             raise ValueError(f"--device {self.device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
     def run(self, bars: bool = False, as_json: bool = False) -> None:
-        """Load the pipeline, make the pictures, write the sheets and print the cost, with `as_json` as data. bars:
-        whether progress is shown. Raises CheckpointError where the pipeline cannot be loaded."""
+        """Make the pictures, write the sheets and print the cost. bars: whether progress is shown."""
         pipe = load_pipeline(self.cls, self.index["folder"], self.dtype, self.device, bars)
         call = self._call(pipe)
         base = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
@@ -190,9 +182,8 @@ class PipelineJob:
             if own:
                 pipe.scheduler.register_to_config(**own)
             return session
-        schedulers = paradec.schedulers
-        scheduler = {"maskgit": schedulers.MaskGITScheduler, "halton": schedulers.HaltonScheduler}
-        scheduler["lpd"] = schedulers.LPDScheduler
+        scheduler = {"maskgit": "MaskGITScheduler", "halton": "HaltonScheduler", "lpd": "LPDScheduler"}
+        cls = getattr(paradec.schedulers, scheduler[self.method.name])
         settings = {name: getattr(self.method, name) for name in self.method.settings()}
-        pipe.scheduler = scheduler[self.method.name].from_config(pipe.scheduler.config, **settings, **own)
+        pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings, **own)
         return None

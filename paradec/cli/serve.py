@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options, show
-from paradec.cli.generate import Drafter
 from paradec.core.checks import LARGEST_INT64, check_number
 from paradec.core.text_files import read_text
 
@@ -21,7 +20,7 @@ KEY_FILE = options.existing_file("File with the API key that clients must send; 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-@options.takes("model sampler set_ preset cache suffix max_new_tokens temperature dtype device")
+@options.takes("model sampler set_ preset cache suffix max_new_tokens temperature drafter dtype device")
 def serve(
     context: typer.Context,
     host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only this machine."),
@@ -31,7 +30,6 @@ def serve(
     max_memory: Annotated[int | None, MEMORY] = None,
     prefix_memory: int | None = typer.Option(None, min=0, max=LARGEST_INT64, help=KEPT),
     presets: Annotated[Path | None, PRESETS] = None,
-    drafter: Drafter = None,
     api_key_file: Annotated[Path | None, KEY_FILE] = None,
     max_answer: int = typer.Option(4096, min=1, help="The most tokens of an answer."),
     max_body: int = typer.Option(2**20, min=1, help="The most bytes of a request."),
@@ -57,7 +55,7 @@ def serve(
     from paradec.integrations.server.asked import read_presets
 
     offered = read_presets(presets)
-    work = prepare("generate", None, options.given(context), drafter=drafter, **shared)
+    work = prepare("generate", None, options.given(context), **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app

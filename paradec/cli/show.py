@@ -1,7 +1,6 @@
-"""What the commands print: answers and their cost, what is waited for, progress. `tables` and `watch` have the rest.
+"""What the commands print: answers and their cost, what is waited for, progress.
 
-Standard output is for results, standard error for progress and warnings. What draws (rich) is imported when something
-is drawn.
+Standard output is for results, standard error for progress and warnings. rich is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from paradec.core.checks import count, per_forward
+from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.protocol import Interrupted
 
 if TYPE_CHECKING:
     from paradec.api.output import Output
@@ -68,8 +69,8 @@ TOTALS = ("nfe", "row_forwards", "forwarded_tokens", "seconds")
 
 
 class Answers:
-    """The answers of one command so far, and their cost. `rows` has lists with an entry per answer, `totals` the sums
-    over the batches. single: whether one answer was asked for; then there are no lists in the report."""
+    """The answers of one command so far (`rows`: lists of values per answer), and their cost (`totals` of the batches).
+    single: whether one answer was asked for; then there are no lists in the report."""
 
     def __init__(self, single: bool):
         self.single = single
@@ -133,6 +134,16 @@ def _add_attention(before: AttentionCost | None, found: AttentionCost, rows: Seq
             changes[each.name] = ([] if before is None else getattr(before, each.name)) + [value[row] for row in rows]
     most = max(found.pattern_bytes, 0 if before is None else before.pattern_bytes)
     return dataclasses.replace(found, **changes, pattern_bytes=most)
+
+
+def with_bar(run: Callable[[Bar], Any]) -> tuple[Any, int]:
+    """Run with a progress bar. Returns the output, after Ctrl-C that of the finished part, and the exit code."""
+    raise_again()
+    try:
+        with Bar() as bar:
+            return run(bar), 0
+    except Interrupted as interrupt:
+        return interrupt.output, EXIT_CODE
 
 
 class Bar:

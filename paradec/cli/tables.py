@@ -1,7 +1,4 @@
-"""Tables that the commands print, and all about one sampler or cache.
-
-On a terminal rich draws them; elsewhere they are tab-separated lines with everything.
-"""
+"""Tables of the commands: on a terminal drawn by rich, elsewhere tab-separated lines with everything."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ import typer
 
 FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
 """How an entry of a docstring's `Args:` begins: one name, or several that are explained together."""
-LONGEST_NAME = 24
-"""Letters of a table's first column that stay in one line."""
-MAX_WIDTH = 10_000
-"""Columns of a terminal on which a table is measured."""
+LONGEST_NAME = 24  # letters of a table's first column that stay in one line
+MAX_WIDTH = 10_000  # columns of a terminal on which a table is measured
 BY_WORTH = (
     *("right %", "forwards", "tokens/forward", "tokens/forward x baseline", "many answers %", "one answer %", "95 %"),
     *("AUP", "tokens/s", "tokens/s x baseline"),
@@ -28,8 +23,7 @@ BY_WORTH = (
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
-    """Print a table: ruled on a terminal, cell by cell where words have no room; tab-separated lines elsewhere.
-    heads: whether the columns' names are printed on a terminal as well."""
+    """Print a table, on a terminal cell by cell where words have no room. heads: whether to name columns there."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             typer.echo("\t".join(row))
@@ -66,10 +60,7 @@ def echo(text: str) -> None:
 
 
 def entries(registry: Any, more: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """A registry as data: name, family, summary, paper, arXiv number, settings with their defaults.
-
-    A class of another package that cannot be imported has the error as its summary.
-    """
+    """A registry as data. A class of another package that cannot be imported has the error as its summary."""
     from paradec.core.protocol import plain
 
     found = []
@@ -130,10 +121,7 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -
 
 
 def explanations(cls: type) -> tuple[str, dict[str, str]]:
-    """A class's docstring: its text around `Args:` in paragraphs of one line, and what it says of each argument.
-
-    Arguments that a base explains are looked up there.
-    """
+    """A class's docstring: its text around `Args:`, and its arguments' descriptions (bases' where it has none)."""
     about: list[str] = []
     explained: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -164,8 +152,7 @@ def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
 
 
 def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a comparison (`Comparison.columns` and `table`): on a terminal the settings of a sampler are below it,
-    and the numbers that there is no room for are left out."""
+    """Print a comparison: on a terminal with settings below their sampler, and the numbers that there is room for."""
     if not sys.stdout.isatty():
         table(columns, rows)
         return

@@ -39,7 +39,7 @@ def trace(
         out.write_text(page(traces, called, title), encoding="utf-8")
     elif out is not None:
         save(traces, out, called)
-    runs = [_numbers(each, run) for each, run in zip(called, traces, strict=True)]
+    runs = [{"name": each, **cost(run)} for each, run in zip(called, traces, strict=True)]
     if as_json:
         typer.echo(json.dumps({"out": None if out is None else str(out), "runs": runs}))
         return
@@ -52,13 +52,10 @@ def trace(
         typer.echo(f"written to {out}")
 
 
-def _numbers(name: str, trace: Any) -> dict[str, Any]:
+def cost(trace: Any) -> dict[str, Any]:
     """The cost of a run."""
-    last: dict[tuple[int, int], Any] = {
-        (row, position): token for step in trace.steps for row, position, token, _ in step.commits
-    }
+    last = {(row, position): token for step in trace.steps for row, position, token, _ in step.commits}
     return {
-        "name": name,
         "sampler": str(trace.settings.get("sampler", "unknown")),
         "rows": trace.batch,
         "steps": len(trace.steps),

@@ -13,7 +13,7 @@ import typer
 import paradec
 from paradec.cli import options, show
 from paradec.core.checks import check_int, check_temperature
-from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.interrupts import EXIT_CODE
 
 PROMPTS = options.existing_file(
     'Your prompts, a line {"prompt": ...}, with "answer" or "regex" if known; or {"input_ids": ..., "answer_ids": ...}.'
@@ -22,9 +22,14 @@ BLOCKS = typer.Option(help="Block lengths, separated by commas, 'own' for the mo
 SCORE = typer.Option(help="answers (the default if there are any), checker, or agreement with one token per step.")
 PIPELINE = typer.Option(metavar="DIR", help="Search --budget solver steps of a diffusers pipeline, or of digits-dit.")
 
+FOR_TEXT = {"limit", "score", "checker", "mask", "samplers", "caches", "blocks", "minutes", "point", "model"}
+FOR_TEXT |= {"max_new_tokens"}
+FOR_STEPS = {"budget", "steps", "target"}
+
 
 @options.takes("model batch max_new_tokens temperature dtype device as_json", batch=8)
 def tune(
+    context: typer.Context,
     prompts: Annotated[Path | None, PROMPTS] = None,
     limit: int | None = typer.Option(None, help="Number of prompts: the first ones, or of each packaged task."),
     score: Annotated[str | None, SCORE] = None,
@@ -43,29 +48,24 @@ def tune(
     tolerance: float = typer.Option(1.0, help="Points of score that the preset may be below the best hand-set one."),
     seed: int = typer.Option(0, help="Seed of the halves, the proposals and the draws."),
     pipeline: Annotated[str | None, PIPELINE] = None,
-    budget: int | None = typer.Option(None, min=1, help="With --pipeline: solver steps to evaluate; by default 7."),
+    budget: int = typer.Option(7, min=1, help="With --pipeline: solver steps to evaluate."),
     steps: int | None = typer.Option(None, min=1, help="With --pipeline: solver steps of a run; by default its own."),
-    target: str | None = typer.Option(None, help="With --pipeline: output (the default), stack, block or module."),
+    target: str = typer.Option("output", help="With --pipeline: output, stack, block or module."),
     **shared: Any,
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
     chooses, the other half is reported."""
-    for_text: dict[str, Any] = {"limit": limit, "score": score, "checker": checker, "mask": mask, "samplers": samplers}
-    for_text |= {"caches": caches, "blocks": blocks, "minutes": minutes, "point": point, "model": shared["model"]}
-    for_text["max_new_tokens"] = shared["max_new_tokens"]
-    for_steps: dict[str, Any] = {"budget": budget, "steps": steps, "target": target}
     files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
-    for name, value in (for_steps if pipeline is None else for_text).items():
-        if value is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
+    if others := options.given(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
+        option = f"--{min(others).replace('_', '-')}"
+        raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
     for name, file in files.items():
         options.check_writable(f"--{name}", file)
     if pipeline is not None:
-        given: dict[str, Any] = {name: value for name, value in for_steps.items() if value is not None}
-        given |= {name: shared[name] for name in ("dtype", "device")}
-        raise typer.Exit(search_steps(pipeline, prompts, files, trials, seed, as_json, **given))
+        search: dict[str, Any] = {"budget": budget, "runs": trials, "seed": seed}
+        search |= {"sampler": paradec.TaylorSeer(target=target), "dtype": shared["dtype"], "device": shared["device"]}
+        raise typer.Exit(search_steps(pipeline, prompts, files, as_json, steps, **search))
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts
     from paradec.tools.tuning.run import check_search
@@ -81,7 +81,10 @@ def tune(
         paradec.samplers.create(name)
     for name in allowed or ():
         paradec.caches.create(name)
-    lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
+    for text in (block_names := options.names(blocks)) or ():
+        if text != "own" and not text.isdigit():
+            raise ValueError(f"--blocks {text!r} must be a block length, or 'own' for the model's")
+    lengths = None if block_names is None else [None if text == "own" else int(text) for text in block_names]
     score_with = None if checker is None else options.from_file("--checker", checker)
     check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
     texts = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
@@ -91,14 +94,7 @@ def tune(
     wanted |= {"checker": score_with, "mask": mask, "study": study}
     model = options.load(shared)
     wanted |= {name: value for name, value in shared.items() if value is not None}
-    found: Any
-    code = 0
-    raise_again()
-    try:
-        with show.Bar() as bar:
-            found = paradec.tune(model, texts, progress=bar.work, **wanted)
-    except paradec.Interrupted as interrupt:
-        found, code = interrupt.output, EXIT_CODE
+    found, code = show.with_bar(lambda bar: paradec.tune(model, texts, progress=bar.work, **wanted))
     typer.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else str(found))
     if report is not None:
         found.to_json(report)
@@ -111,37 +107,19 @@ def tune(
     raise typer.Exit(code)
 
 
-def _length(text: str) -> int | None:
-    if text == "own":
-        return None
-    if not text.isdigit():
-        raise ValueError(f"--blocks {text!r} must be a block length, or 'own' for the model's")
-    return int(text)
-
-
 def search_steps(
-    source: str,
-    prompts: Path | None,
-    files: dict[str, Any],
-    runs: int,
-    seed: int,
-    as_json: bool,
-    *,
-    budget: int = 7,
-    steps: int | None = None,
-    target: str = "output",
-    **place: Any,
+    source: str, prompts: Path | None, files: dict[str, Any], as_json: bool, steps: int | None, **search: Any
 ) -> int:
-    """Search the solver steps of a pipeline (`paradec.tune_steps`), print the result and write the files. Returns the
-    exit code. place: its dtype and device."""
+    """Search the solver steps of a pipeline, print and write the result. Returns the exit code. search: "dtype",
+    "device", and arguments of `paradec.tune_steps`."""
     import torch
 
     from paradec.cli.image import pipeline_index
     from paradec.cli.pipeline import load_pipeline, pipeline_class
     from paradec.models.checkpoint import CheckpointError
+    from paradec.tools.tuning.prompts import read_prompts
 
-    check_int("trials", runs, low=0)
-    sampler = paradec.TaylorSeer(target=target)
+    check_int("trials", search["runs"], low=0)
     index = pipeline_index(source)
     if index is None:
         raise CheckpointError(f"--pipeline {source!r} is no diffusers pipeline")
@@ -151,8 +129,11 @@ def search_steps(
         raise ValueError(f"{cls.__name__} takes prompts: give --prompts FILE.jsonl, of which each run takes the next")
     if prompts is not None and "prompt" not in takes:
         raise ValueError(f"{cls.__name__} takes no prompts; leave --prompts out")
-    texts = [] if prompts is None else _texts(prompts)
-    pipe = load_pipeline(cls, index["folder"], **place)
+    texts = [] if prompts is None else [entry.prompt for entry in read_prompts(prompts, None)]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"--prompts {str(prompts)!r} holds {text!r}; a pipeline's prompts are texts")
+    pipe = load_pipeline(cls, index["folder"], search.pop("dtype"), search.pop("device"))
     options = {} if steps is None else {"num_inference_steps": steps}
 
     def run(seed: int) -> Any:
@@ -165,8 +146,7 @@ def search_steps(
 
     try:
         with show.Bar() as bar:
-            searched: dict[str, Any] = {"budget": budget, "sampler": sampler, "runs": runs, "seed": seed}
-            found = paradec.tune_steps(pipe, run, **searched, study=files["study"], progress=bar.work)
+            found = paradec.tune_steps(pipe, run, **search, study=files["study"], progress=bar.work)
     except KeyboardInterrupt:
         again = "" if files["study"] is None else ": the same command goes on with --study"
         print(f"interrupted{again}", file=sys.stderr)
@@ -177,14 +157,3 @@ def search_steps(
     if files["out"] is not None:
         found.save(files["out"])
     return 0
-
-
-def _texts(file: Path) -> list[str]:
-    """The prompts of a file of JSON lines, which must be texts."""
-    from paradec.tools.tuning.prompts import read_prompts
-
-    found = [entry.prompt for entry in read_prompts(file, None)]
-    for text in found:
-        if not isinstance(text, str):
-            raise ValueError(f"--prompts {str(file)!r} holds {text!r}; a pipeline's prompts are texts")
-    return found

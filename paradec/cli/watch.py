@@ -31,23 +31,17 @@ STYLES = {
 }
 SHOWN = {"undecided": UNDECIDED, "ahead": UNDECIDED, "taken": UNDECIDED, "end": END}
 """What is shown for one token of a kind that is not shown as text."""
-LONG_RUN = 8
-"""As many end tokens, or tokens of blocks that have not been opened, are shown one by one; more as a number."""
-PACE = 0.12
-"""Seconds that a step stays to be seen, where the model is faster."""
-MAX_PACED = 6.0
-"""Seconds that a request is held up at most for being watched."""
+LONG_RUN = 8  # more end tokens, or tokens of blocks that are not open yet, are shown as a number
+PACE = 0.12  # seconds that a step stays to be seen, where the model is faster
+MAX_PACED = 6.0  # seconds that watching delays a request at most
 
 
 class LiveView:
     """Draws every row of a request after its commits, and clears itself away at the end.
 
     Args:
-        tokenizer: the model's; without one, ids are shown.
-        console: a rich console; by default standard output.
-        interval: seconds between two drawings, at least.
-        pace: seconds that each step stays, of models that are faster. `slept` counts the seconds of a request that were
-            not the model's.
+        tokenizer: None shows ids. console: by default standard output. interval: the least seconds between drawings.
+        pace: seconds that each step stays, of faster models; `slept` counts the seconds of a request that it took.
     """
 
     def __init__(self, tokenizer: Any, console: Console | None = None, interval: float = 0.05, pace: float = 0.0):
@@ -104,8 +98,7 @@ class LiveView:
         return Group(Text(status, style="dim", no_wrap=True, overflow="crop"), *lines, legend)
 
     def _rows(self, state: TextState) -> tuple[list[Text], int, int]:
-        """Each row as styled text, with its number where there are several; how many tokens are final, of end tokens
-        one a row, and how many there are."""
+        """Each row as styled text; how many tokens are final (of end tokens one a row), and how many there are."""
         from rich.text import Text
 
         ids, given, undecided = state.canvas.tolist(), state.given.tolist(), state.undecided.tolist()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def one_prompt(words: list[str] | None, command: str) -> str:
-    """The prompt of a command line. Raises ValueError for none, and for several arguments, as without quotes."""
+    """The prompt of a command line. Raises ValueError unless it is one argument."""
     if not words:
         raise ValueError(f"Missing argument 'PROMPT': paradec {command} \"...\", or - for standard input")
     if len(words) > 1:
@@ -106,10 +106,8 @@ def prepare(
 ) -> Work:
     """Check what can be checked without the model, which may take minutes to load, then load it.
 
-    Args:
-        function: "generate" or "infill". prompt: for it; None where there are none yet. given: options that are on the
-            command line. agree: called before the model is loaded with "model", "dtype", "drafter" and "request" (what
-            differs from the defaults) as data; returns the seed. The others: options of the command.
+    prompt: None where there is none yet. given: options on the command line. agree: called before the model is loaded
+    with "model", "dtype", "drafter" and "request" as data; returns the seed.
     """
     # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
@@ -225,8 +223,8 @@ DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.we
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """A smaller causal model, a drafter that reads the base's hidden states (EAGLE, DFlash and others), the base's own
-    heads ("mtp"), or the name of one that needs none as it is. options: as for `paradec.load`."""
+    """A smaller causal model, a drafter of the base's hidden states, its own heads ("mtp"), or the name of a drafter
+    without weights. options: as for `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.drafting import NamedDrafter
@@ -246,8 +244,7 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
 
 
 def check_texts(prompt: Any, request: dict[str, Any]) -> None:
-    """Raise ValueError for a prompt (None is no prompt yet), mask or stop string that is no text, and for a prompt
-    without a word."""
+    """Raise ValueError for a prompt, mask or stop string that is no text, and for an empty prompt."""
     for text in [prompt] if isinstance(prompt, str) else prompt or []:
         content = text["content"] if isinstance(text, dict) else text
         check_text("prompt", content)
