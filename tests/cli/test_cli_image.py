@@ -12,10 +12,6 @@ import torch
 from diffusers import (
     AmusedPipeline,
     AmusedScheduler,
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
     UVit2DModel,
     VQModel,
 )
@@ -26,12 +22,8 @@ from scripts import load_script
 from tiny_pipelines import dit_pipeline
 from transformers import (
     CLIPTextConfig,
-    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
 )
 from typer.testing import CliRunner
 
@@ -94,30 +86,6 @@ def amused(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def flux(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder as FLUX's is one."""
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 1, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 1}
-    embeds = {"joint_attention_dim": 16, "pooled_projection_dim": 8, "axes_dims_rope": (4, 4, 8), "in_channels": 4}
-    pieces = [(f"▁{letter}", -1.0) for letter in LETTERS] + [(letter, -2.0) for letter in LETTERS]
-    t5 = T5Tokenizer(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces], extra_ids=0)
-    tokenizer, encoder = clip(CLIPTextModel)
-    scale = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
-    pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKL(block_out_channels=(4,), latent_channels=1, norm_num_groups=1, **scale),
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        text_encoder_2=T5EncoderModel(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=1)),
-        tokenizer_2=t5,
-        transformer=FluxTransformer2DModel(**heads, **embeds),
-    )
-    folder = str(tmp_path_factory.mktemp("flux"))
-    pipe.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def mar(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("mar")
     torch.manual_seed(0)
@@ -164,14 +132,6 @@ def test_summary_of_a_session(tmp_path: Path) -> None:
     assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
     assert "8 calls, 2 full, 6 forecast, 0 mixed" in lines[2] and len(lines) == 3
     assert Image.open(sheet).size == (2 * 8 + 2, 8)
-
-
-def test_text_to_image(flux: str, tmp_path: Path) -> None:
-    given = ["--model", flux, "--prompt", "a fox", "--prompt", "a cat", "--height", "8", "--width", "16"]
-    found, sheet = run(tmp_path, *given, "--steps", "6", "-n", "2", "--interval", "2", "--set", "target=output")
-    assert found["pipeline"] == "FluxPipeline" and found["prompts"] == ["a fox", "a cat"] and found["pictures"] == 4
-    assert found["full_steps"] == [0, 2, 4] and found["sampler"]["target"] == "output"
-    assert Image.open(sheet).size == (2 * 16 + 2, 2 * 8 + 2)
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -224,7 +184,7 @@ def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
 def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
     given = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
-    given += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b"]
+    given += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b", "--height", "8", "--width", "8"]
     found, sheet = run(tmp_path, *given, "--trace", str(trace))
     assert found["pictures"] == 2 and found["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
     assert colours(trace) == 5 + 1
@@ -241,38 +201,25 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["digits-dit", "--class", "1", "--sampler", "maskgit"],
-            "does not work in PixelDiTPipeline; it takes taylorseer",
-        ),
-        (["digits-dit", "--class", "1", "--sampler", "tailor"], "unknown sampler: 'tailor' (did you mean"),
-        (["digits-dit", "--class", "1", "--set", "order=-1"], "order=-1 must be an integer"),
-        (
-            ["digits-dit", "--class", "1", "--order", "2", "--set", "order=2"],
-            "--order and --set order=... say the same",
-        ),
+        (["digits-dit", "--class", "1", "--sampler", "maskgit"], "not work in PixelDiTPipeline; it takes taylorseer"),
+        (["digits-dit", "--class", "1", "--order", "2", "--set", "order=2"], "--order and --set order=... say the"),
         (["digits-dit", "--class", "10"], "class_labels=10 must be an integer from 0 to 9"),
         (["digits-dit", "--prompt", "a"], "PixelDiTPipeline does not take prompts; give --class"),
         (["digits-dit", "--class", "1", "--cache", "dual"], "--cache is not for diffusers pipelines"),
-        (["digits-dit", "--class", "1", "--top-p", "0.9"], "--top-p is not for diffusers pipelines"),
         (["digits-dit", "--class", "1", "--temperature", "1"], "--temperature is for models of tokens"),
         (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace draws which step made which token final"),
         (["digits-dit", "--class", "1", "--height", "32"], "--height is no argument of PixelDiTPipeline"),
-        (["digits-dit", "--class", "1", "--steps", "0"], "--steps=0 must be an integer from 1 to 1000000"),
         (["digits-dit", "--class", "1", "--dtype", "int8"], "unknown --dtype: 'int8'"),
         (["digits-dit", "--class", "1", "--device", "gpu"], "--device 'gpu' cannot be used"),
-        (["AMUSED", "--prompt", "a", "--sampler", "taylorseer"], "it takes maskgit, halton, lpd, recap"),
         (["AMUSED", "--class", "1"], "AmusedPipeline does not take class_labels; give --prompt"),
         (["AMUSED", "--prompt", "a", "--compare"], "--compare is for diffusion pipelines"),
         (["digits-ar", "--class", "1", "--compare"], "--compare is for diffusion pipelines"),
         (["digits-ar", "--class", "1", "--steps", "4"], "--steps is not for 'digits-ar', which has samplers of family"),
-        (["digits-ar", "--class", "1", "--interval", "4"], "unknown setting of sampler 'sjd': 'interval'"),
-        (["digits-ar", "--class", "1", "--sampler", "taylorseer"], "is of family 'forecast'; 'digits-ar' takes the"),
-        (["digits-maskgit", "--class", "1", "--sampler", "mar"], "takes the 'masked' family: low_confidence"),
         (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar, recap or cspd) takes"),
         (["MAR", "--class", "1", "--sampler", "cspd"], "--sampler cspd needs --drafter: a smaller MAR"),
         (["MAR", "--class", "1", "--drafter", "x"], "--drafter is for speculative, lantern, lantern++, cspd"),
         (["MAR", "--class", "1", "--sampler", "cspd", "--drafter", "digits-ar"], "is an autoregressive image model; "),
+        (["digits-ar", "--class", "1", "--sampler", "speculative", "--drafter", "TMP/no"], "is not a folder with a"),
         (["MAR", "--class", "1", "--vq", "x.pt"], "unknown option of 'mar' models: 'vq'"),
         (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
         (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),
@@ -302,12 +249,9 @@ def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str,
     assert not (tmp_path / "sheet.png").exists()
 
 
-def test_load_points_to_accelerate(amused: str) -> None:
-    for source in (amused, "digits-dit"):
-        with pytest.raises(
-            paradec.CheckpointError, match="is a diffusers pipeline: load it with diffusers and give it"
-        ):
-            paradec.load(source)
+def test_load_points_to_accelerate() -> None:
+    with pytest.raises(paradec.CheckpointError, match="is a diffusers pipeline: load it with diffusers and give it"):
+        paradec.load("digits-dit")
 
 
 # ---- error over speed -----------------------------------------------------------------------------------------------
@@ -321,46 +265,25 @@ def test_curves(tmp_path: Path) -> None:
         draw = torch.Generator().manual_seed(0)
         return pipe([3], num_inference_steps=4, generator=draw, output_type="pt").images
 
-    before = paint()
-    curves = {"taylor": {}, "output": {"target": "output"}}
-    points = forecasts.sweep(pipe, paint, curves, intervals=(1, 2, 4))
-    assert torch.equal(paint(), before)  # nothing is left attached
-    for curve in curves:
-        found = [point for point in points if point.curve == curve]
-        assert [point.interval for point in found] == [1, 2, 4]
-        assert [point.evaluated for point in found] == pytest.approx([1, 1 / 2, 1 / 4])
-        assert found[0].error == 0 < found[1].error < found[2].error
-    assert forecasts.table(points).count("\n") == 5 and "interval 2: 50% evaluated" in forecasts.table(points)
-    with pytest.raises(ValueError, match="interval=0"):
-        forecasts.sweep(pipe, paint, curves, intervals=(2, 0))
+    points = forecasts.sweep(pipe, paint, {"output": {"target": "output"}}, intervals=(1, 2, 4))
+    assert [point.interval for point in points] == [1, 2, 4]
+    assert [point.evaluated for point in points] == pytest.approx([1, 1 / 2, 1 / 4])
+    assert points[0].error == 0 < points[1].error < points[2].error
+    assert "interval 2: 50% evaluated" in forecasts.table(points)
     pytest.importorskip("matplotlib")
     forecasts.draw(points, tmp_path / "errors.png")
     assert Image.open(tmp_path / "errors.png").size == (900, 380)
-    with pytest.raises(ValueError, match="must end in .png, .pdf or .svg"):
-        forecasts.draw(points, tmp_path / "errors.txt")
 
 
 # ---- drafters -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", ["speculative", "lantern++"])
-@pytest.mark.parametrize("settings", [(), ("--set", "tree=(2, 1)")])
-def test_drafter(tmp_path: Path, sampler: str, settings: tuple[str, ...]) -> None:
+def test_drafter(tmp_path: Path, sampler: str) -> None:
     arguments = ("--model", "digits-ar", "--class", "3,4", "--sampler", sampler, "--drafter", "digits-ar-drafter")
-    report, sheet = run(tmp_path, *arguments, *settings)
+    report, sheet = run(tmp_path, *arguments, *(("--set", "tree=(2, 1)") if sampler == "speculative" else ()))
     assert sheet.exists() and report["sampler"]["drafter"] and report["nfe"] < 49
     assert all(drafts >= forwards - 1 for drafts, forwards in zip(report["draft_nfe"], report["row_nfe"], strict=True))
-
-
-def test_drafters_that_cannot_be(tmp_path: Path) -> None:
-    base = ["image", "--model", "digits-ar", "--class", "3", "--out", str(tmp_path / "x.png"), "--sampler"]
-    for arguments, message in (
-        (["speculative"], "--sampler speculative needs --drafter"),
-        (["sjd", "--drafter", "digits-ar-drafter"], "--drafter is for speculative, lantern, lantern++, cspd"),
-        (["speculative", "--drafter", str(tmp_path / "nothing")], "is not a folder with a checkpoint"),
-    ):
-        done = RUNNER.invoke(app, base + arguments)
-        assert done.exit_code == 2 and message in done.stderr, done.output
 
 
 def test_a_preset_of_pictures(tmp_path: Path) -> None:
@@ -377,10 +300,9 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
         wanted = paradec.generate_images(model, class_labels=3, preset=path, **changes)
         assert json.loads(done.stdout)["nfe"] == wanted.nfe
         assert Image.open(sheet).convert("L").tobytes() == wanted.images[0].convert("L").tobytes()
-    for text, message in [('{"chat": true}', "chat=True has no meaning for pictures"), ("{", "is no JSON")]:
-        path.write_text(text)
-        done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
-        assert done.exit_code != 0 and message in done.stderr
+    path.write_text('{"chat": true}')
+    done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
+    assert done.exit_code == 2 and "chat=True has no meaning for pictures" in done.stderr
 
 
 def test_pictures_are_of_a_size_that_can_be_seen(tmp_path: Path) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
+from terminals import run
 
 import paradec
-from paradec import cli
 from paradec.core.trace import Trace
 from paradec.tools.traces.files import page
 
 PROMPT = "Sort: wolf fig otter zebra deer orange"
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def ok(*arguments: object) -> str:
@@ -76,11 +70,9 @@ def test_two_runs_in_step(runs: list[Path], tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["ONE", "--out", "no/such/x.html"], "cannot write --out"),
-        (["ONE", "--out", "x.txt"], "--out"),
         (["ONE", "--out", "ONE"], "one of the files to read"),
         (["ONE", "ONE", "--out", "DIR/both.json"], "holds one run"),
         (["ONE", "--name", "a", "--name", "b"], "--name is given 2 times for 1 files"),
-        (["missing.json"], "'missing.json' does not exist"),
         (["BAD"], "no trace that paradec wrote"),
         (["ONE"] * 5, "5 traces: from 1 to 4"),
     ],

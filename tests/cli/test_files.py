@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from terminals import ok, refused, run
+from terminals import ok, refused, run, start
 
 import paradec
 from paradec.cli import batches, files, show
@@ -100,19 +98,6 @@ def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path)
     assert (data["prompts"], data["answered"], data["failed"], data["tokens"]) == (9, 2, 7, 8)
 
 
-def test_plain_lines_and_several_answers(tmp_path: Path) -> None:
-    source, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
-    source.write_text("Shuffle: pear fig apple\r\n\nCopy: fig fox cow\n")
-    ok("generate", "--in", source, "--out", out, "-n", 3, "--temperature", 1, "--seed", 5, "--batch", 2)
-    model = paradec.load()
-    texts = ["Shuffle: pear fig apple", "Copy: fig fox cow"]
-    expected = paradec.generate(model, texts, num_return_sequences=3, temperature=1.0, seed=5)
-    found = lines(out)
-    assert [entry["line"] for entry in found] == [1, 3]
-    assert [text for entry in found for text in entry["text"]] == expected.text
-    assert [nfe for entry in found for nfe in entry["nfe"]] == expected.row_nfe
-
-
 def test_a_run_that_goes_on_is_a_whole_one(tmp_path: Path) -> None:
     """What was answered stays, what failed or was cut off is asked again, and draws are those of one run."""
     flags = ("--temperature", 1, "--seed", 3, "--batch", 2)
@@ -167,12 +152,9 @@ def test_a_job_that_was_killed_goes_on_to_the_same_lines(
 
 OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
     (("--temperature", 0.5), ["temperature is 1.0 there and 0.5 here"]),
-    (("--temperature", 1, "--seed", 4), ["seed is 3 there and 4 here"]),
     (("--temperature", 1, "--model", "./nowhere/"), ["model is 'packaged' there and 'nowhere' here"]),
     (("--temperature", 1, "--dtype", "float64"), ["dtype is not set there and 'float64' here"]),
-    (("--temperature", 1, "-n", 2), ["num_return_sequences is not set there and 2 here"]),
     (("--sampler", "credit"), ["temperature is 1.0 there and not set here", "sampler is not set there"]),
-    (("--temperature", 1, "--stop", "fig"), ["stop_strings is not set there and ['fig'] here"]),
 ]
 
 
@@ -211,15 +193,14 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("warning: ") and "has answers of paradec '0.0.1'" in result.stderr
     entry = json.loads(text)
-    for settings in (None, 3, {}, {"request": 3}):
-        out.write_text(json.dumps(entry | {"settings": settings}) + "\n")
-        assert "does not say the settings of line 1" in refused(*flags, *again)
+    out.write_text(json.dumps(entry | {"settings": {"request": 3}}) + "\n")
+    assert "does not say the settings of line 1" in refused(*flags, *again)
 
 
 def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
     """A part of a line is cut away; a text of somebody else's is not, nor a whole line that cannot be read."""
     source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
-    for text in (b"my notes", b'{"line": 1, \n', b"\xc3\n", b'{"line": 1}\n', b'{"line": ' + b"[" * 5000 + b"\n"):
+    for text in (b"my notes", b'{"line": 1, \n', b'{"line": ' + b"[" * 5000 + b"\n"):
         out.write_bytes(text)
         assert "holds no answers at line 1" in refused("generate", "--in", source, "--out", out, "--resume")
         assert out.read_bytes() == text
@@ -231,22 +212,15 @@ def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
 
 
-def test_a_prompt_that_is_no_unicode_fails_alone(tmp_path: Path) -> None:
-    entries = [{"prompt": "Sort: \ud800", "id": "\udfff"}, *given([{"role": "user", "content": "\ud800"}], GOOD[0])]
-    source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
+def test_a_prompt_that_is_no_unicode_or_has_no_end_fails_alone(tmp_path: Path) -> None:
+    entries = [{"prompt": "Sort: \ud800", "id": "\udfff"}, GOOD[0], b"[" * 100_000]
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("\n".join(each.decode() if isinstance(each, bytes) else json.dumps(each) for each in entries))
     for resume in ((), ("--resume",)):
         assert run("generate", "--in", source, "--out", out, *resume).exit_code == 1
         found = lines(out)
-        assert ["is not UTF-8 text" in entry.get("error", "") for entry in found] == [True, True, False]
-        assert (found[0]["prompt"], found[0]["id"], found[2]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
-
-
-def test_lists_without_end_are_an_error_of_their_line(tmp_path: Path) -> None:
-    source, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    nested = "[" * 500 + "]" * 500
-    source.write_text("\n".join(["[" * 100_000, f'{{"prompt": "a", "id": {nested}}}', json.dumps(GOOD[0])]))
-    assert run("generate", "--in", source, "--out", out).exit_code == 1
-    assert ["more than 100 deep" in entry.get("error", "") for entry in lines(out)] == [True, True, False]
+        assert "is not UTF-8 text" in found[0]["error"] and "more than 100 deep" in found[2]["error"]
+        assert (found[0]["prompt"], found[0]["id"], found[1]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
 
 
 def test_files_that_cannot_be(tmp_path: Path) -> None:
@@ -257,20 +231,14 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     out.write_text(json.dumps({"line": 2, "prompt": "another", "text": ""}) + "\n")
     assert "holds something" in refused("generate", "--in", source, "--out", out)
     assert "the answer to another prompt" in refused("generate", "--in", source, "--out", out, "--resume")
-    out.write_text("not\nanswers\n")
-    assert "holds no answers at line 1" in refused("generate", "--in", source, "--out", out, "--resume")
     assert "are one file" in refused("generate", "--in", source, "--out", source, "--resume")
     fresh = tmp_path / "fresh.jsonl"
     for arguments, message in (
-        (("--in", tmp_path / "missing.jsonl", "--out", fresh), "missing.jsonl"),
         (("--in", source), "needs --out"),
         (("--out", fresh), "--out goes with --in"),
         (("--resume",), "--resume goes with --in"),
         (("--in", source, "--out", fresh, "--live"), "leave out --live"),
-        (("--in", source, "--out", fresh, "--trace", tmp_path / "t.json"), "leave out --trace"),
         (("--in", source, "--out", fresh, "Sort: fig"), "leave out a prompt"),
-        (("--in", source, "--out", fresh, "--batch", 0), "'--batch'"),
-        (("--in", source, "--out", fresh, "--temperature", -1), "temperature"),
         (("--in", source, "--out", fresh, "--sampler", "wino", "--cache", "dkv_pd"), "dkv_pd"),
         (("--in", prompts(tmp_path, [], "none.jsonl"), "--out", fresh), "has no prompts"),
     ):
@@ -278,11 +246,17 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
         assert not fresh.exists()
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_and_more_answers_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_ROWS", 2)
-    source, out = prompts(tmp_path, given(*GOOD)), tmp_path / "answers.jsonl"
-    ok("generate", "--in", source, "--out", out, "-n", 3)  # more answers to a prompt than fit at once
-    assert [len(entry["text"]) for entry in lines(out)] == [3] * 5
+    source, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_text("Shuffle: pear fig apple\r\n\nCopy: fig fox cow\n")
+    ok("generate", "--in", source, "--out", out, "-n", 3, "--temperature", 1, "--seed", 5)
+    texts = ["Shuffle: pear fig apple", "Copy: fig fox cow"]
+    expected = paradec.generate(paradec.load(), texts, num_return_sequences=3, temperature=1.0, seed=5)
+    found = lines(out)
+    assert [entry["line"] for entry in found] == [1, 3]
+    assert [text for entry in found for text in entry["text"]] == expected.text
+    assert [nfe for entry in found for nfe in entry["nfe"]] == expected.row_nfe
 
 
 UNEVEN = ["Reverse: pear fig apple kiwi plum", "Copy: fig", "Sort: pear fig apple", "Copy: fig cow"]
@@ -339,13 +313,7 @@ def test_interrupts_are_held_back_by_the_outermost_block(handler: Callable[[Any]
             told.append("inner")
         told.append("outer")
     assert told == ["inner", "outer"]
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_ignored_interrupts_stay_ignored(handler: Callable[[Any], Any]) -> None:
-    """As in a shell's background job."""
-    handler(signal.SIG_IGN)
+    handler(signal.SIG_IGN)  # ignored ones stay so, as in a shell's background job
     with interrupts.held_back():
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
@@ -354,12 +322,7 @@ def test_ignored_interrupts_stay_ignored(handler: Callable[[Any], Any]) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*["Shuffle: pear fig apple"] * 400)), tmp_path / "answers.jsonl"
-    command = [sys.executable, "-m", "paradec", "generate", "--in", str(source), "--out", str(out), "--batch", "4"]
-    there = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parent.parent)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=there,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    process = start("generate", "--in", source, "--out", out, "--batch", 4)
     while process.poll() is None and not (out.exists() and out.stat().st_size):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

@@ -70,7 +70,6 @@ def test_a_line_of_text_ends_at_one_character(prompts: list[str], end: str, tmp_
     ("line", "message"),
     [
         (DEEP, "line 2: no JSON that can be used: lists and objects are more than 100 deep"),
-        ('{"prompt": ' + "[" * 101 + "]" * 101 + "}", "line 2: .* more than 100 deep"),
         ("{", "line 2: no JSON: Expecting"),
         ('{"prompt": ' + "1" * 5000 + "}", "line 2: no JSON: Exceeds the limit"),
         ('{"prompt": "\\ud800", "answer": ""}', r"line 2: prompt='\\ud800' is not UTF-8 text"),
@@ -101,18 +100,12 @@ def test_files_of_json_may_be_of_any_editor_but_not_of_any_depth(load: Any, tmp_
 
 
 @settings(max_examples=40, deadline=None)
+@example({"é": "\ud800"})
+@example([[[]]])
 @given(st.recursive(st.text(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner)))
 def test_data_comes_back_as_one_line(data: Any) -> None:
     line = text_files.json_bytes(data)
     assert line.count(b"\n") == 1 and line.endswith(b"\n") and text_files.parse_json(line.decode()) == data
-
-
-def test_lone_surrogates_and_depths_come_back() -> None:
-    assert text_files.json_bytes({"é": "\ud800"}) == '{"é": "\\ud800"}\n'.encode()
-    text = "[" * 100 + "]" * 100
-    assert text_files.json_bytes(text_files.parse_json(text)).decode() == text + "\n"
-    with pytest.raises(ValueError, match="more than 100 deep"):
-        text_files.parse_json(f'{{"a": {text}}}')
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -169,10 +162,6 @@ def test_a_mark_before_a_structure_s_first_line(tmp_path: Path) -> None:
     ("arguments", "option"),
     [
         (("compare", "--prompts"), "--prompts"),
-        (("tune", "--prompts"), "--prompts"),
-        (("learn2pd", "train", "--out", "x.safetensors", "--prompts"), "--prompts"),
-        (("generate", "Sort: fig", "--preset"), "--preset"),
-        (("chat", "--preset"), "--preset"),
         (("serve", "--api-key-file"), "--api-key-file"),
         (("image", "--class", "1", "--out", "x.png", "--preset"), "--preset"),
         (("eval",), "RECIPE.yaml"),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import paradec
 from paradec import cli
 
 
@@ -26,6 +31,17 @@ def ok(*arguments: object, stdin: str | bytes | None = None) -> str:
     result = run(*arguments, stdin=stdin)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout
+
+
+def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """The command as a process. A shell's background job ignores interrupts; it does not."""
+    root = Path(paradec.__file__).parent.parent
+    options.setdefault("args", [sys.executable, "-m", "paradec", *map(str, arguments)])
+    there = os.environ | {"PYTHONPATH": str(root)} | options.pop("env", {})
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        **options, **streams, env=there, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
 
 
 def refused(*arguments: object) -> str:
