@@ -146,40 +146,15 @@ class Comparison:
         """Everything, as JSON holds it: what was counted, and what follows from it for those who read the file."""
         rows = []
         for result in self.results:
-            right, asked = result.right()
-            rows.append(
-                {
-                    "sampler": result.configuration.sampler,
-                    "changes": {name: plain(value) for name, value in result.configuration.changes.items()},
-                    "tasks": {name: list(counts) for name, counts in result.tasks.items()},
-                    "row_calls": result.row_calls,
-                    "forwarded_tokens": result.forwarded_tokens,
-                    "tokens": result.tokens,
-                    "seconds": result.seconds,
-                    "padding_forwards": result.padding_forwards,
-                    "accuracy": result.accuracy(),
-                    "interval": list(wilson(right, asked)),
-                    "nfe": result.nfe,
-                    "tokens_per_forward": result.tokens_per_forward,
-                    "tokens_per_second": round(result.tokens_per_second, 1),
-                    "versus_baseline": self.versus_baseline(result),
-                    "source": result.source,
-                    "draws": result.draws,
-                    "lost": self.lost(result),
-                    "won": self.won(result),
-                    "answers": result.answers,
-                }
-            )
-        return {
-            "schema": SCHEMA,
-            "complete": self.complete,
-            "setup": self.setup,
-            "machine": self.machine,
-            "many": self.many,
-            "prompts": self.prompts,
-            "results": rows,
-            "aup": self.aup(),
-        }
+            row: dict[str, Any] = {"sampler": result.configuration.sampler}
+            row["changes"] = {name: plain(value) for name, value in result.configuration.changes.items()}
+            row["tasks"] = {name: list(counts) for name, counts in result.tasks.items()}
+            row |= {name: getattr(result, name) for name in (*READ, "nfe", "tokens_per_forward", "answers")}
+            row |= {"accuracy": result.accuracy(), "interval": list(wilson(*result.right()))}
+            row |= {"tokens_per_second": round(result.tokens_per_second, 1), "lost": self.lost(result)}
+            rows.append(row | {"won": self.won(result), "versus_baseline": self.versus_baseline(result)})
+        fields = {name: getattr(self, name) for name in ("complete", "setup", "machine", "many", "prompts")}
+        return {"schema": SCHEMA, **fields, "results": rows, "aup": self.aup()}
 
     def lost(self, result: Result) -> list[int]:
         """Which of `prompts` the baseline answered right and this configuration did not."""
@@ -274,11 +249,7 @@ def _ahead(one: Result, other: Result) -> list[int]:
 
 
 def _answers(found: Any, tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answers of a file.
-
-    Raises:
-        ValueError: they are not those of so many prompts.
-    """
+    """The answers of a file. Raises ValueError unless they are those of so many prompts."""
     answers = list(found)
     right, asked = sum(bool(each["right"]) for each in answers), sum(of for _, of in tasks.values())
     if (right, len(answers)) != (sum(count for count, _ in tasks.values()), asked):
@@ -388,16 +359,11 @@ def compare(
 def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any]) -> dict[str, Any]:
     """What two comparisons must share to be compared with each other."""
     policy = block_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
-    setup = {
-        "model": model.facts.name,
-        "cache": request["cache"],
-        "seed": request["seed"],
-        "max_new_tokens": request["max_new_tokens"],
-        "blocks": repr(policy),
-        "baseline": BASELINE,
-        "tasks": dict(Counter(question.task for question in questions)),
-        "questions": hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16],
-    }
+    setup: dict[str, Any] = {"model": model.facts.name}
+    setup |= {name: request[name] for name in ("cache", "seed", "max_new_tokens")}
+    setup |= {"blocks": repr(policy), "baseline": BASELINE}
+    setup["tasks"] = dict(Counter(question.task for question in questions))
+    setup["questions"] = hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16]
     own = _digest(type(caches.create(request["cache"])))
     setup |= {} if own is None else {"cache_source": own}
     # None has no entry, as in earlier results
@@ -421,14 +387,8 @@ def _in_batches(questions: Sequence[Question], batch: int) -> Iterator[Sequence[
 def _measure(
     result: Result, model: Model, questions: Sequence[Question], batch: int, request: dict[str, Any]
 ) -> Iterator[int]:
-    """Ask one configuration all questions, `batch` together, and add to its result what it took.
-
-    Args:
-        request: arguments of `generate` that all configurations share.
-
-    Yields:
-        After every batch how many questions were asked. The right answers are counted when all were.
-    """
+    """Ask one configuration all questions, and add to its result what it took. Yields after every batch how many were
+    asked; right answers are counted when all were. request: arguments of `generate` that all configurations share."""
     configuration, new = result.configuration, request["max_new_tokens"]
     method = configuration.make()
     policy = block_policy(method, model, None, request["block_length"])
@@ -539,10 +499,8 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-UNWRITTEN = 2**62
-"""In the place of a position, where a step wrote nothing in a row."""
-WORTH_SAYING = 0.1
-"""Share of a row's forwards from which `padding_lines` names them."""
+UNWRITTEN = 2**62  # in the place of a position, where a step wrote nothing in a row
+WORTH_SAYING = 0.1  # share of a row's forwards from which `padding_lines` names them
 
 
 class PaddingCounter:
@@ -563,8 +521,7 @@ class PaddingCounter:
 
 
 def padding_lines(results: Iterable[Any]) -> list[str]:
-    """What to say below a comparison of these `Result`s: a heading, and a line for each that spent a tenth of its
-    forwards or more on padding alone; nothing where none did."""
+    """A heading, and a line for each of these `Result`s that spent a tenth of its forwards on padding alone, if any."""
     found = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results

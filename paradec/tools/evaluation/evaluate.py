@@ -24,6 +24,8 @@ from paradec.tools.evaluation.recipe import Recipe
 SCHEMA = "paradec-eval/1"
 PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "triton")
 """Whose releases move scores."""
+JUDGED = ("seed", "until", "likelihood", "mc_num", "mc_batch", "order", "check_greedy", "choices")
+"""Fields of a recipe that `ParadecLM` takes."""
 
 
 def evaluate(
@@ -71,14 +73,7 @@ def evaluate(
     lm = ParadecLM(
         recipe.model if model is None else model,
         batch_size=recipe.batch,
-        seed=recipe.seed,
-        until=recipe.until,
-        likelihood=recipe.likelihood,
-        mc_num=recipe.mc_num,
-        mc_batch=recipe.mc_batch,
-        order=recipe.order,
-        check_greedy=recipe.check_greedy,
-        choices=recipe.choices,
+        **{name: getattr(recipe, name) for name in JUDGED},
         **given,
         **arguments,
     )
@@ -95,10 +90,7 @@ def evaluate(
         apply_chat_template=chat,
         fewshot_as_multiturn=recipe.multiturn and chat,
         task_manager=manager,
-        random_seed=recipe.seed,
-        numpy_random_seed=recipe.seed,
-        torch_random_seed=recipe.seed,
-        fewshot_random_seed=recipe.seed,
+        **{f"{of}random_seed": recipe.seed for of in ("", "numpy_", "torch_", "fewshot_")},
         confirm_run_unsafe_code=recipe.unsafe_code,
     )
     assert found is not None  # rank 0 alone

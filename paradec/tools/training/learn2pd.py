@@ -208,11 +208,8 @@ def collect(
         if records.setup.get(name) != value:
             was = shown(records.setup.get(name))
             raise ValueError(f"the records to resume have {name}={was}, this run has {name}={shown(value)}")
-    request: dict[str, Any] = {
-        "block_length": length,
-        "max_new_tokens": setup["max_new_tokens"],
-        "eos_early_stop": False,
-    }
+    request: dict[str, Any] = {name: setup[name] for name in ("block_length", "max_new_tokens")}
+    request["eos_early_stop"] = False
     parts: list[Records] = []
     done = records.done
     try:
@@ -322,16 +319,9 @@ def train(
     fit, choose, measure = (
         torch.isin(records.prompt, part) for part in (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])
     )
-    setup = records.setup
-    facts = FilterFacts(
-        kind=kind,
-        model=setup["model"],
-        vocab_size=setup["vocab_size"],
-        block_length=setup["block_length"],
-        caches=tuple(setup["caches"]),
-        threshold=threshold,
-        paradec=paradec.__version__,
-    )
+    about = {name: records.setup[name] for name in ("model", "vocab_size", "block_length")}
+    about |= {"caches": tuple(records.setup["caches"]), "paradec": paradec.__version__}
+    facts = FilterFacts(kind=kind, threshold=threshold, **about)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = facts.network()

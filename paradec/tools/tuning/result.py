@@ -147,16 +147,15 @@ class Tuning:
     def alike(self) -> list[list[int]]:
         """For every point the others, counted from 1, whose score is not separated from its own: the interval of the
         paired difference on the reported half holds 0."""
-        found: list[list[int]] = []
-        for a in self.points:
-            own = []
-            for k, b in enumerate(self.points, 1):
-                if a is not b and a.reported is not None and b.reported is not None:
-                    _, low, high = self.difference(a.reported, b.reported)
-                    if low <= 0 <= high:
-                        own.append(k)
-            found.append(own)
-        return found
+
+        def holds_zero(a: Measured | None, b: Measured | None) -> bool:
+            if a is None or b is None:
+                return False
+            _, low, high = self.difference(a, b)
+            return low <= 0 <= high
+
+        others = list(enumerate(self.points, 1))
+        return [[k for k, b in others if a is not b and holds_zero(a.reported, b.reported)] for a in self.points]
 
     # ---- as data ------------------------------------------------------------------------------------------------
 
@@ -165,21 +164,12 @@ class Tuning:
         points, alike = [], self.alike()
         for index, point in enumerate(self.points):
             points.append(self._row(point) | {"chosen": index == self.chosen, "alike": alike[index]})
-        data = {
-            "schema": SCHEMA,
-            "complete": self.complete,
-            "setup": self.setup,
-            "costs": list(self.costs),
-            "tolerance": self.tolerance,
-            "trials": self.trials,
-            "failures": self.failures,
-            "left_out": self.left_out,
-            "groups": self.groups,
-            "reference": None if self.reference is None else self._summary(self.reference),
-            "default": None if self.default is None else self._row(self.default),
-            "hand": None if self.hand is None else self._row(self.hand),
-            "points": points,
-        }
+        names = ("complete", "setup", "tolerance", "trials", "failures", "left_out", "groups")
+        data: dict[str, Any] = {"schema": SCHEMA, "costs": list(self.costs), "points": points}
+        data |= {name: getattr(self, name) for name in names}
+        data["reference"] = None if self.reference is None else self._summary(self.reference)
+        for name, beside in (("default", self.default), ("hand", self.hand)):
+            data[name] = None if beside is None else self._row(beside)
         return data
 
     def _row(self, point: Point) -> dict[str, Any]:

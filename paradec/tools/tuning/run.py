@@ -36,6 +36,7 @@ SHARED = (
 """Fields of a request that all settings share, and that presets have."""
 TRIALS = 40
 """Settings that are proposed, beyond those made by hand."""
+STATES = {"COMPLETE": "measured", "PRUNED": "stopped early", "FAIL": "failed", "RUNNING": "under way"}
 SLOW = 0.5
 """Forwards per position: what was made by hand and takes more is dropped as early as anything else."""
 
@@ -421,17 +422,14 @@ class _Search:
 
     def _front(self) -> Tuning:
         """The front of what has been measured on the whole choosing half."""
-        counts = {"measured": 0, "stopped early": 0, "refused": 0, "failed": 0, "under way": 0}
+        counts = dict.fromkeys(("measured", "stopped early", "refused", "failed", "under way"), 0)
         points: dict[str, Point] = {}
         failures: dict[str, None] = {}
         for frozen in self.study.trials():
             candidate = candidate_of(frozen)
-            state = frozen.state.name
-            counts["measured"] += state == "COMPLETE"
-            counts["stopped early"] += state == "PRUNED" and "refused" not in frozen.user_attrs
-            counts["refused"] += "refused" in frozen.user_attrs
-            counts["failed"] += state == "FAIL"
-            counts["under way"] += state == "RUNNING"
+            state = "refused" if "refused" in frozen.user_attrs else STATES.get(frozen.state.name)
+            if state is not None:
+                counts[state] += 1
             if "failed" in frozen.user_attrs:
                 failures[frozen.user_attrs["failed"]] = None
             measured = None if candidate is None else up_to(frozen, len(self.rungs) - 1)
