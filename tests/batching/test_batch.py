@@ -492,8 +492,7 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
 
 @pytest.mark.parametrize("lengths", [(8, 27, 8, 8, 27, 8), (8, 8, 8, 27, 27, 8)])
 def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ...]) -> None:
-    """Free slots grow with those that are taken, and more than the row needs; a row whose neighbours have all gone has
-    a canvas of its own width."""
+    """Free slots grow with those that are taken, and more than the row needs."""
     request = {**REQUEST, "cache": "dual", "temperature": 0.0, "eos_early_stop": False}
     row = model.store_bytes(1, max(lengths) + 6) + 32 * (max(lengths) + 6)
     for rows_that_fit in (1, 2, 3):

@@ -1,5 +1,4 @@
-"""Batches that are refilled over every kind of model that `generate` takes: those that take no padding, those without
-a store, encoders, blocks of their own, mixtures of experts."""
+"""Batches that are refilled over every kind of model that `generate` takes."""
 
 from __future__ import annotations
 

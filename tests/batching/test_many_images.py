@@ -248,14 +248,10 @@ def test_rows_in_lock_step_are_refused_by_name(kind: str) -> None:
         ({"sampler": "zipar"}, "'zipar' .* end together; use paradec.generate_images"),
         ({"sampler": "maskgit"}, "maskgit"),
         ({"max_new_tokens": 4}, "max_new_tokens=4 has no meaning for pictures"),
-        ({"stop_strings": "x"}, "stop_strings='x' has no meaning for pictures"),
         ({"trace": True}, "trace=True does not work"),
-        ({"progress": True}, "progress=True does not work"),
         ({"generator": torch.Generator()}, "generator=.* does not work"),
         ({"seed": (1, 2)}, "must be one int here"),
         ({"height": 32}, "height=32"),
-        ({"output_type": "jpeg"}, "unknown output_type: 'jpeg'"),
-        ({"batch_size": 0}, "batch_size=0"),
     ],
 )
 def test_arguments_are_refused_before_anything_is_read(llamagen: LlamaGenModel, arguments: Any) -> None:

@@ -1,5 +1,4 @@
-"""A row that takes the slot of one that has ended decodes what `generate` decodes, in float64: for every registered
-masked and causal sampler and every cache, without a test of their own."""
+"""A row that takes the slot of one that has ended decodes what `generate` decodes, in float64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Keys and values that the rows of a batch leave for each other: the answers of every ordered pair of sampler and cache
-are those without a neighbour."""
+"""Keys and values that the rows of a batch leave for each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Grammars on causal models: a language with brackets, the distribution of masked decoding, copies, refusals; and
-llguidance beside the automata of patterns."""
+"""Grammars on causal models: a language with brackets, the distribution of masked decoding, copies, refusals."""
 
 from __future__ import annotations
 

@@ -79,15 +79,3 @@ except ImportError as error:
     assert second == "paradec.samplers.masked.rules.threshold True"
     assert third == "True"
     assert fourth == "sampler 'broken' of another package cannot be imported: No module named 'nowhere'"
-
-
-def test_the_command_line_lists_them(package: Path) -> None:
-    """One that cannot be imported holds up no listing."""
-    named = "[paradec.samplers]\neverything = others:Everything\nbroken = nowhere:Thing\n"
-    (package / "others-1.0.dist-info" / "entry_points.txt").write_text(named)
-    done = run(package, "from paradec.cli import app; app(['samplers'])")
-    assert done.returncode == 0, done.stderr
-    assert "\neverything\tmasked\t" in done.stdout and "\nthreshold\tmasked\t" in done.stdout
-    assert "broken\tother packages" in done.stdout and "No module named 'nowhere'" in done.stdout
-    about = run(package, "from paradec.cli import app; app(['samplers', 'everything'])")
-    assert about.returncode == 0 and about.stdout.startswith("everything: ")

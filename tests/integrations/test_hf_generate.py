@@ -198,7 +198,6 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"max_time": 9.0}, "MaxTimeCriteria is made for one next token"),
         ({"num_beams": 2}, "num_beams=2 is not supported; it must be 1"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True is not supported"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 is not supported; it must be None"),
         ({"dola_layers": "high"}, "dola_layers='high' is not supported; it must be None"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported; it must be None"),
@@ -209,10 +208,8 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"stop_strings": "a"}, "stop_strings='a' needs a tokenizer"),
         ({"prediction": None}, "prediction is needed to wrap"),
         ({"mask_token_id": None}, "mask_token_id is needed to wrap"),
-        ({"mask_token_id": 99}, "mask_token_id=99"),
         ({"kv_cache": "nothing"}, "unknown cache: 'nothing'"),
         ({"temperatur": 1.0}, "temperatur"),
-        ({"holes_eos_inff": True}, "holes_eos_inff"),
         ({"holes_eos_inf": 2}, "holes_eos_inf=2 must be True or False"),
     ],
 )

@@ -365,8 +365,7 @@ EXPONENTIALS = {"exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "_softmax", "
 
 
 def test_sharp_and_filtered_logits_take_no_longer() -> None:
-    """Processors take ten times as long over an exp that leaves float32's normal numbers: such logits took 5 to 15
-    times as long as flat ones. All take the same operations, and no exp leaves these numbers."""
+    """Processors take ten times as long over an exp that leaves float32's normal numbers."""
     tiny = torch.finfo(torch.float32).tiny
 
     class Calls(TorchDispatchMode):
@@ -587,14 +586,11 @@ def test_samplers_read_the_same_numbers_on_every_path() -> None:
             TypeError,
             "logits must be a float tensor .* not torch.int64",
         ),
-        ({"logits": [0.0]}, TypeError, "logits must be a float tensor"),
         ({"logits": torch.zeros(2, 0)}, ValueError, r"logits of shape \(2, 0\) have no tokens"),
         ({"fields": ("probability",)}, ValueError, "unknown fields: 'probability'; allowed: .*prob"),
         ({"temperature": 0}, ValueError, "temperature=0 must be a number"),
-        ({"temperature": math.nan}, ValueError, "temperature=nan must be a number"),
         ({"path": "cuda"}, ValueError, "unknown path: 'cuda'; allowed: .*float64"),
         ({"ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"ids must be int64 of shape \(2,\) or"),
-        ({"ids": torch.zeros(2)}, ValueError, "ids must be int64 .* not torch.float32"),
         ({"ids": torch.tensor([0, 5])}, ValueError, "ids from 0 to 5 must be from 0 to 4"),
         ({"draws": draws_for(3, 1)}, ValueError, r"draws.keys must be int64 \(2, 2\), not"),
         (

@@ -180,13 +180,12 @@ def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) ->
         ("llada", "block_type", ...),  # the published class assumes "sequential"
         ("llada", "block_group_size", 2),
         ("llada", "layer_norm_type", "default"),
-        ("llada", "layer_norm_with_affine", False),
         ("llada", "bias_for_layer_norm", True),
         ("llada", "attention_layer_norm", True),
         ("llada", "include_bias", True),
         ("llada", "include_qkv_bias", True),
+        ("llada", "layer_norm_with_affine", False),
         ("llada", "rope", False),
-        ("llada", "rope", 1),
         ("llada", "alibi", True),
         ("llada", "input_emb_norm", True),
         ("llada", "scale_logits", True),
@@ -197,48 +196,26 @@ def test_embedding_rows_beyond_the_vocabulary_count_as_tokens(tmp_path: Path) ->
         ("llada", "clip_qkv", 8.0),
         ("llada", "quantization_config", {"bits": 4}),
         ("llada", "rope_theta", ...),
-        ("llada", "rope_theta", -1.0),
-        ("llada", "rope_theta", 10**400),
         ("llada", "rms_norm_eps", 0),
-        ("llada", "rms_norm_eps", float("nan")),
         ("llada", "d_model", ...),
         ("llada", "d_model", 18),
-        ("llada", "d_model", 12),
-        ("llada", "d_model", "16"),
-        ("llada", "d_model", 16.0),
-        ("llada", "n_layers", 0),
         ("llada", "n_heads", ...),
         ("llada", "n_kv_heads", 3),
-        ("llada", "multi_query_attention", "no"),
         ("llada", "mlp_hidden_size", ...),
-        ("llada", "vocab_size", ...),
         ("llada", "embedding_size", 19),
         ("llada", "max_sequence_length", ...),
         ("llada", "weight_tying", "false"),
         ("llada", "mask_token_id", ...),
         ("llada", "mask_token_id", 20),
-        ("llada", "mask_token_id", 18),
-        ("llada", "eos_token_id", 20),
-        ("llada", "eos_token_id", [18, "x"]),
         ("llada", "pad_token_id", 20),
         ("llada", "model_type", "llada_moe"),
-        ("llada", "model_type", ["llada"]),
         ("dream", "hidden_act", "gelu"),
         ("dream", "use_sliding_window", True),
         ("dream", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("dream", "rope_parameters", {"rope_type": "linear", "factor": 0, "rope_theta": 1000.0}),
         ("dream", "use_mrope", True),
-        ("dream", "quantization_config", {"bits": 4}),
         ("dream", "hidden_size", ...),
-        ("dream", "hidden_size", 18),
-        ("dream", "num_hidden_layers", None),
-        ("dream", "num_attention_heads", "4"),
-        ("dream", "num_key_value_heads", ...),
         ("dream", "num_key_value_heads", 3),
-        ("dream", "intermediate_size", ...),
-        ("dream", "rope_theta", ...),
-        ("dream", "max_position_embeddings", ...),
-        ("dream", "tie_word_embeddings", "yes"),
         ("dream", "mask_token_id", None),
     ],
 )
@@ -339,6 +316,7 @@ def test_device_map_auto() -> None:
         ({"attn_implementation": "flash_attention_9"}, "attn_implementation='flash_attention_9'.*eager, sdpa"),
         ({"attn_implementation": None}, "attn_implementation=None"),
         ({"revision": 3}, "revision=3"),
+        ({"offload_folder": 3}, "offload_folder=3 must be the path of a folder"),
         ({"mask_token_id": "x"}, "mask_token_id='x'"),
         ({"mask_token_id": -1}, "mask_token_id=-1"),
     ],
@@ -347,13 +325,6 @@ def test_wrong_arguments_of_load(arguments: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError, match=message) as error:
         paradec.load(GOLDEN / "llada-tiny", **arguments)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_shards_equal_one_file(tmp_path: Path, name: str) -> None:
-    shard(GOLDEN / name, tmp_path / "sharded")
-    whole, parts = (paradec.load(folder, dtype="float64") for folder in (GOLDEN / name, tmp_path / "sharded"))
-    assert torch.equal(logits(whole, IDS), logits(parts, IDS))
 
 
 def test_wrong_shards(tmp_path: Path) -> None:

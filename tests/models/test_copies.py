@@ -170,11 +170,15 @@ def test_outputs_hold_the_same(kind: str, way: str) -> None:
 
 
 def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:
-    """Two steps, then copies: all end as the state itself does, and none disturbs another."""
+    """Two steps, each repeated, then copies: all end as the state itself does, and none disturbs another."""
     with torch.inference_mode():
         for _ in range(2):
             if not state.done:
-                sampler.commit(state, sampler.step(model, state))
+                first, again = sampler.step(model, state), sampler.step(model, state)
+                assert torch.equal(first.values, again.values)
+                sampler.commit(state, again)
+                with pytest.raises(ValueError, match="earlier state"):
+                    sampler.commit(state, first)
     copies = [copy.deepcopy(state), pickled(state)]
     whole = end(decode(sampler, model, state))
     for copied in copies:
@@ -194,7 +198,7 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
     going_on(model, sampler, state, lambda state: state.canvas)
 
 
-@pytest.mark.parametrize("kind", ["llada", "Llama causal", "llamagen-t2i", "mar", "dit"])
+@pytest.mark.parametrize("kind", ["llada", "Llama causal", "llamagen-t2i", "mar", "dit", "lpd", "var", "distilled"])
 def test_copies_of_other_states_go_on(kind: str) -> None:
     sampler, model, state, end = started(shared(kind), kind)
     going_on(model, sampler, state, end)

@@ -1,5 +1,4 @@
-"""LoRA adapters in peft's format, over checkpoints in LLaDA's and Dream's: merged as by hand; and D2F's, which are
-decoded in blocks from the prompt's end."""
+"""LoRA adapters in peft's format, over checkpoints in LLaDA's and Dream's: merged as by hand."""
 
 from __future__ import annotations
 
@@ -183,30 +182,16 @@ def test_adapters_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (pairs | {name: (down[:, :-1], up)}, {}, "mismatched weights: .* instead of"),
         (None, {"r": 8}, r"mismatched weights: .*lora_A.weight \[4, 128\] instead of \[8, 128\]"),
         (None, {"r": 0}, "r=0 must be an integer from 1 to"),
-        (None, {"lora_alpha": "x"}, r"lora_alpha='x' must be a number in \(0, inf\]"),
         (None, {"alpha_pattern": {"q_proj": float("nan")}}, r"alpha_pattern\['q_proj'\]=nan must be a number"),
-        (None, {"alpha_pattern": {"q_proj": "3"}}, r"alpha_pattern\['q_proj'\]='3' must be a number in \(0, inf\]"),
-        (None, {"alpha_pattern": ["q_proj"]}, r"alpha_pattern=\['q_proj'\] must be an object of patterns and numbers"),
-        (None, {"alpha_pattern": {"q_(": 3}}, r"alpha_pattern='q_\(' must be a regular expression: missing \)"),
-        (None, {"rank_pattern": {"q_proj": 2.0}}, r"rank_pattern\['q_proj'\]=2.0 must be an integer from 1 to"),
-        (None, {"rank_pattern": {"[": 2}}, r"rank_pattern='\[' must be a regular expression: unterminated"),
-        (None, {"use_rslora": "no"}, "use_rslora='no' must be True or False"),
         (None, {"target_modules": 5}, "target_modules=5 must be a text or a list of texts"),
-        (None, {"target_modules": ["q_proj", 5]}, "target_modules=.* must be a text or a list of texts"),
         (None, {"target_modules": []}, r"target_modules=\[\] must be names of matrices, a pattern of names or"),
-        (None, {"target_modules": "q_("}, r"target_modules='q_\(' must be a regular expression: missing \)"),
         (None, {"rank_pattern": {"(?i)Q_PROJ": 2}}, r"a pattern \(.*rank_pattern.*\) is wrong: global"),
         (None, {"target_modules": "nothing"}, "leave nothing of what it holds: model.transformer.blocks.0"),
-        (None, {"exclude_modules": {"q_proj": 1}}, "exclude_modules=.* must be a text or a list of texts"),
         (None, {"layers_to_transform": ["0"]}, "layers_to_transform='0' must be an integer"),
-        (None, {"layers_to_transform": True}, "layers_to_transform=True must be an integer"),
-        (None, {"layers_to_transform": 0, "layers_pattern": "("}, r"layers_pattern='\(' must be a regular expression"),
         (None, {"layers_to_transform": 0, "target_modules": "x"}, "`layers_to_transform` cannot be used when"),
         (None, {"layers_pattern": "blocks"}, "`layers_to_transform` must also be specified"),
         (None, {"use_dora": True}, "use_dora=True is not supported; supported: False, None. Merge it with peft"),
         (None, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
-        (None, {"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
-        (None, {"bias": "all"}, "bias='all' is not supported"),
         (None, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({}, {}, "holds no matrices"),
     ]

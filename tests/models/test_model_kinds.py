@@ -1,7 +1,4 @@
-"""Every kind of model in every entry point: it decodes, or one error says what was given and what is allowed.
-
-Also the parts that a module may not have, and what all adapters of image models have in common.
-"""
+"""Every kind of model in every entry point: it decodes, or one error says what was given and what is allowed."""
 
 from __future__ import annotations
 

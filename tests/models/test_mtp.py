@@ -58,8 +58,7 @@ class Calls(MtpDrafter):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_calls(name: str) -> None:
-    """The rounds of transformers' own generate: tokens, hidden states, logits and drafts. A last round of it drafts for
-    a place that no draft can take."""
+    """The rounds of transformers' own generate: tokens, hidden states, logits and drafts."""
     base, drafter = loaded(RECORDED / name / "model", torch.float32)
     drafter.__class__ = Calls
     tensors = read_arrays(RECORDED / name / "cases.safetensors")

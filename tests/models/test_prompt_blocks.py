@@ -1,5 +1,4 @@
-"""Models whose blocks are counted from the end of the prompt (D2F): against plain loops with a dense mask, without a
-cache, in float64; and where such a model meets the rest."""
+"""Models whose blocks are counted from the end of the prompt (D2F)."""
 
 from __future__ import annotations
 

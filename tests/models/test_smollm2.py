@@ -106,16 +106,3 @@ def test_greedy_answers_are_transformers_own(
     saved = sum(map(len, expected)) - sum(batch.row_nfe)
     print(f"{name}: {sum(map(len, expected))} tokens in {sum(batch.row_nfe)} forwards")
     assert saved > (100 if name == "speculative" else 0)
-
-
-def test_an_answers_likelihood(model: Model, prompts: list[list[int]]) -> None:
-    output = paradec.generate(
-        model, prompts[:2], sampler=samplers.create("sjd", window=1), max_new_tokens=8, logprobs=2
-    )
-    assert output.logprobs is not None
-    for index, row in enumerate(prompts[:2]):
-        answer = output.new_tokens[index, : output.tokens[index]]
-        with torch.inference_mode():
-            logits = model.module(torch.tensor([row + answer.tolist()])).logits[0, len(row) - 1 : -1]
-        total = logits.double().log_softmax(-1).gather(1, answer.unsqueeze(1)).sum()
-        assert float(output.logprobs.sums()[index]) == pytest.approx(float(total), abs=1e-3)

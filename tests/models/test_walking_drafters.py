@@ -218,8 +218,7 @@ VARIANTS = [
 def test_windows_causality_and_the_first_row(
     name: str, change: Any, causal: bool, anchored: bool, first: int, tmp_path: Path, base: Model
 ) -> None:
-    """Fields that are missing mean what the public codes take them for. What a sliding layer sees is held against the
-    rule, position by position, and answers stay the model's."""
+    """Fields that are missing mean what the public codes take them for."""
     drafter = paradec.load_drafter(rewritten(name, tmp_path, change), base=base)
     assert (drafter.settings.causal, drafter.settings.anchored, drafter.settings.first) == (causal, anchored, first)
     assert drafter.slots == drafter.block_size + 1 - first

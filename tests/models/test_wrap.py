@@ -292,17 +292,6 @@ def test_roberta_positions_start_after_the_padding_id() -> None:
     assert wrapped("Bert").facts.max_length == 48
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llada", "dream")])
-@pytest.mark.parametrize("sampler", ["threshold", "maskgit_plus"])
-def test_every_kind_decodes(kind: str, sampler: str) -> None:
-    model = wrapped(kind)
-    request = {"max_new_tokens": 8, "sampler": sampler, "temperature": 0.8, "seed": 3, "eos_early_stop": False}
-    out = paradec.generate(model, ROWS, guidance_scale=1.5, **request)
-    assert out.new_tokens.shape == (4, 8)
-    assert MASK not in out.new_tokens
-
-
 # ---- wrapping and unwrapping ---------------------------------------------------------------------------------------
 
 
@@ -386,16 +375,10 @@ def gpt2() -> Any:
         (decoder, BOTH | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
         (decoder, BOTH | {"prediction": "next"}, "unknown prediction: 'next'"),
         (decoder, BOTH | {"mask_token_id": 40}, "mask_token_id=40 must be an integer from 0 to 39"),
-        (decoder, BOTH | {"mask_token_id": "5"}, "mask_token_id='5'"),
         (decoder, BOTH | {"mask_token_id": EOS}, "mask_token_id=7 is also an end-of-text id"),
         (decoder, BOTH | {"pad_token_id": MASK}, "pad_token_id=5 is also the mask id"),
         (decoder, BOTH | {"eos_token_id": [7, 40]}, "eos_token_id=40"),
-        (decoder, BOTH | {"eos_token_id": 1.5}, "eos_token_id=1.5"),
-        (decoder, BOTH | {"eos_token_id": "7"}, "eos_token_id='7'"),
-        (decoder, BOTH | {"eos_token_id": True}, "eos_token_id=True"),
-        (decoder, BOTH | {"pad_token_id": -1}, "pad_token_id=-1"),
         (decoder, BOTH | {"max_length": 0}, "max_length=0 must be an integer from 1"),
-        (decoder, BOTH | {"max_length": "48"}, "max_length='48'"),
         (
             decoder,
             BOTH | {"attn_implementation": "flash_attention_2"},
@@ -407,7 +390,6 @@ def gpt2() -> Any:
         (lambda: encoder(is_decoder=True), {}, "config.is_decoder=True makes BertForMaskedLM causal"),
         (lambda: encoder(return_dict=False), {}, "config.return_dict=False of BertForMaskedLM"),
         (Opaque, {}, "prediction is needed to wrap Opaque"),
-        (lambda: nn.Linear(2, 2), BOTH, "Linear has no config.vocab_size"),
         (lambda: without_vocabulary(Opaque()), BOTH, "Opaque has no config.vocab_size"),
         (lambda: decoder("Mistral"), BOTH, "config.sliding_window=4096 of MistralForCausalLM"),
         (lambda: decoder("Gemma2"), BOTH, "config.layer_types=.'sliding_attention'. of Gemma2ForCausalLM"),

@@ -1,7 +1,4 @@
-"""A LLaDA-format model as a checkpoint ships it: its own attention, nothing of transformers but the base class.
-
-Written for the tests, which load it as a user does who trusts a repository's code. It knows no paradec.
-"""
+"""A LLaDA-format model as a checkpoint ships it: its own attention, nothing of transformers but the base class."""
 
 import torch
 from torch import nn

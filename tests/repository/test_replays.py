@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -13,9 +12,8 @@ from typing import Any
 
 import pytest
 import recorded
-from pack import pack
-from places import GOLDEN, ROOT, unpack
-from recorded import NearTie, read_json, replay, unread_fields
+from places import GOLDEN, ROOT
+from recorded import NearTie, replay
 from replay import decision_gap
 from replays import FAMILIES, main
 
@@ -99,44 +97,10 @@ def test_folders_of_tests_golden_have_families() -> None:
     assert all(f"`{family}`" in page for family in FAMILIES)
 
 
-def test_a_packed_family_is_replayed_as_its_folder(tmp_path: Path) -> None:
-    folder, packed = tmp_path / "gsd", tmp_path / "gsd.zip"
-    folder.mkdir()
-    for name in ("gsd-00", "gsd-02"):
-        shutil.copy(GOLDEN / "gsd" / f"{name}.json", folder)
-    pack(folder, packed)
-    reports = [run("gsd", source) for source in (folder, packed)]
-    assert [status for status, _ in reports] == [0, 0]
-    assert reports[0][1][-2:] == reports[1][1][-2:]  # the first lines say how long it took
-    assert reports[0][1][-1] == "2 replayed, 0 near ties, 0 refused, 0 wrong"
-
-
-def test_equal_files_give_equal_archives(tmp_path: Path) -> None:
-    """Whenever and in whatever order they were written; unpacked, they are the files."""
-    files = {"b/c.json": b"[1]", "a.safetensors": bytes(range(256)), "b/a.json": b"{}"}
-    for folder, names in (("first", sorted(files)), ("second", [*files])):
-        for name in names:
-            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / name).write_bytes(files[name])
-            os.utime(tmp_path / folder / name, (len(folder) * 1e8, len(folder) * 1e8))
-        pack(tmp_path / folder, tmp_path / f"{folder}.zip")
-    assert (tmp_path / "first.zip").read_bytes() == (tmp_path / "second.zip").read_bytes()
-    unpacked = unpack(tmp_path / "first.zip", tmp_path / "unpacked")
-    found = {path.relative_to(unpacked).as_posix(): path.read_bytes() for path in unpacked.rglob("*") if path.is_file()}
-    assert found == files
-
-
 def test_a_wrong_call_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["trace", "."], ["traces", "nowhere"]):
         assert main(arguments) == 2
         assert "FAMILY FOLDER" in capsys.readouterr().out
-
-
-def test_fields_that_nothing_reads_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "case.json").write_text('{"a": 1, "b": {"c": 2, "d": [{"e": 3, "f": 4}, {"e": 5}]}, "g": {}}')
-    case = read_json(tmp_path / "case.json")
-    assert case["a"] == 1 and {**case["b"]}.keys() == {"c", "d"} and case["b"]["d"][0]["e"] == 3
-    assert unread_fields(tmp_path) == {(".", "b.d.e"): 1, (".", "b.d.f"): 1, (".", "g"): 1}
 
 
 def test_the_worst_outcome_of_a_case_counts(monkeypatch: pytest.MonkeyPatch) -> None:

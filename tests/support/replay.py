@@ -509,8 +509,7 @@ def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, i
 
 
 class WithoutLeft(PrefixCache):
-    """`prefix`, but that calls within a block of a shifted model do not evaluate the position left of it: the block's
-    first token must have been committed before."""
+    """`prefix`, but that calls within a block of a shifted model do not evaluate the position left of it."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         rows = state.window.rows[chosen]

@@ -98,8 +98,7 @@ def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) 
 
 
 def test_pictures_are_edited(pipe: Any) -> None:
-    """What the encoder makes by itself of pictures in the prompt. (The pipeline of diffusers 0.42.1 and transformers
-    5.23 do not agree on what `get_image_tokens` is given, so that its own edits fail before they come here.)"""
+    """What the encoder makes by itself of pictures in the prompt."""
     draw, encoder = np.random.default_rng(0), pipe.vision_language_encoder
     pictures = [Image.fromarray(draw.integers(0, 255, (32, 64, 3), np.uint8)) for _ in range(2)]
     found = []

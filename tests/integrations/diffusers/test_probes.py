@@ -83,8 +83,7 @@ def test_magcache_equals_diffusers(name: str, most: int, kept: float, request: A
 def test_calibration_equals_diffusers(
     name: str, runs: int, request: Any, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    """What diffusers prints, ours returns, over runs and the two calls of a step (Wan) the mean; the pipeline stays as
-    it was."""
+    """What diffusers prints, ours returns, over runs and the two calls of a step (Wan) the mean."""
     pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
     run(pipe, 1)  # diffusers hangs its own hook on a transformer that runs for the first time
     before, seeds = attributes(pipe.transformer), iter(range(runs))
@@ -415,25 +414,6 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
     assert kinds(session)[0] == "F" and (rule.name != "first_block" or kinds(session) == "F."[:steps])
 
 
-def test_a_run_that_fails_leaves_nothing(flux: Any) -> None:
-    with accelerate(flux, FirstBlock(0.4)) as session:
-        expected = run_flux(flux)
-        made = kinds(session)
-
-        def stop(pipe: Any, step: int, *rest: Any) -> Any:
-            if step == 5:
-                raise KeyboardInterrupt
-            return {}
-
-        with pytest.raises(KeyboardInterrupt):
-            run_flux(flux, callback_on_step_end=stop)
-        assert session.transformers[0].nbytes == 0
-        assert torch.equal(run_flux(flux), expected) and kinds(session) == made
-        small = run_flux(flux, height=8, width=8)
-        assert kinds(session)[0] == "F" and small.shape != expected.shape
-        assert torch.equal(run_flux(flux), expected)
-
-
 def test_compiled_blocks_stay_compiled() -> None:
     module, inputs = model("Wan")
     with accelerate(module, FirstBlock(9.0)):
@@ -446,31 +426,6 @@ def test_compiled_blocks_stay_compiled() -> None:
     module.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled as a whole"):
         accelerate(module, FirstBlock())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types(dtype: torch.dtype) -> None:
-    module, inputs = model("FLUX")
-    module = module.to(dtype)
-    inputs = {key: value.to(dtype) for key, value in inputs.items()}
-    with accelerate(module, FirstBlock(9.0)) as session:
-        for context in (torch.inference_mode(), torch.no_grad()):
-            with context:
-                assert denoise(module, inputs, 4).dtype == dtype
-    assert kinds(session) == "F..."
-
-
-def test_memory_is_kept_to_a_budget(flux: Any) -> None:
-    with accelerate(flux, TaylorSeer(refresh=FirstBlock(0.4), basis="taylor", max_memory="1MB")) as session:
-        run_flux(flux)
-        needed = session.report().bytes
-    tight = TaylorSeer(refresh=FirstBlock(0.4), basis="taylor", order=2, max_memory=needed)
-    with accelerate(flux, tight) as session:
-        run_flux(flux)
-    assert session.report().settings["transformer"].order == 1 and session.report().bytes == needed
-    with accelerate(flux, TaylorSeer(refresh=FirstBlock(0.4), max_memory=100)):
-        with pytest.raises(ValueError, match="max_memory=100: nothing fits; stack"):
-            run_flux(flux)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -522,18 +477,13 @@ def test_blocks_that_are_called_change() -> None:
 def test_settings_are_checked() -> None:
     for rule, settings in (
         (FirstBlock, {"threshold": -0.1}),
-        (FirstBlock, {"threshold": "0.1"}),
         (DBCache, {"Fn_compute_blocks": 0}),
         (DBCache, {"Bn_compute_blocks": -1}),
-        (DBCache, {"residual_diff_threshold": float("nan")}),
         (DBCache, {"max_warmup_steps": 1.5}),
-        (DBCache, {"max_cached_steps": -2}),
         (DBCache, {"max_continuous_cached_steps": -2}),
         (MagCache, {"mag_ratios": None}),
-        (MagCache, {"mag_ratios": ()}),
         (MagCache, {"mag_ratios": (1.0, 0.0)}),
         (MagCache, {"mag_ratios": "nowhere.json"}),
-        (MagCache, {"mag_ratios": 3}),
         (MagCache, {"mag_ratios": RATIOS, "threshold": -1}),
         (MagCache, {"mag_ratios": RATIOS, "max_skip_steps": -1}),
         (MagCache, {"mag_ratios": RATIOS, "retention_ratio": 1.5}),
@@ -541,8 +491,6 @@ def test_settings_are_checked() -> None:
         (DiCache, {"threshold": -0.1}),
         (DiCache, {"error": "delta_x"}),
         (DiCache, {"probe_depth": 0}),
-        (DiCache, {"retention_ratio": 1.5}),
-        (DiCache, {"num_inference_steps": 2.5}),
     ):
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)

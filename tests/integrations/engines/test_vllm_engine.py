@@ -1,7 +1,4 @@
-"""vLLM itself, on a CPU, with paradec's samplers: the tokens of `paradec.generate` on the same weights.
-
-Scheduler, pages of keys and values, roll-back and ragged batches are vLLM's own; only its kernels are interpreted.
-"""
+"""vLLM itself, on a CPU, with paradec's samplers: the tokens of `paradec.generate` on the same weights."""
 
 from __future__ import annotations
 

@@ -161,8 +161,7 @@ def test_left_neighbours_are_kept_between_forwards() -> None:
 
 
 class Runner:
-    """What vLLM does with a sampler of canvases: prompts in chunks of whole blocks, canvases that are rolled back until
-    tokens are emitted, slots that go to the next request, in any order."""
+    """What vLLM does with a sampler of canvases."""
 
     def __init__(self, model: Model, draw: random.Random):
         self.model, self.draw, self.served = model, draw, Served(model.facts, {})

@@ -1,5 +1,4 @@
-"""What no request may do, whatever it holds: raise anything but an error that names what is wrong, take memory that the
-request does not account for, or end the server."""
+"""What no request may do, whatever it holds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What of `paradec.integrations.ray` needs no Ray. benchmarks/ray_jobs.py has a job whose worker is killed (.ci/full
-ray)."""
+"""What of `paradec.integrations.ray` needs no Ray."""
 
 from __future__ import annotations
 

@@ -229,8 +229,7 @@ def test_guesses_stay_in_their_raster(init: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_zipar_knows_both_rasters(window: int) -> None:
-    """Every token once, from a row's last token or the row above; the large raster begins when the small one is whole;
-    each token of an earlier step that comes before it is evaluated by then."""
+    """Every token once, from a row's last token or the row above."""
     steps = schedule(GRID, window)
     chosen = [at for step in steps for at in step.chosen]
     assert sorted(chosen) == list(range(GRID.length))

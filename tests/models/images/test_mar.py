@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from recorded import find_weights, golden, read_head, read_json, replays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paradec.core.protocol import NotFinite, decode
-from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.mar import MAR, PRESETS, MARModel, load_mar
+from paradec.models.images.mar import MAR, PRESETS, MARModel
 from paradec.samplers.continuous.base import left_after
 from paradec.samplers.continuous.mar import MAR as Sampler
 
@@ -204,24 +203,6 @@ def test_presets_have_the_published_sizes(preset: str, millions: int) -> None:
     with torch.device("meta"):
         module = MAR(**PRESETS[preset])
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
-
-
-def test_checkpoints_load(tmp_path: Path) -> None:
-    golden_model = MARModel(MAR(**SIZES, **HEAD))
-    weights = golden_model.module.state_dict()
-    sizes = {**SIZES, **HEAD}
-    save_file(weights, tmp_path / "mar.safetensors")
-    other = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    torch.save({"model": other, "model_ema": weights, "epoch": 3}, tmp_path / "checkpoint-last.pth")
-    for name in ("mar.safetensors", "checkpoint-last.pth"):
-        loaded = load_mar(tmp_path / name, "mar_base", **sizes).module.state_dict()
-        assert all(torch.equal(loaded[key], weights[key]) for key in weights)
-    with pytest.raises(CheckpointError, match="do not fit mar_base: missing weights: decoder_blocks.2"):
-        load_mar(tmp_path / "mar.safetensors", "mar_base", **{**sizes, "depth": 3})
-    with pytest.raises(CheckpointError, match="there is no file"):
-        load_mar(tmp_path / "nothing.pth", "mar_base", **sizes)
-    with pytest.raises(ValueError, match="unknown preset: 'mar_hugh' .did you mean 'mar_huge'"):
-        load_mar(tmp_path / "mar.safetensors", "mar_hugh")
 
 
 @pytest.mark.parametrize(

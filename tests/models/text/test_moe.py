@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -278,24 +277,6 @@ def test_sizes_that_no_grouped_product_takes(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_module_wrapped(name: str) -> None:
-    """transformers' own module, with the same weights, in memory."""
-    model = golden_moe(name, "float64")
-    module, facts = copy.deepcopy(model.module), model.facts
-    again = paradec.wrap(
-        module,
-        mask_token_id=facts.mask_token_id,
-        eos_token_id=facts.eos_token_ids,
-        prediction=facts.prediction,
-        topology=facts.topology,
-        block_length=facts.block_length,
-    )
-    assert again.kind == "decoder"
-    request: dict[str, Any] = {"max_new_tokens": 9, "block_length": facts.block_length or 32}
-    answers = [paradec.generate(each, PROMPTS, **request).new_tokens for each in (model, again)]
-    assert torch.equal(*answers)
-
-
 # ---- config.json -----------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, str, Any]] = [
@@ -494,36 +475,7 @@ def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) 
     refused(edited(tmp_path / "seeing", name, seeing), "of a model with pictures")
 
 
-def test_a_missing_shard(name: str, tmp_path: Path) -> None:
-    golden_moe(name).save_pretrained(tmp_path, max_shard_size="200KB")
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    assert len(shards) > 3
-    again = paradec.load(tmp_path)
-    state = golden_moe(name).module.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in again.module.state_dict().items())
-    shards[1].unlink()
-    with pytest.raises(paradec.CheckpointError, match=f"has no {shards[1].name}, which its index names") as error:
-        paradec.load(tmp_path)
-    assert "\n" not in str(error.value)
-
-
 # ---- where the weights are -----------------------------------------------------------------------------------------
-
-
-def test_device_maps_and_offloading(name: str, tmp_path: Path) -> None:
-    expected = paradec.generate(golden_moe(name), PROMPTS, max_new_tokens=6).new_tokens
-    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
-    places |= {"model.layers.1": "disk", "model.layers.2": "cpu"}
-    for options in ({"device_map": {"": "cpu"}}, {"device_map": places, "offload_folder": tmp_path / "offload"}):
-        model = paradec.load(MOE / name, **options, **told(name))
-        offloaded = any(parameter.device.type == "meta" for parameter in model.module.parameters())
-        assert offloaded == ("offload_folder" in options)
-        assert torch.equal(paradec.generate(model, PROMPTS, max_new_tokens=6).new_tokens, expected)
-    with pytest.raises(ValueError, match="offload_folder"):
-        paradec.load(MOE / name, device_map=places, **told(name))
-    for wrong in ("", 3):
-        with pytest.raises(ValueError, match=f"offload_folder={wrong!r} must be the path of a folder"):
-            paradec.load(MOE / name, device_map=places, offload_folder=wrong, **told(name))
 
 
 def test_what_a_matrix_that_is_split_cannot_be() -> None:
@@ -626,9 +578,6 @@ def test_stable_diffcoder(tmp_path: Path) -> None:
         ("attention_bias", True),
         ("mlp_bias", True),
         ("hidden_act", "gelu"),
-        ("num_key_value_heads", 3),
-        ("hidden_size", 18),
-        ("head_dim", 5),
         ("rms_norm_eps", ...),
         ("block_length", "4"),
     ],

@@ -111,8 +111,7 @@ QUICK = [0, 1, 2, 3, 4, 5]
     "first", [pytest.param(first, marks=() if first in QUICK else pytest.mark.full) for first in range(100)]
 )
 def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel, first: int) -> None:
-    """Structures of unequal length together: two chains, gaps, given residues, one residue, filters, any order, any
-    window. No more calls than residues."""
+    """Structures of unequal length together."""
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
         prompts, asked, (order, listed) = setting(draw, model)
@@ -174,8 +173,7 @@ def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_
 @pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [*NAMES, "maximal"])
 def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel, name: str, order: str) -> None:
-    """Every design of four residues with three letters, by enumeration. Letters and temperature are those at which
-    residues that do not hear of each other have quite another distribution, which the draws tell apart."""
+    """Every design of four residues with three letters, by enumeration."""
     structure = piece(12, 16, "four")
     four, letters, temperature = model.on(structure), (9, 12, 15), 0.5
     prompt, size = four.prompt(), 4

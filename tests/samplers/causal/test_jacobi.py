@@ -52,8 +52,7 @@ def sampler_of(case: dict[str, Any]) -> JacobiSampler:
 @pytest.mark.parametrize("path", cases("sjd", "gsd", "scd"))
 @replays("path")
 def test_reference_verification(path: Path) -> None:
-    """Every draw supplied. In a batch the public code commits the fewest of all rows; here each row commits its own.
-    The next q of the maximal coupling is left out: the public code's is biased."""
+    """Every draw supplied. In a batch the public code commits the fewest of all rows; here each row commits its own."""
     case = read_json(path)
     sampler, expected, settings = sampler_of(case), case["expected"], case["settings"]
     p = torch.tensor(case["p"], dtype=torch.float64)
@@ -349,8 +348,7 @@ def test_drafts_and_draws_at_their_bounds() -> None:
 
 
 def test_groups_and_neighbours_at_their_bounds() -> None:
-    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` tokens below it. LANTERN:
-    neighbours that reach the limit do not exceed it."""
+    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` tokens below it."""
     distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
     drafts = DraftDistributions(
         torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0]

@@ -108,8 +108,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", KEEPS)
 @replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
-    """The public code as it is. A plain loop that drops nothing repeats the case, so that this is what it does; ours
-    drops the block, and gives greedy decoding from the same first iterates."""
+    """The public code as it is. A plain loop that drops nothing repeats the case, so that this is what it does."""
     settings, module = case["settings"], module_of(case)
     end = module.config.eos_token_id
     cache, fed = DynamicCache(config=module.config), 0
@@ -233,8 +232,7 @@ def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
 
 
 def test_an_end_token_that_is_not_right_closes_nothing() -> None:
-    """Most ids end a row, and drafts are full of them: answers and what they took are those of no ends, until
-    the first token that is right ends the row."""
+    """Most ids end a row, and drafts are full of them."""
     greedy = token_by_token(MODEL, PROMPTS[0], 9, ())
     ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
     free, ended = (tiny(2, topology="causal", prediction="shifted", ends=each) for each in ((), ends))
@@ -334,7 +332,6 @@ def test_settings() -> None:
         assert paradec.core.protocol.Sampler.from_dict(sampler.to_dict()) == sampler
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"group": 0}, "group=0 must be an integer from 1"),
-        ({"group": 2.5}, "group=2.5"),
         ({"group": 4, "max_iterations": 0}, "max_iterations=0"),
         ({"group": 4, "early_exit": "soon"}, "early_exit"),
         ({"max_iterations": 3}, "max_iterations=3 has no meaning without group"),

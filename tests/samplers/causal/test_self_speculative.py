@@ -80,8 +80,7 @@ def runs(mode: str) -> list[Any]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("path", runs("spec"))
 def test_recorded_rounds(path: Path) -> None:
-    """Drafts, how many stand, and tokens of every round; on both loads. A round that could make one token only drafts
-    nothing here, and none makes more than was asked for."""
+    """Drafts, how many stand, and tokens of every round; on both loads."""
     trace = read_json(path)
     settings = trace["settings"]
     threshold = settings.get("threshold") or None

@@ -122,8 +122,7 @@ def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
 @pytest.mark.parametrize("path", RECORDED)
 @replays("path")
 def test_replays_a_recorded_verification(path: Path) -> None:
-    """A step of the sampler with every number supplied. The recorded window ends before what its last slot says; here
-    that is a draft."""
+    """A step of the sampler with every number supplied. The recorded window ends before what its last slot says."""
     case = read_json(path)
     vocab, width, count, depth = (case[name] for name in ("vocab", "window", "siblings", "branching"))
     expected, model = case["expected"], TableModel.random(case["vocab"], seed=0)

@@ -92,8 +92,7 @@ def test_drafters_of_hidden_states(name: str) -> None:
 
 
 def test_a_recorded_confidence_ends_the_window() -> None:
-    """The recorded logits of DSpark's head: the first below the threshold is where a window of the recorded prompt and
-    anchor ends."""
+    """The recorded logits of DSpark's head."""
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
     from safetensors.torch import load_file
 

@@ -300,8 +300,7 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
 
 
 def test_one_dimension_has_the_target_s_distribution() -> None:
-    """Where drafts are drawn from their distribution, T = 1 and Sigma = 1: acceptance and redraws together make p, in
-    the mended form; accepted ones and redrawn ones each do not. 1 % level: 1.63 / sqrt(n)."""
+    """Where drafts are drawn from their distribution, T = 1 and Sigma = 1."""
     count = 40_000
     x = MQ + SQ * torch.randn(count, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = one_dimension(x, 1.0)
@@ -315,8 +314,7 @@ def test_one_dimension_has_the_target_s_distribution() -> None:
 
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
 def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
-    """A draft is the mean of its distribution: it is accepted with the ratio there, and a redrawn token is distributed
-    as (p - q / Sigma)+, integrated here."""
+    """A draft is the mean of its distribution."""
     count = 40_000
     found = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
@@ -375,8 +373,7 @@ def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) ->
 
 
 def test_the_schedule(draft: MARModel, model: MARModel) -> None:
-    """The steps of the model come first, a verification at multiples of `num_draft` and at the last step; 17 calls of
-    the model at the published settings."""
+    """The steps of the model come first, a verification at multiples of `num_draft` and at the last step."""
     for steps, num_draft, ratio, expected in (
         (8, 3, 0.15, [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]),
         (8, 3, 0.0, [(0, 1), (1, 4), (4, 7), (7, 8)]),
@@ -525,19 +522,6 @@ def test_generate_images(model: MARModel, near: MARModel) -> None:
     assert not torch.equal(cool, out.tokens)
 
 
-def test_an_interrupt_keeps_what_there_is(model: MARModel, near: MARModel) -> None:
-    def stop(state: Any, commit: Any) -> None:
-        if state.index == 3:
-            raise KeyboardInterrupt
-
-    sampler = paradec.samplers.create("cspd", draft=near, num_draft=3, head_steps="3,1")
-    with pytest.raises(paradec.Interrupted) as raised:
-        images(model, sampler=sampler, callback=stop, trace=True)
-    found = raised.value.output
-    assert found.images is None and found.row_nfe == [3, 3] and found.draft_nfe == [2, 2]
-    assert (found.steps >= 0).sum() == found.accepted.sum() == 2 * 5
-
-
 VAE = {"channels": 32, "channel_mult": (1, 1), "res_blocks": 1, "attention": False, "z_channels": 4}
 
 
@@ -583,11 +567,8 @@ def test_draft_models_of_other_pictures(model: MARModel, draft: MARModel) -> Non
         ({"max_rounds": -1}, "max_rounds=-1 must be an integer"),
         ({"temperature": -1}, "temperature=-1 must be a number"),
         ({"head_steps": 0}, "head_steps=0 must be an integer from 1 to 1000"),
-        ({"head_steps": "10,0"}, "head_steps='10,0' must be an integer, or several by commas"),
         ({"head_steps": ""}, "head_steps='' must be"),
-        ({"head_steps": (10, 1.5)}, r"head_steps=\(10, 1.5\) must be"),
         ({"head_steps": "501,1"}, "head_steps='501,1' must be"),
-        ({"head_steps": "ddim50"}, "head_steps='ddim50' must be"),
         ({"guidance_schedule": "cosine"}, "unknown guidance_schedule: 'cosine'"),
     ],
 )

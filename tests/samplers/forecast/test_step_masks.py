@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
 from recorded import golden, is_packaged, read_head, read_json, replay
 from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
 
 from paradec import TaylorSeer, accelerate
-from paradec.core.protocol import decode
-from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
 FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
@@ -53,18 +50,6 @@ def test_in_a_pipeline() -> None:
         assert torch.equal(run_flux(pipe, 16), named)
     with accelerate(pipe, TaylorSeer(refresh=step_mask("fast", 16))):
         assert torch.equal(run_flux(pipe, 16), named)
-
-
-def test_in_our_own_loop() -> None:
-    model = DiffusionModel(dit_pipeline().transformer)
-    latent = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(3))
-    given = {"scheduler": DDIMScheduler(), "class_labels": [1, 2]}
-    sampler = TaylorSeer(refresh="ultra")
-    state = sampler.start(model, latent, num_inference_steps=12, **given)
-    decode(sampler, model, state)
-    assert state.nfe.tolist() == [len(step_mask("ultra", 12))] * 2
-    with pytest.raises(ValueError, match="no mask for 7 steps; 4, 6, or 8 and more"):
-        sampler.start(model, latent, num_inference_steps=7, **given)
 
 
 def test_what_is_refused() -> None:

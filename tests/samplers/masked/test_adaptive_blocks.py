@@ -146,22 +146,6 @@ def test_steps_and_rows(name: str, cache: str, llada64: Model, dream64: Model) -
             assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
 
 
-def test_a_short_block_is_lengthened(llada64: Model) -> None:
-    def lengths(**settings: int) -> list[int]:
-        found = []
-
-        def note(state: paradec.core.protocol.State, commit: object) -> None:
-            if not found or found[-1] != state.block_start[0]:
-                found.append(int(state.block_start[0]))
-
-        policy = AdaptiveBlocks(8, delimiters=MANY, window=1.0, **settings)
-        paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24, eos_early_stop=False, callback=note)
-        return np.diff([len(LINES[0]), *found[1:], len(LINES[0]) + 24]).tolist()
-
-    assert min(lengths()) < 4
-    assert min(lengths(min_length=4)[:-1]) >= 4  # the last one may be what is left
-
-
 def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
     """`adablock` is `threshold` over `AdaptiveBlocks`; a request's block length or blocks take their place."""
     own = samplers.create("adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2)
@@ -292,19 +276,3 @@ def test_settings_are_checked(settings: dict, message: str) -> None:
     message = re.sub(r"\b(length|min_length)=", lambda found: f"{names[found[1]]}=", message)
     with pytest.raises(ValueError, match=message):
         samplers.create("adablock", **settings)
-
-
-def test_round_trip_and_presets() -> None:
-    sampler = samplers.create("adablock", preset="dream", delimiters=["\n", 45], init_block_length=16)
-    assert sampler.to_dict() == {
-        "sampler": "adablock",
-        "threshold": 0.9,
-        "init_block_length": 16,
-        "delimiter_threshold": 0.5,
-        "delimiters": ["\n", 45],
-        "delimiter_match": "ends",
-        "window": 0.25,
-        "min_block_length": 1,
-    }
-    assert type(sampler).from_dict(sampler.to_dict()) == sampler
-    assert samplers.create("adablock", preset="llada") == samplers.create("adablock")

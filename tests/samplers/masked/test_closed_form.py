@@ -1,15 +1,4 @@
-"""Samplers against arithmetic: a denoiser that knows the exact joint distribution of the answer, so that the accuracy
-of a decoding is known in closed form.
-
-The distributions are ParallelBench's list tasks (arXiv 2510.04767). The denoiser gives each position its exact
-conditional distribution, all decided positions given. Tokens that are drawn one after the other then always make a
-right answer; tokens that are drawn at once are drawn independently, and are right with the probability that the product
-of their marginals gives the right answers: (n! - 1) / n^n for a shuffle, (1 - 1/n)^(n-1) for one word replaced at
-random, 1 for a copy.
-
-Frequencies over many rows are held against these by Chernoff's bound: a correct sampler fails a comparison with
-probability at most `ERROR` over the choice of the seed (which is fixed, so that a result stays what it is).
-"""
+"""Samplers against arithmetic."""
 
 from __future__ import annotations
 
@@ -58,12 +47,7 @@ PROMPTS = [[FIRST_TASK + index] for index in range(len(TASKS)) for _ in range(CO
 
 
 class Denoiser:
-    """The exact conditional distributions of `TASKS`: what a position is, given the decided positions that its column
-    sees.
-
-    What is not in the distribution's support any more (several tokens were drawn at once) says nothing: marginals are
-    left.
-    """
+    """The exact conditional distributions of `TASKS`."""
 
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = N, None
@@ -218,8 +202,7 @@ def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> Non
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
-    """One block: a row whose steps committed one token each has a right answer, whatever the order; a copy is right
-    however many were committed."""
+    """One block: a row whose steps committed one token each has a right answer, whatever the order."""
     most = torch.zeros(len(PROMPTS), dtype=torch.int64)
 
     def callback(state: Any, commit: Any) -> None:

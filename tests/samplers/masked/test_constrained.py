@@ -42,8 +42,7 @@ from paradec.samplers.masked.constrained import Constrained
 
 
 class Recorded(Constrained):
-    """Draws with given numbers, by the row's step and position, and keeps what happens. `forced` False writes nothing
-    without a forward."""
+    """Draws with given numbers, by the row's step and position, and keeps what happens."""
 
     uniforms: Any = None
     forced = False
@@ -402,8 +401,7 @@ def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch:
 @pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("pattern", ["abc", "a[ab]", "a[ab]c|cab"])
 def test_weights_count_a_template(pattern: str, block: int) -> None:
-    """Of a uniform model: the share of a block's tokens with which a text can go on, of every block. What only one
-    token fits when a block opens is a part of it."""
+    """Of a uniform model: the share of a block's tokens with which a text can go on, of every block."""
     vocab, slots = [*"abcd", "<end>"], 3
     case = {
         "vocab": vocab, "end": 4, "ends": True, "slots": slots, "canvas": [None] * slots,

@@ -1,5 +1,4 @@
-"""Several open blocks: against plain loops and `FixedBlocks`, and where they meet the rest of a request. What holds for
-every sampler and cache is in `test_masked_properties`, the traces of the public codes in `test_traces_pipelined`."""
+"""Several open blocks: against plain loops and `FixedBlocks`, and where they meet the rest of a request."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
 
 
 def test_the_best_of_blocks_by_hand() -> None:
-    """Equal scores go to the lower position; blocks that are not to move, and positions that are no candidates, get
-    nothing; blocks that have something selected no more."""
+    """Equal scores go to the lower position."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         scores = torch.randint(3, (2, 9), generator=generator).double() / 2
@@ -172,8 +170,7 @@ class Flat(nn.Module):
 
 
 def test_ties_and_the_order_of_blocks() -> None:
-    """All alike: the lowest position of the first open block. More confident to the right: still one of the first
-    block, though all later ones are more confident."""
+    """All alike: the lowest position of the first open block. More confident to the right."""
     for slope, order in ((0.0, [1, 2, 3, 4, 5, 6, 7, 8]), (0.01, [4, 3, 2, 1, 8, 7, 6, 5])):
         flat = paradec.wrap(Flat(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
         out = decode(flat, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
@@ -368,8 +365,7 @@ def test_what_waits_is_one_of_two() -> None:
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_which_blocks_wait_is_the_models(prediction: str) -> None:
-    """d3LLM's code for LLaDA has one wait after the other, that for Dream all. Random orders, batches of unequal rows;
-    a shifted model's calls begin left of the first block that is not full."""
+    """d3LLM's code for LLaDA has one wait after the other, that for Dream all."""
     draw, differ = random.Random(0), 0
     model = tiny(1, prediction=prediction)
     usual, other = ("first", "all") if prediction == "same" else ("all", "first")

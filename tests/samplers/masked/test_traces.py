@@ -36,7 +36,6 @@ from replay import (
     loaded,
     model_of,
     models_of_methods,
-    often,
     others_are_full,
     replay_rows,
     request_of,
@@ -57,24 +56,6 @@ def test_no_method_without_a_replay() -> None:
     """Cases of other methods are refused by name."""
     names = trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE)
     refuse_others("traces", [case for name in names for case, _ in some_cases(head_of(name) | {"file": name}, None)])
-
-
-def test_what_is_replayed_often_has_every_two_settings() -> None:
-    def pairs(names: list[str]) -> set[str]:
-        found = set()
-        for name in names:
-            trace = head_of(name)
-            said = [f"{key}={value}" for key, value in trace["settings"].items()]
-            said += [name.partition("/")[0], trace["model"], f"{trace['batch_size']} rows"]
-            found |= {f"{one}, {other}" for one in said for other in said if one < other}
-        return found
-
-    kept = often(NAMES)
-    assert pairs(kept) == pairs(NAMES)
-    static = [name for name in trace_names("freedave") if head_of(name)["settings"]["method"] == "static"]
-    assert len(often(static, together=1)) <= len(often(static)) <= len(static)
-    assert len(kept) < 0.8 * len(NAMES)
-    assert len(often(static, together=1)) < len(often(static)) < len(static)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -315,8 +315,7 @@ def test_llada_moe(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("sdar_generate")))
 def test_sdar_moe(name: str, numbers: slice) -> None:
-    """What SDAR's rules fill, of the tokens that the reference drew. Sequential has no sampler here; its draws are
-    those that the model gives."""
+    """What SDAR's rules fill, of the tokens that the reference drew. Sequential has no sampler here."""
     trace = trace_of(name)
     settings = trace["settings"]
     length, rule = settings["block_length"], settings["remasking_strategy"]

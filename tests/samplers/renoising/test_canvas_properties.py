@@ -98,8 +98,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_and_commits_keep_the_contracts(name: str) -> None:
-    """A step repeated is the step, and changes nothing. What is final stays, what the user gave is never written; a
-    canvas becomes final at once, after N steps at most, and what stands there is the last step's best tokens."""
+    """A step repeated is the step, and changes nothing. What is final stays, what the user gave is never written."""
     own, method = model(), sampler(name)
     state = method.start(own, HOLED, seed=3, max_new_tokens=20, trace=True)
     given, before = state.given.clone(), state.canvas.clone()
@@ -453,12 +452,9 @@ def test_what_means_nothing_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": 5000}, "longer than DiffusionGemmaForBlockDiffusion takes"),
         ({"steps": 1, "max_new_tokens": 40}, "multiple of the number of canvases"),
-        ({"steps": 4, "max_new_tokens": 40}, "multiple of the number of canvases"),
         ({"suppress_tokens": range(VOCAB)}, "suppress_tokens excludes all"),
-        ({"suppress_tokens": [VOCAB]}, "suppress_tokens"),
         ({"stop": paradec.Prophet()}, "stop=.*closes as a whole"),
         ({"stop_strings": "a"}, "needs a tokenizer"),
         ({"prefix": 3}, "prefix=3"),

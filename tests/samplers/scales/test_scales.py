@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pickle
 from typing import Any
 
 import pytest
@@ -160,22 +159,6 @@ def test_rows_are_alone(name: str, smooth: bool) -> None:
         assert torch.equal(alone.tokens[0], together.tokens[row])
         torch.testing.assert_close(alone.features[0], together.features[row], atol=1e-10, rtol=0)
     assert not torch.equal(together.tokens[0], together.tokens[2])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_states_and_samplers_are_copied(name: str) -> None:
-    model = tiny_var()
-    sampler = sampler_of(name, model)
-    expected = tokens_of(sampler, model)
-    state = sampler.start(model, LABELS, seed=0, guidance_scale=2.0)
-    for _ in range(2):
-        sampler.commit(state, sampler.step(model, state))
-    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        again = pickle.loads(pickle.dumps((sampler, model)))
-        assert torch.equal(decode(*again, twin).tokens, expected)
-    assert torch.equal(decode(sampler, model, state).tokens, expected)
-    if name == "var":
-        assert samplers.registry.from_dict(sampler.to_dict()) == sampler
 
 
 def test_guidance_of_one_is_off() -> None:

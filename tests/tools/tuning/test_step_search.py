@@ -32,8 +32,7 @@ def test_moves_of_a_small_set() -> None:
 @given(st.integers(2, 9), st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_search_keeps_its_promises(total: int, data: st.DataObject) -> None:
-    """Sets of the budget with step 0, no more new ones than allowed, none asked for below its bound in vain; the found
-    one is the best that was seen and no worse than any start; and without a limit nothing near it is better."""
+    """Sets of the budget with step 0, no more new ones than allowed, none asked for below its bound in vain."""
     budget = data.draw(st.integers(1, total))
     runs, seed = data.draw(st.sampled_from((0, 3, 10, 150))), data.draw(st.integers(0, 99))
     values: dict[Steps, float] = {}

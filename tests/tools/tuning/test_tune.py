@@ -335,23 +335,15 @@ def test_another_study_is_refused_by_name(
     ("arguments", "word"),
     [
         ({"objective": "speed"}, "unknown objective: 'speed'"),
-        ({"trials": -1}, "trials=-1"),
-        ({"minutes": 0}, "minutes=0"),
         ({"eta": 1}, "eta=1"),
-        ({"batch": 0}, "batch=0"),
         ({"tolerance": 101}, "tolerance=101"),
-        ({"seed": -1}, "seed=-1"),
         ({"samplers": ["thresold"]}, "did you mean 'threshold'"),
         ({"samplers": ["sjd"]}, "family 'draft_verify'"),
         ({"caches": ["duel"]}, "did you mean 'dual'"),
-        ({"caches": []}, "caches is empty"),
-        ({"blocks": 32}, "blocks=32"),
         ({"blocks": [0]}, "blocks=0"),
         ({"sampler": "threshold"}, "sampler"),
-        ({"temperature": -1}, "temperature=-1"),
         ({"study": "/nowhere/x.db"}, "study='/nowhere/x.db'"),
         ({"study": __file__}, "no SQLite file"),
-        ({"score": "checker"}, "needs checker="),
     ],
 )
 def test_bad_input_is_named(model: Model, arguments: dict[str, Any], word: str) -> None:

@@ -50,21 +50,13 @@ def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--trials", "-1"], "trials=-1"),
-        (["--minutes", "-1"], "minutes=-1"),
         (["--blocks", "x"], "--blocks 'x'"),
-        (["--samplers", "thresold"], "did you mean 'threshold'"),
-        (["--caches", "duel"], "did you mean 'dual'"),
         (["--checker", "nothing"], "must be FILE.py:NAME"),
         (["--checker", "nothing.py:f"], "is no file"),
         (["--checker", "json:nothing"], "has no function or class 'nothing'"),
         (["--study", "/nowhere/x.db"], "cannot write --study"),
         (["--out", "/nowhere/x.json"], "cannot write --out"),
         (["--point", "0"], "'--point'"),
-        (["--objective", "speed"], "objective: 'speed'"),
-        (["--score", "truth"], "score: 'truth'"),
-        (["--tolerance", "-1"], "tolerance=-1"),
-        (["--temperature", "-1"], "temperature=-1"),
     ],
 )
 def test_wrong_options_give_one_line(arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +83,10 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
     ("arguments", "message"),
     [
         (("--budget", "3"), "--budget needs --pipeline"),
-        (("--target", "output"), "--target needs --pipeline"),
         (("--pipeline", "digits-dit", "--mask", "x"), "--mask is not for --pipeline"),
-        (("--pipeline", "digits-dit", "--model", "x"), "--model is not for --pipeline"),
         (("--pipeline", "digits-ar"), "is no diffusers pipeline"),
         (("--pipeline", "digits-dit", "--budget", "0"), "'--budget'"),
-        (("--pipeline", "digits-dit", "--trials", "-1"), "trials=-1"),
         (("--pipeline", "digits-dit", "--target", "modul"), "did you mean 'module'"),
-        (("--pipeline", "digits-dit", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )
 def test_wrong_calls_for_a_pipeline(arguments: tuple[str, ...], message: str) -> None:

@@ -85,8 +85,7 @@ BASES = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("base", "request_"), BASES, ids=lambda value: str(getattr(value, "name", value)))
 def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, request_: dict) -> None:
-    """Token for token the base, in ragged batches whose rows accept differently; at temperature 0 and, since a step's
-    numbers are its own, above it."""
+    """Token for token the base, in ragged batches whose rows accept differently."""
     model, prompts = denoisers
     arguments = {"max_new_tokens": 8, "block_length": 4, "seed": 1} | request_
     method = FreeDave(base).base

@@ -1,5 +1,4 @@
-"""LoPA's branches: nothing without them, the best one with them. The traces of the public code are in
-`test_traces_lopa`, what holds for every sampler in `test_masked_properties`."""
+"""LoPA's branches: nothing without them, the best one with them."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def test_without_branches_it_is_the_base(base: str, cache: str, model: Model) ->
     ids=["fixed", "first", "active"],
 )
 def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> None:
-    """One row, step by step: the branches, what they promise, which one wins, and what is written. A branch's own token
-    may fill the first open block: what must be committed is then of the next one."""
+    """One row, step by step: the branches, what they promise, which one wins, and what is written."""
     winners, filled = set(), 0
     for seed, (tail, alpha, at) in enumerate(((1.0, 0.0, 0), (0.3, 0.1, 1), (0.5, 0.0, 0), (0.4, 0.0, 1))):
         model, policy = tiny(2, seed=seed), lengths[at]

@@ -139,8 +139,7 @@ def test_rows_end_at_their_end_token(cache: str) -> None:
 
 
 class Stale:
-    """A module whose keys and values are only renewed at some positions: what a cache's step sees. Everything is
-    evaluated at every call, and the keys and values of the other positions are exchanged for those of earlier calls."""
+    """A module whose keys and values are only renewed at some positions: what a cache's step sees."""
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.kept, self.fresh = module, {}, slice(None)
@@ -383,8 +382,7 @@ def test_an_engine_that_saw_bad_logits_is_not_kept() -> None:
 
 
 class Tape(TorchDispatchMode):
-    """Writes operations down as a CUDA graph does: numbers, shapes and tensors stay what they were. Where a step went
-    by anything else that changes, playing it again shows."""
+    """Writes operations down as a CUDA graph does: numbers, shapes and tensors stay what they were."""
 
     def __init__(self) -> None:
         super().__init__()

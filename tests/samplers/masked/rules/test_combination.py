@@ -12,10 +12,9 @@ import torch
 from rule_views import view_of
 from tiny_models import MASK, everything, tiny
 from torch import Tensor
-from typer.testing import CliRunner
 
 import paradec
-from paradec import cli, samplers
+from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import UNCUT, MaskedSampler, Needs, View
@@ -70,21 +69,6 @@ def test_combinations_that_are_one_of_their_parts(joined: str | Sampler, alone: 
     assert same(decode(llada64, joined, **request), decode(llada64, alone, **request))
 
 
-@pytest.mark.parametrize(
-    "whole",
-    [
-        samplers.create("credit+localleap"),
-        Intersection(rules=("localleap", "entropy_threshold")),
-        Union(rules=("factor",), stages=("credit",)),
-        samplers.create("hierarchy+ccd"),
-    ],
-    ids=["union", "intersection", "stage", "two"],
-)
-def test_combinations_that_are_not(whole: Any, llada64: Model) -> None:
-    out = decode(llada64, whole)
-    assert not any(same(out, decode(llada64, member)) for member in whole.members)
-
-
 @pytest.mark.parametrize("joined", [Union, Intersection])
 def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> None:
     """Every rule reads its own score, quota and memory: parts run one by one on the same canvas and logits."""
@@ -127,8 +111,7 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
 
 
 def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
-    """Learn2PD drops what lies after an end: a predicted one, or, later, a committed one. Beside a rule that cuts
-    later, one that does not cut, and after a logits stage."""
+    """Learn2PD drops what lies after an end: a predicted one, or, later, a committed one."""
     request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
     alone = {eot: decode(llada64, f"learn2pd(eot={eot!r})", **request) for eot in ("greedy", "committed", "none")}
     forwarded = [out.forwarded_tokens for out in alone.values()]
@@ -287,8 +270,7 @@ def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
 
 
 def test_who_may_wait_and_for_how_long() -> None:
-    """A union waits where all of its rules may; one rule that may not must commit something. And nothing waits beyond
-    its plan: where that is over without the block being full, the family stops it."""
+    """A union waits where all of its rules may; one rule that may not must commit something."""
     assert samplers.create("maskgit_plus").needs.may_wait and not samplers.create("threshold").needs.may_wait
     assert steps_until_it_is_stopped(samplers.create("maskgit_plus"), 12) is None
     assert steps_until_it_is_stopped(Union(rules=(Patient(), "maskgit_plus")), 12) is None
@@ -407,16 +389,3 @@ def test_values_are_checked(llada64: Model) -> None:
         decode(llada64, "threshold", blocks="adaptiv", block_length=None)
     with pytest.raises(ValueError, match="block_length=4 has no meaning with blocks='whole'"):
         decode(llada64, "threshold", blocks="whole", block_length=4)
-
-
-def test_command_line() -> None:
-    prompt = "Sort: pear fig apple"
-    command = ["generate", prompt, "--sampler", "credit+localleap"]
-    done = CliRunner().invoke(cli.app, [*command, "--blocks", "adaptive", "--json"])
-    assert done.exit_code == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["text"] == "apple fig pear" and report["sampler"] == samplers.create("credit+localleap").to_dict()
-    refused = CliRunner().invoke(cli.app, [*command, "--set", "threshold=0.5"])
-    assert refused.exit_code == 2 and "say whose, in parentheses" in refused.stderr
-    unknown = CliRunner().invoke(cli.app, [*command, "--blocks", "adaptiv"])
-    assert unknown.exit_code == 2 and "unknown blocks: 'adaptiv' (did you mean 'adaptive'?)" in unknown.stderr

@@ -323,8 +323,7 @@ def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -
 @pytest.mark.parametrize("least", [0.0, 0.5])
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
 def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
-    """The first end token that becomes final, wherever it stands; without one, the most confident of several
-    predictions, also where their scores put all ends last (`confidence_eos_eot_inf`)."""
+    """The first end token that becomes final, wherever it stands."""
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
     is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < torch.tensor([0.4, 0.7, 0.2]).view(

@@ -131,8 +131,7 @@ def test_second_draw_cools_down(model: UViTModel) -> None:
 
 
 def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
-    """Positions are chosen by the first draw; what is written follows the model's distribution, not that of the
-    chosen."""
+    """Positions are chosen by the first draw."""
     plain = samplers.create("maskgit", choice_temperature=0)
     twice = samplers.create("maskgit", choice_temperature=0, final_temperature=1.0)
     rows = [[model.class_token(1)]] * 400

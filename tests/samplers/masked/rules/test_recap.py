@@ -55,8 +55,7 @@ def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
 
 @dataclass
 class Group:
-    """What the reference recorded of one group: the first draws, noise and confidences, and per step the calls (one, or
-    one per branch) and the draws of all targets, the most confident first."""
+    """What the reference recorded of one group."""
 
     first: torch.Tensor
     noise: torch.Tensor
@@ -273,8 +272,7 @@ def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
 @pytest.mark.parametrize("cache", ["none", "recap"])
 @pytest.mark.parametrize("start", [None, 1.5])
 def test_local_steps_are_guided(cache: str, start: float | None) -> None:
-    """uncond + w (cond - uncond), also where the targets alone are evaluated; a w that grows from step to step is in a
-    local step that of the step before. In a model with one layer what is read of the cache is exact."""
+    """uncond + w (cond - uncond), also where the targets alone are evaluated."""
     model, steps, last = random_model(0), 6, 4.0
     sampler = Recap(local_steps=2, final_temperature=None, guidance_start=start)
     rows = prompts(model, 1, 3)

@@ -1,5 +1,4 @@
-"""Samplers that take back or change what they decided: against plain loops written from their sources, the shadow of
-WINO against an explicit leave-one-out loop, the bounds that the family enforces, and what streamers and traces see."""
+"""Samplers that take back or change what they decided."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ NEW, SEEDS = 12, 8
 
 
 class Additive:
-    """A model without weights to load: a column's logits are the sum of one random vector per column that it sees, by
-    that one's token and relative position."""
+    """A model without weights to load."""
 
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = NEW, None

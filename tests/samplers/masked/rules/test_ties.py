@@ -324,8 +324,7 @@ def test_equal_scores_go_to_the_lower_position() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_filters_at_their_limits(dtype: torch.dtype) -> None:
-    """The token before which the mass is exactly `top_p` crosses it and stays; so do tokens as good as the
-    `top_k`-th."""
+    """The token before which the mass is exactly `top_p` crosses it and stays."""
 
     def kept(logits: list[float], top_p: float | None, top_k: int | None = None) -> int:
         return int((filter_logits(torch.tensor([logits], dtype=dtype), top_p, top_k) > -INF).sum())
