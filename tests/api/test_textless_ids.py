@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import tokenizer_of
 from canvases import tiny_module
 from causal_models import tiny_llama
-from delimiter_tokenizers import tokenizer_of
 from hosting import Engine
 from tiny_models import tiny
 

@@ -116,15 +116,6 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_settings_copy_as_equals(name: str) -> None:
-    value = VALUES[name]()
-    for way in WAYS.values():
-        copied = way(value)
-        assert type(copied) is type(value) and copied == value
-        assert hash(copied) == hash(value)
-
-
 # ---- what a request leaves ------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import tokenizer_of
 from checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
-from delimiter_tokenizers import tokenizer_of
 from eagle_drafters import checkpoint as eagle_checkpoint
 from eagle_drafters import tiny_base
 from eagle_drafters import write as write_eagle

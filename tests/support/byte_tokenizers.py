@@ -16,6 +16,13 @@ from paradec.models.adapter import Model
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
 
 
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are given."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token=words[-1])
+
+
 def byte_level_tokenizer(end: str = "<|end|>", text: str = TEXT) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 300 entries: words of a text, parts of words, and single bytes. end: the end token's name."""
     tokenizer = Tokenizer(models.BPE())

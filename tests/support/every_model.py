@@ -12,13 +12,21 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
-from dit_models import noise, tiny_dit
 from image_families import MODELS as IMAGE_MODELS
-from image_models import tiny_llamagen, tiny_lpd, tiny_nar, tiny_student, tiny_var, tiny_var_student
-from mar_models import DECODER, SIZES
+from image_models import (
+    MAR_DECODER,
+    MAR_SIZES,
+    tiny_llamagen,
+    tiny_lpd,
+    tiny_nar,
+    tiny_student,
+    tiny_var,
+    tiny_var_student,
+)
 from moe_models import MOE, told
 from places import GOLDEN, ROOT
 from text_families import CONFIGS, write
+from tiny_pipelines import noise, tiny_dit
 from torch import Tensor
 from wrapped_models import ROWS, wrapped
 
@@ -75,10 +83,12 @@ def make(kind: str) -> Any:
         return tiny_student() if kind == "distilled" else tiny_var_student()
     if kind == "mar":
         torch.manual_seed(0)
-        module = MAR(**SIZES).double()
+        module = MAR(**MAR_SIZES).double()
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        return MARModel(module, KLDecoder(VQConfig(**DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
+        return MARModel(
+            module, KLDecoder(VQConfig(**MAR_DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny"
+        )
     if kind == "var":
         return tiny_var()
     if kind == "lpd":

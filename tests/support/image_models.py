@@ -172,12 +172,14 @@ def tiny_masked_image() -> MaskedImageModel:
     return MaskedImageModel(tiny_uvit().unwrap(), tiny_vq(), name="tiny-maskgit")
 
 
+MAR_SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
+MAR_DECODER = {"channels": 32, "channel_mult": (1, 2), "res_blocks": 1, "attention": False, "z_channels": 4}
+
+
 def tiny_mar() -> MARModel:
     torch.manual_seed(0)
-    sizes = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
-    module = MAR(**sizes, head_depth=1, head_width=16).double()
-    vae = VQConfig(channels=32, channel_mult=(1, 2), res_blocks=1, attention=False, z_channels=4)
-    return MARModel(module, KLDecoder(vae), name="tiny-mar")
+    module = MAR(**MAR_SIZES | {"depth": 1}, head_depth=1, head_width=16).double()
+    return MARModel(module, KLDecoder(VQConfig(**MAR_DECODER)), name="tiny-mar")
 
 
 SCALES = (1, 2, 3, 4)

@@ -26,6 +26,22 @@ TRACES = GOLDEN / "diffusion"
 FACTS = json.loads((TRACES / "golden_latents.json").read_text())
 
 
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Everything that hangs on a module and those inside it, but for buffers of values."""
+    return {name: {key: id(value) for key, value in vars(child).items()} for name, child in module.named_modules()}
+
+
+def tiny_dit(dtype: torch.dtype = torch.float32) -> DiTTransformer2DModel:
+    """The traces' DiT."""
+    module = DiTTransformer2DModel(**FACTS["dit"]["transformer"])
+    module.load_state_dict(load_file(TRACES / "golden_tiny_dit.safetensors"))
+    return module.to(dtype).eval()
+
+
+def noise(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, 4, 8, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
 def dit_pipeline(facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden_tiny_dit.safetensors") -> DiTPipeline:
     """The traces' DiT; or another one of the same form."""
     module = DiTTransformer2DModel(**facts["dit"]["transformer"])

@@ -14,10 +14,10 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
-from module_attributes import attributes
 from recorded import find_weights, golden, read_arrays, read_head, read_json, replays
 from tiny_pipelines import (
     MODELS,
+    attributes,
     denoise,
     dit_pipeline,
     flux_pipeline,

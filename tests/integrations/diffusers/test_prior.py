@@ -10,11 +10,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from module_attributes import attributes
 from packaging.version import Version
 from PIL import Image
 from recorded import golden, read_arrays, read_json, replays
-from tiny_pipelines import dit_pipeline, glm_image_pipeline
+from tiny_pipelines import attributes, dit_pipeline, glm_image_pipeline
 from torch import Tensor
 
 import paradec

@@ -13,8 +13,7 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 from diffusers.hooks.mag_cache import nearest_interp
-from module_attributes import attributes
-from tiny_pipelines import MODELS, denoise, flux_pipeline, model, run_flux, run_wan, wan_pipeline
+from tiny_pipelines import MODELS, attributes, denoise, flux_pipeline, model, run_flux, run_wan, wan_pipeline
 from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate

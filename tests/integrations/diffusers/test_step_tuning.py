@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_attributes import attributes
-from tiny_pipelines import dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
+from tiny_pipelines import attributes, dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
 
 import paradec
 from paradec import TaylorSeer, accelerate, tune_steps

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from mar_models import DECODER, SIZES
+from image_models import MAR_DECODER, MAR_SIZES
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
 from paradec.models.images.vq import VQConfig
 
-SIZES |= {"head_depth": 1, "head_width": 16}
+SIZES = MAR_SIZES | {"head_depth": 1, "head_width": 16}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def model() -> MARModel:
     module = MAR(**SIZES).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    return MARModel(module, KLDecoder(VQConfig(**DECODER)), {"steps": 5, "guidance_scale": 2.0}, "tiny")
+    return MARModel(module, KLDecoder(VQConfig(**MAR_DECODER)), {"steps": 5, "guidance_scale": 2.0}, "tiny")
 
 
 def make(model: MARModel, **request: Any) -> Any:
@@ -128,7 +128,7 @@ def test_load(model: MARModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown default of requests: 'temperature'"):
         MARModel(model.module, defaults={"temperature": 1.0})
     with pytest.raises(ValueError, match="vae decodes 8 channels; the tokens have 4"):
-        MARModel(model.module, KLDecoder(VQConfig(**DECODER | {"z_channels": 8})))
+        MARModel(model.module, KLDecoder(VQConfig(**MAR_DECODER | {"z_channels": 8})))
 
 
 # ---- generate_images ------------------------------------------------------------------------------------------------

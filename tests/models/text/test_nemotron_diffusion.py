@@ -377,7 +377,6 @@ def test_what_the_files_say(tmp_path: Path) -> None:
         ({"model_type": "nemotron_labs_diffusion_vlm"}, "takes pictures"),
         ({"mask_token_id": None}, "mask_token_id"),
         ({"block_size": None}, "block_length"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"sliding_window": 8}, "sliding_window"),
         ({"head_dim": 15}, "head_dim=15 is odd"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),

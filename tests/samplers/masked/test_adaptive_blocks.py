@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from delimiter_tokenizers import tokenizer_of
+from byte_tokenizers import tokenizer_of
 from places import GOLDEN
 from torch import Tensor
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -16,7 +15,7 @@ import paradec
 from paradec import PipelinedBlocks, caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Proposal, Sampler
+from paradec.core.protocol import Proposal
 from paradec.models.adapter import Model
 from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState
@@ -311,17 +310,6 @@ def test_guidance_formula(llada64: Model) -> None:
     torch.testing.assert_close(proposal.scores, probabilities.amax(-1), rtol=1e-9, atol=1e-12)
 
 
-def test_threshold_limits(model: Model) -> None:
-    """At 0 a block is one step; at 1 it is one token a step, as low_confidence without steps."""
-    arguments = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False}
-    everything = paradec.generate(model, [1, 2, 3], sampler=samplers.create("threshold", threshold=0.0), **arguments)
-    assert everything.nfe == NEW // 4
-    one = paradec.generate(model, [1, 2, 3], sampler=samplers.create("threshold", threshold=1.0), **arguments)
-    low = paradec.generate(model, [1, 2, 3], sampler="low_confidence", **arguments)
-    assert one.nfe == low.nfe == NEW
-    assert torch.equal(one.sequences, low.sequences)
-
-
 def test_suppressed_tokens_are_never_proposed(model: Model) -> None:
     free = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, eos_early_stop=False)
     banned = sorted(set(free.new_tokens[0].tolist()))
@@ -470,12 +458,3 @@ def test_interrupt_keeps_what_was_decoded(llada64: Model) -> None:
     out = caught.value.output
     assert out.nfe == 4 and len(out.trace.steps) == 4
     assert (out.new_tokens != llada64.facts.mask_token_id).sum() == 4
-
-
-def test_two_requests_share_one_sampler(llada64: Model) -> None:
-    sampler = samplers.create("threshold", threshold=0.7)
-    before = copy.deepcopy(sampler.to_dict())
-    a = paradec.generate(llada64, [1, 2], sampler=sampler, max_new_tokens=NEW)
-    paradec.generate(llada64, [9, 8, 7], sampler=sampler, max_new_tokens=NEW)
-    assert torch.equal(a.sequences, paradec.generate(llada64, [1, 2], sampler=sampler, max_new_tokens=NEW).sequences)
-    assert sampler.to_dict() == before and isinstance(sampler, Sampler)

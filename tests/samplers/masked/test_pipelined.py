@@ -469,10 +469,8 @@ def test_the_command_line() -> None:
     ("sampler", "why"),
     [
         ("low_confidence", "its schedule is of one block after the other"),
-        ("entropy", "its schedule is of one block after the other"),
         ("freedave", "its schedule is of one block after the other"),
         ("editing", "it takes back what it decided in one open block"),
-        ("saber", "it takes back what it decided in one open block"),
         ("wino", "it takes back what it decided in one open block"),
         ("learn2pd", "it judges one block at a time"),
     ],

@@ -319,10 +319,8 @@ def test_local_steps_evaluate_the_targets_alone() -> None:
     ("settings", "message"),
     [
         ({"local_steps": -1}, "local_steps=-1 must be an integer"),
-        ({"full_groups": 0.5}, "full_groups=0.5 must be an integer"),
         ({"order": "raster"}, "unknown order: 'raster'"),
         ({"final_temperature": 0}, r"final_temperature=0 must be a number in \(0, 1\]"),
-        ({"height": 3}, "height=3 and width=None go together"),
         ({"locals": 1}, "unknown setting of sampler 'recap': 'locals'"),
     ],
 )
