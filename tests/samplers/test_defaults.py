@@ -28,6 +28,10 @@ STORE = {"store_dtype": None, "max_memory": None, "shape_multiple": 1}
 
 SCALES: dict[str, Any] = {"guidance_schedule": "linear", "top_ks": None, "temperatures": None, "smooth": False}
 
+MASKGIT = {"schedule": "cosine", "choice_temperature": 4.5, "final_temperature": None, "guidance_start": None}
+GRID = {"height": None, "width": None}
+ADAPTIVE = {"delimiter_threshold": 0.3, "delimiters": ("\n",), "delimiter_match": "exact", "window": 0.25}
+
 SAMPLERS: dict[str, dict[str, Any]] = {
     "low_confidence": {},
     "random": {"order": "step"},
@@ -42,32 +46,14 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "entropy_bound": {"gamma": 0.1},
     "entropy_threshold": {"threshold": 0.5},
     "localleap": {"anchor_threshold": 0.9, "relaxed_threshold": 0.75, "radius": 4},
-    "adablock": {
-        "threshold": 0.9,
-        "init_block_length": 32,
-        "delimiter_threshold": 0.3,
-        "delimiters": ("\n",),
-        "delimiter_match": "exact",
-        "window": 0.25,
-        "min_block_length": 1,
-    },
-    "learn2pd": {
-        "filter": None,
-        "filter_threshold": 0.96,
-        "eot": "committed",
-        "eot_confidence": 0.0,
-        "allow_mismatch": False,
-    },
+    "adablock": ADAPTIVE | {"threshold": 0.9, "init_block_length": 32, "min_block_length": 1},
+    "learn2pd": dict(filter=None, filter_threshold=0.96, eot="committed", eot_confidence=0.0, allow_mismatch=False),
     "wino": {"threshold": 0.6, "threshold_back": 0.9, "cap_share": 0.7, "cap_low": 5, "cap_high": 20},
     "editing": {"threshold": 0.7, "editing_threshold": 0.5, "max_post_steps": 16, "least": 1, "end": "step"},
     "saber": {"minimum": 2, "remask_share": 0.125},
-    "levenshtein": {
-        "threshold": 0.5,
-        "editing_threshold": 0.0,
-        "max_post_steps": 16,
-        "delete_token_id": None,
-        "split_token_id": None,
-    },
+    "levenshtein": dict(
+        threshold=0.5, editing_threshold=0.0, max_post_steps=16, delete_token_id=None, split_token_id=None
+    ),
     "s2d2": {
         "route": "score",
         "min_span": 1,
@@ -91,26 +77,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "persistence": {"threshold": 0.97, "persist": 2, "end_threshold": 0.8},
     "union": {"rules": ("credit", "localleap"), "stages": ()},
     "intersection": {"rules": ("threshold", "entropy_threshold"), "stages": ()},
-    "maskgit": {"schedule": "cosine", "choice_temperature": 4.5, "final_temperature": None, "guidance_start": None},
-    "halton": {
-        "schedule": "arccos",
-        "choice_temperature": 0.0,
-        "final_temperature": None,
-        "guidance_start": None,
-        "height": None,
-        "width": None,
-    },
-    "recap": {
-        "schedule": "power",
-        "choice_temperature": 5.5,
-        "final_temperature": 0.65,
-        "guidance_start": None,
-        "local_steps": 1,
-        "full_groups": 0,
-        "order": "confidence",
-        "height": None,
-        "width": None,
-    },
+    "maskgit": MASKGIT,
+    "halton": MASKGIT | GRID | {"schedule": "arccos", "choice_temperature": 0.0},
+    "recap": MASKGIT
+    | GRID
+    | {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}
+    | {"local_steps": 1, "full_groups": 0, "order": "confidence"},
     "lpd": {"groups": None, "repulsion": None, "proximity": 1.0, "height": None, "width": None},
     "sjd": JACOBI | {"guess_distribution": "uniform"},
     "scd": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform", "siblings": 1, "branching": 1},
@@ -131,13 +103,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         **{"refresh": None, "basis": None, "target": None},
         **{"interval": None, "order": None, "max_memory": None},
     },
-    "groups": {
-        "order": "lpd",
-        "guidance_schedule": "linear",
-        "lossless": False,
-        "verify": "jacobi",
-        "window": None,
-    },
+    "groups": dict(order="lpd", guidance_schedule="linear", lossless=False, verify="jacobi", window=None),
     "nar": {"cfg_interval": -1},
     "distilled": {"t_list": None, "split": None, "teacher": None, "teacher_start": 0, "masked_prefix": False},
     "var": SCALES,
@@ -245,16 +211,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 VALUES: dict[str, dict[str, Any]] = {
-    "AdaptiveBlocks": {
-        "length": 32,
-        "delimiter_threshold": 0.3,
-        "delimiters": ("\n",),
-        "delimiter_match": "exact",
-        "window": 0.25,
-        "min_length": 1,
-        "model_block": None,
-        "model_align": "absolute",
-    },
+    "AdaptiveBlocks": ADAPTIVE | {"length": 32, "min_length": 1, "model_block": None, "model_align": "absolute"},
     "SparseD": {
         "select": 0.3,
         "skip": 0.2,
