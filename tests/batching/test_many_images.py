@@ -87,9 +87,6 @@ def both(model: Any, prompts: list[Any], batch_size: int = 2, **request: Any) ->
     ), generate_images(model, **given)
 
 
-# ---- the same pictures ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("name", ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "lantern", "speculative"])
@@ -134,9 +131,6 @@ def test_packaged_digits_as_pil() -> None:
         assert out.tokens.tolist() == whole.tokens[index : index + 1].tolist()
         assert out.images[0].tobytes() == whole.images[index].tobytes()
         assert out.steps.tolist() == whole.steps[index : index + 1].tolist()
-
-
-# ---- prompts --------------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_may_say_more(llamagen: LlamaGenModel) -> None:
@@ -231,9 +225,6 @@ def test_max_memory_says_how_many_rows_are_decoded(llamagen: LlamaGenModel) -> N
     many = generate_many(llamagen, LABELS, batch_size=4, max_memory=int(2.5 * row), seed=4, output_type="latent")
     occupied = [many.batch.occupied for _ in many]
     assert len(occupied) == 7 and max(occupied) <= 2
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["var", "lpd", "nar", "mar", "distilled", "distilled var"])

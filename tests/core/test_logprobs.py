@@ -120,9 +120,6 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
             assert found.step[row, position] == step
 
 
-# ---- masked models --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SAID)
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
@@ -193,9 +190,6 @@ def test_rows_are_alone_in_a_batch(masked: Model) -> None:
         torch.testing.assert_close(alone.sums(), batch.logprobs.sums()[index : index + 1], rtol=0, atol=1e-9)
 
 
-# ---- causal models --------------------------------------------------------------------------------------------------
-
-
 def target(model: Model, row: list[int], answer: list[int], temperature: float, top_k: int | None) -> Tensor:
     """[N, V] ln p of every answer token, from one plain forward of the module."""
     with torch.inference_mode():
@@ -232,9 +226,6 @@ def test_causal_is_the_verified_distribution(
         assert found.chosen[index].isfinite().sum() == len(answer)
         steps = found.step[index, at]
         assert (steps.diff() >= 0).all() and steps[0] == 0 and steps[-1] < output.row_nfe[index]
-
-
-# ---- what is around it ----------------------------------------------------------------------------------------------
 
 
 def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -> None:

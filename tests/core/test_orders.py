@@ -33,9 +33,6 @@ def groups_of(order: orders.Order, height: int, width: int) -> Groups:
     return order.groups(height, width, keyed(torch.as_tensor(KEYS)))
 
 
-# ---- all of them ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", MADE, ids=str)
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> None:
@@ -104,9 +101,6 @@ def test_bad_orders(make: Any, message: str) -> None:
         make()
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------
-
-
 def test_published_sizes_add_up() -> None:
     for cells, lists in PUBLISHED.items():
         for count, sizes in lists.items():
@@ -125,9 +119,6 @@ def test_other_sizes_grow_as_the_published() -> None:
     assert scaled((1, 99), 3, 3) == (1, 1, 1) and scaled((5, 5, 5), 2) == (1, 1)
     half = group_sizes(64, 10)
     assert half[0] == 1 and half[-1] > half[4] > half[0]
-
-
-# ---- LPD's generator ------------------------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -175,9 +166,6 @@ def test_equal_neighbourhoods_are_ties() -> None:
 
     for cell in (above, below):
         assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=known)[4] == cell
-
-
-# ---- the masked sampler ---------------------------------------------------------------------------------------------
 
 
 def made(sampler: Any, **request: Any) -> Any:

@@ -100,9 +100,6 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert not (tmp_path / "new").exists()
 
 
-# ---- processes of their own -----------------------------------------------------------------------------------------
-
-
 def fresh(code: str, folder: Path) -> list[str]:
     """What a new process prints that has this folder as a library's user would, and no network."""
     home = {

@@ -21,8 +21,6 @@ import paradec
 from paradec import samplers
 from paradec.core.protocol import decode
 
-# ---- modes of torch -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
@@ -47,9 +45,6 @@ def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
     while not state.done:
         sampler.commit(state, sampler.step(model, state))
     assert torch.equal(state.canvas, whole)
-
-
-# ---- autocast -------------------------------------------------------------------------------------------------------
 
 
 def half() -> torch.autocast:
@@ -120,9 +115,6 @@ def test_autocast_changes_no_method(name: str) -> None:
     with half():
         found = run(model)
     assert torch.equal(found, run(cast_alone(model)))
-
-
-# ---- forks ----------------------------------------------------------------------------------------------------------
 
 
 def in_child(work: Callable[[], Any], patience: float = 120) -> Any:

@@ -49,9 +49,6 @@ def zero(model: Any) -> None:
             parameter.zero_()
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
@@ -102,8 +99,6 @@ def test_a_drafter_is_copied_with_its_base() -> None:
         assert torch.equal(out.tokens, whole.tokens) and out.row_nfe == whole.row_nfe
 
 
-# ---- what a request is made of --------------------------------------------------------------------------------------
-
 VALUES: dict[str, Any] = {
     **{f"sampler {name}": lambda name=name: samplers.create(name) for name in samplers.names()},
     **{f"cache {name}": lambda name=name: caches.create(name) for name in caches.names()},
@@ -114,9 +109,6 @@ VALUES: dict[str, Any] = {
     "prophet": lambda: paradec.Prophet(),
     "request": lambda: paradec.Request(temperature=0.5, suppress_tokens=(3,)),
 }
-
-
-# ---- what a request leaves ------------------------------------------------------------------------------------------
 
 
 def same(one: Any, other: Any) -> bool:
@@ -155,9 +147,6 @@ def test_outputs_hold_the_same(kind: str, way: str) -> None:
     assert type(copied) is type(out) and same(out, copied)
     assert copied.nfe == out.nfe
     assert (copied.trace is None) == (out.trace is None)
-
-
-# ---- states ---------------------------------------------------------------------------------------------------------
 
 
 def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:

@@ -289,9 +289,6 @@ def test_any_value_of_a_field_is_merged_or_refused_by_name(field: str, value: An
     assert time.process_time() - began < 5
 
 
-# ---- beside peft itself ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -178,9 +178,6 @@ def test_models_of_ones_own_are_language_models() -> None:
     assert torch.equal(out.sequences, paradec.generate(inner, [1, 2], max_new_tokens=3).sequences)
 
 
-# ---- parts that a module may not have -------------------------------------------------------------------------------
-
-
 class Bare(nn.Module):
     """A causal module that names none of its parts."""
 
@@ -238,9 +235,6 @@ def test_emu3_without_an_end_of_text(given: dict[str, Any]) -> None:
         model.module.config.get_text_config().eos_token_id = end
         with pytest.raises(ValueError, match="eos_token_id of Emu3ForConditionalGeneration is not known"):
             type(model)(model.module)
-
-
-# ---- what adapters of image models share ----------------------------------------------------------------------------
 
 
 WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")

@@ -63,9 +63,6 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return found
 
 
-# ---- several wraps --------------------------------------------------------------------------------------------------
-
-
 @lru_cache
 def alone(topology: str, implementation: str) -> Tensor:
     """Logits of a wrap that has its module for itself."""
@@ -123,9 +120,6 @@ def test_what_runs_past_the_attention_is_an_error() -> None:
     model.unwrap()
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_two_threads_on_one_model(kind: str) -> None:
@@ -133,8 +127,6 @@ def test_two_threads_on_one_model(kind: str) -> None:
     found = in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
     assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
 
-
-# ---- modes ----------------------------------------------------------------------------------------------------------
 
 WITH_DROPOUT: dict[str, Callable[[], Any]] = {
     "encoder": lambda: encoder(hidden_dropout_prob=0.5),

@@ -150,9 +150,6 @@ def test_commands_print_once(short: list[Any], folder: Path) -> None:
     assert [entry["text"] for entry in entries] == ["apple fig pear", "apple fig pear"]
 
 
-# ---- before any process waits --------------------------------------------------------------------------------------
-
-
 def test_arguments_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     source = GOLDEN / "llada-tiny"
@@ -210,9 +207,6 @@ def test_commands_that_several_processes_cannot_run(
     found = CliRunner().invoke(app, command.split())
     assert found.exit_code == 2
     assert message in found.output
-
-
-# ---- longer ----------------------------------------------------------------------------------------------------------
 
 
 ORDERED = "dkv_greedy"

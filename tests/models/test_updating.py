@@ -137,9 +137,6 @@ def test_wrong_weights_are_refused_before_anything_is_written() -> None:
     assert model.weights_version == 0
 
 
-# ---- between requests -----------------------------------------------------------------------------------------------
-
-
 def test_a_request_s_own_thread_is_refused() -> None:
     model = tiny(1)
 

@@ -108,9 +108,6 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(images, arrays["image"], atol=1e-4, rtol=0)
 
 
-# ---- what holds for any student of VAR ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_teacher_s_prefix(masked: bool) -> None:
     """With the mask every scale says what the teacher says of all scales at once; without it another thing."""

@@ -60,8 +60,6 @@ def _loaded(folder: Path, dtype: str, block_length: int | None, mask_token_id: i
     )
 
 
-# ---- smaller ones, with a tokenizer's vocabulary ---------------------------------------------------------------------
-
 SMALL = {
     "vocab_size": 32,
     "hidden_size": 16,

@@ -69,8 +69,6 @@ def find_weights(name: str, family: str) -> Path:
     raise FileNotFoundError(f"no file {name} in {folder}, beside it or in tests/golden/{family}")
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
 READ: dict[Path, dict[tuple[str, ...], set[str]]] = {}
 """For every file that was opened: the fields read, by the place of the object that has them."""
 
@@ -184,8 +182,6 @@ def _count_unread(
             else:
                 found[group, inner] += 1
 
-
-# ---- outcomes --------------------------------------------------------------------------------------------------------
 
 RANKS = ("replayed", "refused", "near tie", "wrong")
 """Outcomes of a case; where several tests replay one, the last of these counts."""

@@ -95,9 +95,6 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
     return 0
 
 
-# ---- what is decoded -------------------------------------------------------------------------------------------------
-
-
 def place_of(name: str, folder: str | None) -> Path:
     """The checkpoint of a format; `folder` holds those that are not golden."""
     return GOLDEN / name if folder is None or (GOLDEN / name).is_dir() else Path(folder, name)

@@ -122,9 +122,6 @@ def model_of(case: dict[str, Any], topology: str = "bidirectional") -> Model:
     )
 
 
-# ---- what the tests compare with: sums over lists of texts ----------------------------------------------------------
-
-
 def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
     for token in text:
         state = automaton.step(state, token)
@@ -231,8 +228,6 @@ def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: in
     assert greedy[0] == greedy[1]
     return out
 
-
-# ---- random models over texts of one or a few characters ------------------------------------------------------------
 
 TEXTS = [*'0123456789abcdexyz"{}:, -.', "ab", "12", '": ', '"a', "true", "null", "[", "]", "yes", "no", 'x"']
 KINDS: dict[str, tuple[Any, Any]] = {

@@ -41,9 +41,6 @@ def params(**given: Any) -> Any:
     return SimpleNamespace(**neutral | given)
 
 
-# ---- where there is no vLLM ------------------------------------------------------------------------------------------
-
-
 def test_the_entry_point_is_light_and_never_raises() -> None:
     """vLLM calls it in every process, of every model."""
     code = "import sys, paradec.integrations.engines.vllm as _; "
@@ -69,9 +66,6 @@ def test_whatever_fails_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch:
     with caplog.at_level(logging.WARNING, "vllm.plugins.paradec"):
         vllm.register()
     assert "AttributeError: another release" in caplog.text
-
-
-# ---- what a request says ---------------------------------------------------------------------------------------------
 
 
 def test_settings_are_those_of_the_request_over_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +117,6 @@ def test_configs_are_those_that_load_reads() -> None:
     named = {name: value for name, value in SDAR.items() if name != "block_size"}
     assert SDARConfig.from_dict(named, name_or_path="JetLM/SDAR-8B-Chat-b16").canvas_length == 16
     assert SDARConfig.from_dict(named, name_or_path="something").canvas_length is None
-
-
-# ---- a step ----------------------------------------------------------------------------------------------------------
 
 
 def test_pieces_end_where_blocks_do() -> None:

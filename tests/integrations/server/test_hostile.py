@@ -104,9 +104,6 @@ def shared(made: list[Any] = []) -> Any:  # noqa: B006 (made once)
     return made[0]
 
 
-# ---- over HTTP ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with running(paradec.load(), batch_size=4) as found:

@@ -109,9 +109,6 @@ def test_glm_image_replays_draws(name: str) -> None:
     assert np.array_equal(grid.prior_token_ids(torch.from_numpy(arrays["sampled"])).numpy(), arrays["prior_sampled"])
 
 
-# ---- the entry point ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_previews(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some 16 cells instead of 256."""
@@ -182,8 +179,6 @@ def test_glm_image_loads(tmp_path: Any) -> None:
     assert found.dtype == torch.float64 and found.defaults["top_p"] == 0.75 and found.cells == range(64)
     assert found.codebook().shape == (72, 16) and found.codebook()[64:].isnan().all()
 
-
-# ---- two rasters in the samplers ------------------------------------------------------------------------------------
 
 GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
 

@@ -38,9 +38,6 @@ def make(model: MARModel, **request: Any) -> Any:
     return paradec.generate_images(model, **(settings | request))
 
 
-# ---- the decoder ----------------------------------------------------------------------------------------------------
-
-
 def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
     """diffusers' names of a KL autoencoder's decoder in those of latent diffusion's files."""
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
@@ -88,9 +85,6 @@ def test_decoder_is_latent_diffusion_s(tmp_path: Path) -> None:
         load_kl(tmp_path / "part.ckpt")
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_weights_tell_the_sizes(preset: str) -> None:
     with torch.device("meta"):
@@ -129,9 +123,6 @@ def test_load(model: MARModel, tmp_path: Path) -> None:
         MARModel(model.module, defaults={"temperature": 1.0})
     with pytest.raises(ValueError, match="vae decodes 8 channels; the tokens have 4"):
         MARModel(model.module, KLDecoder(VQConfig(**MAR_DECODER | {"z_channels": 8})))
-
-
-# ---- generate_images ------------------------------------------------------------------------------------------------
 
 
 def test_pictures_are_those_of_the_loop(model: MARModel) -> None:

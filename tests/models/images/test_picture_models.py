@@ -30,8 +30,6 @@ from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
 from paradec.request import DEFAULTS, Request, request_for
 
-# ---- models of one's own --------------------------------------------------------------------------------------------
-
 
 class Tiles(PictureModel):
     """3 x 3 cells of 4 shades; each class has a likeliest one. A masked model without a network."""
@@ -176,9 +174,6 @@ def test_other_models_for_ones_own_families() -> None:
         paradec.generate_images(claims, class_labels=1)
 
 
-# ---- what every kind says -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_adapters_name_samplers_that_decode_with_them(model_type: str) -> None:
     kind = image_adapter(model_type)
@@ -213,8 +208,6 @@ def test_unknown_arguments_say_what_was_meant(name: str, message: str) -> None:
         paradec.generate_images(Tiles(), class_labels=1, **{name: 1})
     assert "num_return_sequences" not in str(raised.value)  # pictures have no such argument
 
-
-# ---- presets --------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "image": (tiny_llamagen, {"sampler": samplers.create("sjd", window=4), "temperature": 0.7, "top_k": 9}),
@@ -312,9 +305,6 @@ def test_steps_are_for_samplers_with_a_schedule() -> None:
     with pytest.warns(UserWarning, match="steps=4 has no effect: sampler 'threshold' has no schedule") as heard:
         paradec.generate_images(model, class_labels=[1, 2], sampler="threshold", steps=4, output_type="latent")
     assert heard[0].filename == __file__
-
-
-# ---- MAR's request --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 0.5])

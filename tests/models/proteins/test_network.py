@@ -135,9 +135,6 @@ def test_one_call_is_a_loop_over_the_residues() -> None:
         torch.testing.assert_close(found, plain(network, structure, letters[0], order), rtol=0, atol=1e-12)
 
 
-# ---- the published weights, in the wheel ----------------------------------------------------------------------------
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["1ubi", "1az5", "5hdn", "4cup", "3bkr"])
 def test_the_published_weights_give_the_public_codes_probabilities(name: str) -> None:

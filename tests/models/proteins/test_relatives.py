@@ -120,9 +120,6 @@ def test_the_published_weights_give_the_public_codes_probabilities(file: str, ca
     assert (found - expected["log_probs"][0].exp()).abs().max() < 1e-5
 
 
-# ---- what is refused, and files -------------------------------------------------------------------------------------
-
-
 def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
     with pytest.raises(ValueError, match="membrane of bound-two has no meaning for small_ligand, which is no membrane"):

@@ -58,9 +58,6 @@ def edited(folder: Path, target: Path, file: str, **changes: Any) -> Path:
     return target
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_says_the_defaults(folder: Path) -> None:
     model = paradec.load(folder)
     facts = model.facts
@@ -178,8 +175,6 @@ def test_a_store_must_fit() -> None:
         model.make_store(2, 1_000_000, max_memory=2**20)
 
 
-# ---- images ---------------------------------------------------------------------------------------------------------
-
 IMAGE = 5
 
 
@@ -246,9 +241,6 @@ def test_models_of_text_alone_refuse_images() -> None:
 
     with pytest.raises(ValueError, match="prompt holds pixel_values, and .* reads text alone"):
         paradec.generate(tiny(1), {"input_ids": [9], **pictures()})
-
-
-# ---- soft embeddings, and the module --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

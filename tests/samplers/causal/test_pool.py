@@ -14,8 +14,6 @@ import paradec
 from paradec.samplers.causal.pool import beginning_with, layout, longest, remembered, said
 from paradec.samplers.causal.window import Jacobi
 
-# ---- its parts ------------------------------------------------------------------------------------------------------
-
 
 def test_the_newest_n_grams_that_begin_with_a_token() -> None:
     pool = torch.tensor([[[3, 1, 2], [4, 0, 0], [3, 5, 6], [3, 7, 8], [-1, -1, -1]]]).repeat(3, 1, 1)
@@ -57,9 +55,6 @@ def test_the_longest_branch_by_a_walk() -> None:
         assert int(depth[row]) == len(best) - 1 and node[row].tolist() == [*best, *range(len(best), width)]
         deep.add((len(best), best[-1] >= width))
     assert {(2, True), (3, True), (4, False)} <= deep
-
-
-# ---- what is decoded ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

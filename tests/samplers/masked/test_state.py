@@ -49,9 +49,6 @@ def only(state: MaskedState, *rows: int) -> None:
     state.open_blocks(np.empty(0, np.int64))
 
 
-# ---- what is made once ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_other_rows_of_the_same_number_are_evaluated_as_what_they_are(cache: str) -> None:
     """What was made for two running rows does not serve two others."""
@@ -68,17 +65,11 @@ def test_other_rows_of_the_same_number_are_evaluated_as_what_they_are(cache: str
     assert torch.equal(proposals[0].values, proposals[1].values)
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
 def memory() -> Memory:
     specs = {"seen": MemorySpec(("window",), torch.int64, fill=-1), "pairs": MemorySpec((2, "window"))}
     found = Memory(specs, 3, {"window": 4}, torch.device("cpu"))
     found["seen"] = torch.arange(12).view(3, 4)
     return found
-
-
-# ---- what follows from a class --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

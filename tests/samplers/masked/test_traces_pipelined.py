@@ -68,9 +68,6 @@ def is_looped(settings: dict) -> bool:
 LOOPED = [name for name in D3LLM if is_looped(head_of(name)["settings"])]
 
 
-# ---- what the references do and ours does not -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MostConfidentOfAll(EntropyThreshold):
     """The lowest entropy of all open blocks too."""
@@ -135,9 +132,6 @@ def cache_of(trace: dict, llada: bool) -> Any:
         return "none"
     kind = DelayedCache if llada else WithoutLeft
     return kind(settings["cache_delay_iter"], settings["refresh_interval"])
-
-
-# ---- replays --------------------------------------------------------------------------------------------------------
 
 
 def calls_of(out: Any) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -217,9 +211,6 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
             assert [size for size, _ in calls_of(out)] == sizes
             assert out.sequences[0].tolist() == case["final_ids"][0]
             assert_confidences(found, their_feeds(case))
-
-
-# ---- a plain loop ---------------------------------------------------------------------------------------------------
 
 
 def pipelined_loop(

@@ -138,8 +138,6 @@ def test_equals_transformers_generate_over_a_long_context() -> None:
     )
 
 
-# ---- against a plain loop -------------------------------------------------------------------------------------------
-
 KEEPERS = {
     "diffusion_gemma": (
         samplers.create("diffusion_gemma", entropy_bound=0.5, **SHORT),
@@ -195,9 +193,6 @@ def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) ->
     out = paradec.generate(paradec.wrap(module, eos_token_id=()), prompt, **request)
     tokens, counts = plain_canvas.row(module, prompt, 20, keep, seed=0, steps=12, confidence=0.35, cut=cut)
     assert out.sequences[0].tolist() == tokens and out.denoising_calls == [sum(counts)]
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_unset_follows_the_model() -> None:

@@ -122,9 +122,6 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
     assert found["results"]["paradec_copy"]["exact_match,none"] == whole["results"]["paradec_copy"]["exact_match,none"]
 
 
-# ---- log-likelihoods ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def choices(tmp_path: Path) -> Path:
     """A task with choices, as YAML and JSON lines."""
@@ -180,9 +177,6 @@ def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -
     expected = sum(found.value for found in log_likelihoods(packaged64, windows, method="chain"))
     assert lm.loglikelihood_rolling(asked(("kiwi goat fox pear fig apple",)))[0] == pytest.approx(expected, abs=1e-9)
     assert lm.check_greedy
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_repeats_its_recipe(tmp_path: Path) -> None:

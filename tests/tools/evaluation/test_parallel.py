@@ -25,9 +25,6 @@ def test_the_prompts_are_parallelbench_s_tasks() -> None:
         parallel_questions("rotations")
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("settings", [2, 3, 5])
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps_are_equal_in_number(name: str, settings: int) -> None:

@@ -230,9 +230,6 @@ def test_plots(family: str, trace: Trace) -> None:
     assert heights == [sum(step.forwarded) for step in trace.steps]
 
 
-# ---- texts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer whose tokens are bytes."""

@@ -76,9 +76,6 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
     assert done.exit_code == 2 and "install paradec's extra 'tune'" in done.stderr
 
 
-# ---- the steps of a pipeline ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -97,8 +97,6 @@ def test_recorded_steps(path: Path, number: int) -> None:
         assert all(case["used"][name] == value for name, value in case["settings"].items())
 
 
-# ---- whole answers --------------------------------------------------------------------------------------------------
-
 TINY = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
 FACTS = read_head(TINY / "forwards.json")["facts"]
 ANSWERS = read_head(TINY / "answers.json")["cases"]

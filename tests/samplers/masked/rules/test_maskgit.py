@@ -30,9 +30,6 @@ def commits_of(out: paradec.Output) -> list[list[tuple[int, int]]]:
     return [sorted((c[1] - 1, c[2]) for c in step.commits if c[0] == 0) for step in out.trace.steps]
 
 
-# ---- schedules ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("masks", "steps"), [(1, 1), (5, 5), (16, 3), (64, 32), (64, 64), (256, 8), (256, 100)])
 def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: int, steps: int) -> None:
@@ -68,9 +65,6 @@ def test_masks_left_are_those_of_diffusers_amused(masks: int, steps: int) -> Non
         sample = scheduler.step(logits, timestep, sample, generator=generator).prev_sample
         theirs.append(int((sample == 9).sum()))
     assert (masks - np.cumsum(counts("cosine", masks, steps))).tolist() == theirs
-
-
-# ---- choices --------------------------------------------------------------------------------------------------------
 
 
 def test_without_noise_the_most_confident_come_first(model: UViTModel) -> None:
@@ -160,9 +154,6 @@ def test_guidance_grows(model: UViTModel) -> None:
         seen.append(sampler.guidance(state, state.window.rows).item())
         sampler.commit(state, sampler.step(model, state))
     assert seen == [1.0, 1.5, 2.0]
-
-
-# ---- Halton ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (4, 4), (16, 16), (3, 7), (24, 24), (200, 150)])

@@ -197,9 +197,6 @@ def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
         samplers.create(name, **settings)
 
 
-# ---- rules of chance ------------------------------------------------------------------------------------------------
-
-
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
     """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final, in the second block as in the
     first."""
