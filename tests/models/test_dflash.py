@@ -106,9 +106,6 @@ def speculative(drafter: DFlashDrafter) -> Any:
     return paradec.samplers.create("speculative", drafter=drafter)
 
 
-# ---- beside transformers --------------------------------------------------------------------------------------------
-
-
 def test_drafts_tokens_and_forwards_are_those_of_transformers(loaded: Any, tmp_path: Path) -> None:
     """Its own `generate` with the same drafter: every block of drafts, every token, as many forwards of the model. With
     its eager attention: the sdpa one leaves the window out (5.23)."""
@@ -142,9 +139,6 @@ def test_answers_under_a_constraint(loaded: Any) -> None:
     base = reading_letters(tiny_base(layers=4), 2)
     out = assert_masked(speculative(loaded(base)), base, "(ab|b)a?", 4, 600)
     assert max(out.row_nfe) < 4
-
-
-# ---- the maths ------------------------------------------------------------------------------------------------------
 
 
 def plain_block(
@@ -234,9 +228,6 @@ def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transform
     assert checked > 12 and {1, 2} <= moved
 
 
-# ---- what is decoded ------------------------------------------------------------------------------------------------
-
-
 def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
     base = tiny_base(layers=4)
     method = speculative(loaded(base))
@@ -284,9 +275,6 @@ def test_over_llamagen(loaded: Any) -> None:
     found = paradec.generate_images(model, sampler=speculative(drafter), **given)
     plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **given)
     assert torch.equal(found.tokens, plain.tokens)
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def wrong_checkpoints() -> list[Any]:

@@ -64,8 +64,6 @@ def floats(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.float().contiguous() for name, tensor in module.state_dict().items()}
 
 
-# ---- good files of every loader: (folder) -> the file, one of its weights, how it is read ---------------------------
-
 Case = tuple[Path, str, Callable[[], Any]]
 
 
@@ -279,9 +277,6 @@ def test_integers_that_are_no_weights(tmp_path: Path) -> None:
     _, _, load = SAFETENSORS["emu3"](tmp_path / "emu3")
     counts = [name for name, value in load().module.state_dict().items() if not value.is_floating_point()]
     assert counts and all(name.endswith("num_batches_tracked") for name in counts)
-
-
-# ---- checkpoints that say how they are quantised --------------------------------------------------------------------
 
 
 def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path, Path]:

@@ -149,9 +149,6 @@ def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[.
     return callback
 
 
-# ---- two runs at once -----------------------------------------------------------------------------------------------
-
-
 @OTHERS
 def test_a_second_run_of_one_pipeline_is_refused(case: Case, session: Any) -> None:
     """In another thread and in a callback; the first one goes on as if nothing had been."""
@@ -195,9 +192,6 @@ def test_bare_transformers_in_two_threads(name: str) -> None:
         assert torch.equal(in_thread(run), expected) and torch.equal(run(), expected)
 
 
-# ---- runs that break off, and calls that are no run's ---------------------------------------------------------------
-
-
 @OTHERS
 def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
     """Neither to the next run, in this thread or another, nor to direct calls or other pipelines."""
@@ -239,9 +233,6 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert all(torch.equal(gradient, case.gradient()) for gradient in gradients)
 
 
-# ---- a second session, and detaching --------------------------------------------------------------------------------
-
-
 @SOME
 def test_a_second_session_is_refused(case: Case, session: Any) -> None:
     for pipe in (case.pipe, case.beside(), case.pipe.transformer):
@@ -259,9 +250,6 @@ def test_detach_in_the_middle(case: Case) -> None:
         assert torch.equal(found, case.plain)  # nothing was forecast so far
         assert torch.equal(case.run(case.pipe), case.plain)
         assert not [key for key in vars(case.pipe.transformer) if key in ("_call_impl", "__getstate__")]
-
-
-# ---- copies ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

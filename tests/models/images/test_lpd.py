@@ -27,8 +27,6 @@ from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDMode
 from paradec.samplers.groups.groups import Groups
 from paradec.samplers.guidance import guided
 
-# ---- recorded runs --------------------------------------------------------------------------------------------------
-
 
 def recorded(name: str, dtype: torch.dtype) -> LPDModel:
     """A recorded model."""
@@ -107,8 +105,6 @@ def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
     assert (found - arrays["logits_in_order"]).abs().max() < 1e-4
 
 
-# ---- cached is whole ------------------------------------------------------------------------------------------------
-
 ORDERS: list[Any] = [
     "lpd",
     "raster",
@@ -139,9 +135,6 @@ def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
         whole = model.module(codes, torch.tensor([3, 0, 4]), ranks, state.groups.sizes)
     assert torch.allclose(torch.cat(seen, 1), whole, atol=1e-10, rtol=0)
     assert len(seen) == len(state.groups) == state.nfe[0]
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
@@ -218,9 +211,6 @@ def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
     model = load_lpd(tmp_path / "tiny.safetensors", n_head=2, grid=6)
     made = paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent")
     assert made.codes.shape == (2, 6, 6)
-
-
-# ---- entry points ----------------------------------------------------------------------------------------------------
 
 
 def make(model: LPDModel, **request: Any) -> Any:

@@ -39,9 +39,6 @@ def commits_of(out: Any, row: int) -> list[list[int]]:
     return [step for step in steps if step]
 
 
-# ---- the distribution ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
 def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, temperature: float) -> None:
     """Every token's log-probability is its factor in the order of the steps, for rows of unequal length."""
@@ -133,9 +130,6 @@ def test_a_residue_that_is_taken_back_stands_last_again(
     assert edited
 
 
-# ---- every sampler --------------------------------------------------------------------------------------------------
-
-
 QUICK = ("threshold", "random", "editing", "ccd", "wino")
 """Of each way of deciding one; the others take their time under `-m full`."""
 
@@ -179,9 +173,6 @@ def test_rows_that_are_refilled_keep_their_order(model: ProteinMPNNModel) -> Non
         assert torch.equal(found[index].sequences[0, -len(prompt) :], expected)
         sums = [float(out.logprobs.sums()[row]) for out, row in ((found[index], 0), (together, index))]
         assert sums[0] == pytest.approx(sums[1], abs=1e-4)
-
-
-# ---- prompts and words ----------------------------------------------------------------------------------------------
 
 
 def test_prompts(model: ProteinMPNNModel) -> None:
@@ -272,9 +263,6 @@ def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
         model.prompt("lung")
     with pytest.raises(ValueError, match="structure=2 must be an integer from 0 to 1"):
         model.prompt(2)
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:

@@ -77,9 +77,6 @@ def sequential(model: Any, row: list[int], order: list[int], key: Tensor, reques
     return row, total
 
 
-# ---- the tokens of one position a step ------------------------------------------------------------------------------
-
-
 def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
     """Prompts of unequal structures, a request, and the rows' orders."""
     prompts, listed = [], []
@@ -167,9 +164,6 @@ def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_
     assert {at for step in out.trace.steps for _, at, *_ in step.commits} == {*range(1, 15)} - {1, 8}
 
 
-# ---- the distribution -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [*NAMES, "maximal"])
 def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel, name: str, order: str) -> None:
@@ -202,9 +196,6 @@ def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel
     assert expected.sum() == pytest.approx(1) and (expected * count >= 5).sum() > 15
     assert fits(found, expected) > 1e-3 and fits(found, deaf) < 1e-6
     assert max(out.row_nfe) <= size
-
-
-# ---- ends, streamers, holes: a model of words -----------------------------------------------------------------------
 
 
 class Sums(Opaque):
@@ -283,9 +274,6 @@ def test_stop_strings_streamers_and_holes_see_the_text() -> None:
         filled = paradec.infill(model, [0, 6, 6, 2, 6, 1], sampler="jacobi", temperature=2.0, seed=seed)
         assert filled.sequences[0, [0, 3, 5]].tolist() == [0, 2, 1] and not (filled.sequences == 5).any()
         assert len(filled.fills) == 2 and filled.tokens == [3]
-
-
-# ---- rows that come and go, and what is refused ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -44,9 +44,6 @@ def opened(state: CausalState, guesses: list[int]) -> None:
     state.memory.write("drafts", np.arange(1), torch.tensor([[*guesses, 0]]))
 
 
-# ---- the public code's cases ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", DROPS)
 @replays("case")
 def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
@@ -168,9 +165,6 @@ def test_the_published_early_exit_is_another_text_and_the_prefix_is_not() -> Non
     assert found
 
 
-# ---- greedy decoding, and draws -------------------------------------------------------------------------------------
-
-
 def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, ...]) -> list[int]:
     """A plain loop over the module, without a store."""
     tokens = list(prompt)
@@ -286,9 +280,6 @@ def test_images_have_their_structure() -> None:
             state = sampler.start(model, prompts, grid=GRID, temperature=temperature, seed=1)
             decode(sampler, model, state)
             assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
-
-
-# ---- blocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_store_holds_the_block_between_blocks_alone() -> None:

@@ -41,9 +41,6 @@ def causal(seed: int = 0) -> Model:
     return model
 
 
-# ---- recorded runs ---------------------------------------------------------------------------------------------------
-
-
 class Fed:
     """A state's uniform numbers, from a file in the order in which the reference used them."""
 
@@ -178,9 +175,6 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
                 assert entry["tokens"][:count] == entry["drafts"][:count] and len(entry["tokens"]) <= count + 1
             stood += case["max_new_tokens"] - found.nfe
     assert stood or not is_packaged("autumn")
-
-
-# ---- any model -------------------------------------------------------------------------------------------------------
 
 
 def token_by_token(model: Model, row: list[int], new: int, filters: Any = None) -> list[int]:

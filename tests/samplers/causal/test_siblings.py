@@ -98,8 +98,6 @@ def by_number(chance: float, number: float) -> bool:
     return number < chance
 
 
-# ---- recorded verifications -----------------------------------------------------------------------------------------
-
 RECORDED = [pytest.param(path, id=path.stem) for path in sorted(golden("drafters").glob("sjd_pac/*.json"))]
 
 
@@ -176,9 +174,6 @@ def test_replays_a_recorded_verification(path: Path) -> None:
         rest = torch.tensor([expected["q"][slot]], dtype=torch.float64)
         rest[0, firsts[slot]] = 0
         assert RULE.children(rest, count - 1, torch.tensor([case["t"][slot]])).tolist() == [others]
-
-
-# ---- the distribution, enumerated -----------------------------------------------------------------------------------
 
 
 def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
@@ -268,8 +263,6 @@ def test_the_plain_steps_have_the_model_s_distribution(
         worst = max(worst, abs(chance - expected))
     assert len(law) == vocab**length and worst < 1e-12
 
-
-# ---- what is decoded ------------------------------------------------------------------------------------------------
 
 MODEL = TableModel.random(5, seed=0)
 SHAPES = [(2, 1, 6), (3, 2, 4), (4, 1, 3), (2, 3, 4), (6, 2, 3)]

@@ -160,9 +160,6 @@ def decided(calls: Calls) -> Calls:
     return [call for call in calls if call[0] or call[1]]
 
 
-# ---- LLaDA2 --------------------------------------------------------------------------------------------------------
-
-
 def llada20(settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
     """The sampler of 2.0's loop, and the request."""
     length, new = settings["block_length"], settings["gen_length"]
@@ -294,9 +291,6 @@ def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
                 sequences = pipe(input_ids=ids, attention_mask=mask, **request).sequences.tolist()
             begin = ids.shape[1]
             assert sequences == [row[begin : begin + settings["gen_length"]] for row in case["final_ids"]]
-
-
-# ---- LLaDA-MoE, SDAR-MoE -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("llada_moe_generate")))

@@ -32,9 +32,6 @@ def tokens_of(sampler: Any, model: VARModel, labels: Any = LABELS, **request: An
     return decode(sampler, model, sampler.start(model, labels, **request)).tokens
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shared_adaln", [False, True])
 @pytest.mark.parametrize("l2_norm", [False, True])
 def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool) -> None:
@@ -84,9 +81,6 @@ def test_by_hand() -> None:
     ours = tokens_of(samplers.create("var"), model, [3], guidance_scale=scale, temperature=0)
     assert ours[0].tolist() == tokens
     torch.testing.assert_close(model.features(ours), total)
-
-
-# ---- the samplers ---------------------------------------------------------------------------------------------------
 
 
 def test_splits_at_the_ends() -> None:
@@ -210,9 +204,6 @@ def test_filters_and_temperatures() -> None:
         assert torch.equal(mask, row >= best[count - 1])
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 def test_bad_input() -> None:
     model = tiny_var()
     cases: list[tuple[dict[str, Any], str]] = [
@@ -267,9 +258,6 @@ def test_an_interrupt_loses_nothing() -> None:
     assert output.images is None and (output.tokens[:, :5] >= 0).all() and (output.tokens[:, 5:] == -1).all()
     whole = paradec.generate_images(model, class_labels=LABELS, seed=0, output_type="pt")
     assert torch.equal(output.tokens[:, :5], whole.tokens[:, :5])
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_files(tmp_path: Any) -> None:

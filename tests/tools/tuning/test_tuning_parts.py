@@ -31,9 +31,6 @@ from paradec.tools.tuning.space import Candidate, Span, build_space, default_blo
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 
-# ---- prompts --------------------------------------------------------------------------------------------------------
-
-
 def asked(tasks: dict[str, int], group: int = 1) -> list[Asked]:
     """So many prompts of each task, in groups of so many."""
     return [Asked(f"{task} {k}", f"{task} {k}", None, (k,), task, f"{task} {k // group}") for task in tasks
@@ -121,9 +118,6 @@ def test_prompts_of_python() -> None:
         prompts_of([question], ["x"])
 
 
-# ---- scores ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_chooses() -> None:
     known, unknown = asked({"a": 2}), [Asked("x", "x")]
     assert Scorer.of(known, None, None).kind == "answers"
@@ -156,9 +150,6 @@ def test_scores_by_hand() -> None:
             Scorer("checker", lambda prompt, answer, wrong=wrong: wrong).score(entry, [], "", None)
     with pytest.raises(ValueError, match="tokenizer"):
         truth(Asked("p", "p", lambda text: True), [1], None)
-
-
-# ---- successive halving ---------------------------------------------------------------------------------------------
 
 
 def test_rungs() -> None:
@@ -197,9 +188,6 @@ def test_who_goes_on() -> None:
     assert goes_on((0.99, 3.0), others, 3, 0.1) and not goes_on((0.99, 3.0), others, 6, 0.1)
     # what is too bad for anybody takes no place
     assert goes_on((0.95, 1.0), [(1.0, 3.0), (0.1, 0.1)], 3, 0.1)
-
-
-# ---- the space ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -286,9 +274,6 @@ def test_block_lengths() -> None:
     assert default_block_lengths(own, 64) == (None, 16, 64) and default_block_lengths(own, 20) == (None, 16, 20)
     own.default_block_length = None
     assert default_block_lengths(own, 40) == (None, 16, 32)
-
-
-# ---- fronts and intervals -------------------------------------------------------------------------------------------
 
 
 def point(name: str, score: float | list[float], forwards: float, by_hand: bool = False) -> Point:

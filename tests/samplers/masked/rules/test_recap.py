@@ -50,9 +50,6 @@ def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
     return [[model.class_token(label)] for label in labels]
 
 
-# ---- replay ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Group:
     """What the reference recorded of one group."""
@@ -226,9 +223,6 @@ def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> N
     sampler = Recap(local_steps=local, full_groups=full)
     lengths = np.bincount(sampler.group(np.arange(steps)))
     assert lengths.tolist() == [1] * full + [local + 1] * ((steps - full) // (local + 1))
-
-
-# ---- for any model --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
