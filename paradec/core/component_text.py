@@ -79,7 +79,7 @@ def _parse_term(term: str) -> Component:
             for keyword in keywords:
                 if keyword.arg is None or keyword.arg in settings:
                     raise ValueError(term)
-                is_word = isinstance(keyword.value, ast.Name)  # a shell takes quotes away
-                settings[keyword.arg] = keyword.value.id if is_word else ast.literal_eval(keyword.value)
+                value = keyword.value  # a name is a text: a shell takes quotes away
+                settings[keyword.arg] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
             return Component(found[1], settings)
     raise ValueError(term)
