@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.models import causal, lora
@@ -25,6 +27,10 @@ from paradec.models.wrapping import implementation, wrap
 __all__ = ["FAMILIES", "known_family", "load", "wrap"]
 
 PACKAGED = "tiny-llada"
+MAX_COPIED = 2**28
+"""Bytes of matrices that are copied at most: a quarter of a second."""
+LINE = 16
+"""Numbers of float32 in a cache line."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -138,19 +144,40 @@ def load(
     if gguf_file is not None:
         _refuse_image_options(image_options)
         read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
-        return read_it(gguf_file=gguf_file, dtype=dtype, **for_text)
+        return lay_by_columns(read_it(gguf_file=gguf_file, dtype=dtype, **for_text))
     source, config = _found(source, revision)
     if image_loader(config.get("model_type")) is not None:
         _refuse_text_options(for_text)
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
-        return load_image_model(config["model_type"], source, image_options, **common)
+        return lay_by_columns(load_image_model(config["model_type"], source, image_options, **common))
     _refuse_image_options(image_options)
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        return _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **for_text)
+        model = _load_canvases(source, revision, attn_implementation, device, dtype=dtype, **for_text)
+        return lay_by_columns(model)
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = load_masked if of_masks or not causal.is_causal(config) else causal.load_causal
     load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
-    return load_it() if tp_plan is None else load_together(load_it)
+    return lay_by_columns(load_it() if tp_plan is None else load_together(load_it))
+
+
+@torch.no_grad()
+def lay_by_columns(model: Any) -> Any:
+    """Let the float32 matrices of a small model's linear layers lie column by column on a CPU; return the model.
+
+    Products of few positions read columns. From one to the next it is an odd number of cache lines, so that they do not
+    compete for the same places in the caches. Shapes, values and saved files stay the same. Matrices of several layers
+    stay where they are, and all where they take more than `MAX_COPIED`: in their file, which processes share.
+    """
+    readers = Counter(id(weight) for part in model.module.modules() for weight in part.parameters(recurse=False))
+    linears = [part for part in model.module.modules() if type(part) is nn.Linear and readers[id(part.weight)] == 1]
+    weights = [part.weight for part in linears if part.weight.is_cpu and part.weight.dtype == torch.float32]
+    if sum(weight.nbytes for weight in weights) <= MAX_COPIED:
+        for weight in weights:
+            if type(weight) is nn.Parameter:
+                rows, columns = weight.shape
+                lines = -(-rows // LINE) | 1
+                weight.data = weight.new_empty(columns, lines * LINE)[:, :rows].copy_(weight.t()).t()
+    return model
 
 
 def _check_arguments(source: Any, revision: Any, given: Mapping[str, Any]) -> None:

@@ -607,9 +607,29 @@ def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> Non
     loads_or_says_why(tmp_path)
 
 
+# ---- weights in memory ----------------------------------------------------------------------------------------------
+
+
+def test_matrices_of_small_models_lie_by_columns(tmp_path: Path) -> None:
+    """Columns an odd number of cache lines apart, with the file's values; what is tied or of another dtype stays."""
+    expected = random_weights(LLADA)
+    (tmp_path / "config.json").write_text(json.dumps(LLADA))
+    save_file({name: tensor.float() for name, tensor in expected.items()}, tmp_path / "model.safetensors")
+    model = paradec.load(tmp_path)
+    linears = [part.weight for part in model.module.modules() if type(part) is torch.nn.Linear]
+    lines = [weight.stride(1) / 16 for weight in linears]
+    assert linears and all(weight.stride(0) == 1 and line % 2 == 1 for weight, line in zip(linears, lines, strict=True))
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name].float()) for name in saved)
+    wide = paradec.load(tmp_path, dtype="float64")
+    assert all(part.weight.is_contiguous() for part in wide.module.modules() if type(part) is torch.nn.Linear)
+    torch.testing.assert_close(forward(model).double(), forward(wide), rtol=1e-4, atol=1e-4)
+
+
 # ---- weights stay in their file -------------------------------------------------------------------------------------
 
-LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 5, "n_heads": 8, "mlp_hidden_size": 2048}
+LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 10, "n_heads": 8, "mlp_hidden_size": 2048}
 """More bytes of weights than anything else that a load takes."""
 
 
@@ -617,7 +637,7 @@ LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 5, "n_heads": 8, "m
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(LARGE))
-    save_file({name: tensor.float() for name, tensor in random_weights(LARGE).items()}, folder / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in random_weights(LARGE).items()}, folder / "model.safetensors")
     return folder
 
 
