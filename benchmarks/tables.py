@@ -187,8 +187,7 @@ def peers_text_table(data: Row) -> str:
         head += " | products alone | (ours - products) / (theirs - products)"
         cells += " | {bare:.2f} | {cpu_beyond:q}"
     low, high = data["load_average"]
-    copied = "; float32 matrices copied column by column" if data.get("weight_layout") == "columns" else ""
-    about = f"({data['processor']}, load average {low:.1f} to {high:.1f}{copied}.)"
+    about = f"({data['processor']}, load average {low:.1f} to {high:.1f}.)"
     return "\n".join([table(rows, head + " | patched", cells + " | {patched}"), "", about])
 
 

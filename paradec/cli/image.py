@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +14,7 @@ import typer
 import paradec
 from paradec import caches
 from paradec.cli import options, show
+from paradec.cli.image_job import MAX_IMAGES, ImageJob
 from paradec.cli.work import check_drafter, drafter_setting
 from paradec.core.checks import MODELS, check_text, count, per_forward
 from paradec.request import FIELDS
@@ -23,11 +22,6 @@ from paradec.request import FIELDS
 if TYPE_CHECKING:
     from paradec.api.images import ImageOutput
 
-MAX_IMAGES = 100_000
-SHEETS = (".png", ".jpg", ".jpeg", ".webp")
-RECORDS = (".html", ".htm", ".gif", ".json")  # of `--trace`
-TRACE_SIDE = 160  # about, in pixels
-SMALL, SEEN = 128, 256  # longer sides below `SMALL` pixels are enlarged to at most `SEEN`
 MAX_SIDE = 2**16
 
 MODEL = typer.Option(
@@ -138,72 +132,6 @@ def image(
             late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **place)}
             method = dataclasses.replace(method, **late)
     raise typer.Exit(make_pictures(job, loaded, method, request | {"preset": preset}, as_json))
-
-
-@dataclass
-class ImageJob:
-    """The files and the conditions of one command: checked when made, before a model is loaded."""
-
-    out: Path
-    trace: Path | None
-    columns: int | None
-    enlarge: int | None
-    """None enlarges pictures that are too small to be seen."""
-    prompts: list[str] | None
-    classes: str | None
-    conditions: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name, file, allowed in (("--out", self.out, SHEETS), ("--trace", self.trace, (*RECORDS, *SHEETS))):
-            options.check_writable(name, file)
-            if file is not None and file.suffix.lower() not in allowed:
-                raise ValueError(f"{name} {str(file)!r} must end in {', '.join(allowed[:-1])} or {allowed[-1]}")
-        if (self.prompts is None) == (self.classes is None):
-            raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
-        for prompt in self.prompts or ():
-            check_text("--prompt", prompt)
-        if self.classes is not None:
-            self.conditions = {"class_labels": read_classes(self.classes)}
-        else:
-            self.conditions = {"prompts": self.prompts}
-
-    @property
-    def sheet_of_steps(self) -> bool:
-        """Whether `--trace` is a picture of which step made what, and no record of the run."""
-        return self.trace is not None and self.trace.suffix.lower() in SHEETS
-
-    def write(self, images: Sequence[Any] | None, steps: Any = None, record: Any = None) -> None:
-        """Write images (None after an interrupt) and `--trace`: a record, or steps that made tokens final [B, h, w]."""
-        from paradec.api.images import contact_sheet, step_pictures
-
-        if images is not None:
-            enlarge = seen_size(images[0].size) if self.enlarge is None else self.enlarge
-            contact_sheet(images, self.columns, enlarge=enlarge).save(self.out)
-        if self.trace is not None and self.sheet_of_steps:
-            pictures = step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:])))
-            contact_sheet(pictures, self.columns).save(self.trace)
-        elif self.trace is not None and record is not None:
-            record.save(self.trace)
-
-
-def read_classes(text: str) -> list[int]:
-    """ "3,5-7" -> [3, 5, 6, 7]. Raises ValueError for other texts."""
-    classes: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--class {text!r} must be numbers and ranges, separated by commas: 3,5-7")
-        stop = int(last) if dash else int(first)
-        if not int(first) <= stop < int(first) + MAX_IMAGES:
-            raise ValueError(f"--class {text!r}: the range {part.strip()} is empty or too long")
-        classes += range(int(first), stop + 1)
-    return classes
-
-
-def seen_size(size: tuple[int, int]) -> int:
-    """How much a picture of `size` pixels is enlarged, so that it can be seen: 9 times for 28 x 28."""
-    longest = max(size)
-    return max(1, SEEN // longest) if longest < SMALL else 1
 
 
 def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, Any], as_json: bool) -> int:

@@ -17,7 +17,7 @@ import typer
 import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
-from paradec.cli.image import ImageJob
+from paradec.cli.image_job import ImageJob
 from paradec.core.checks import check_choice, count
 from paradec.core.thumbnails import of_steps
 from paradec.models.checkpoint import CheckpointError

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import paradec
 from paradec.core.checks import count, per_forward
 from paradec.core.interrupts import EXIT_CODE, raise_again
-from paradec.core.protocol import Interrupted
 
 if TYPE_CHECKING:
     from paradec.api.output import Output
@@ -142,7 +142,7 @@ def with_bar(run: Callable[[Bar], Any]) -> tuple[Any, int]:
     try:
         with Bar() as bar:
             return run(bar), 0
-    except Interrupted as interrupt:
+    except paradec.Interrupted as interrupt:
         return interrupt.output, EXIT_CODE
 
 

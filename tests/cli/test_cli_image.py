@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import TaylorSeer
 from paradec.cli import app
-from paradec.cli.image import seen_size
+from paradec.cli.image_job import seen_size
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
