@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from recorded import distance_to_bounds, golden, read_head, read_json, replays, 
 from torch import Tensor
 
 import paradec
-from paradec.core.protocol import decode
+from paradec.core.protocol import Commit, Proposal, decode
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
+from paradec.samplers.causal import chain
 from paradec.samplers.causal.gsd import GSD
-from paradec.samplers.causal.lantern import NodeRule, neighbours, relaxed
+from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, DraftWindow, verify
 from paradec.samplers.causal.window import INITS, REFRESHES, JacobiSampler
@@ -217,12 +220,59 @@ def test_images_have_the_model_s_distribution(init: str) -> None:
 
 
 @dataclass(frozen=True)
+class OldDistribution(SCD):
+    """Leaves the old q with the drafts that it keeps, as the public code of the maximal coupling does."""
+
+    refresh: str = "maximal"
+
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        drafts = self._window(state, proposal).drafts
+        commit = super().commit(state, proposal)
+        count = commit.selected.sum(1, keepdim=True)
+        slot = torch.arange(state.width)
+        at = (slot + count).clamp(max=state.width - 1)
+        same = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
+        whole = state.memory["draft_distribution"].clone()
+        old = drafts.at(at)
+        rows = torch.as_tensor(proposal.rows)
+        source = state.memory["draft_source"][rows]
+        for i in range(state.width):  # slot i of the next window is slot i + count of this one
+            distribution = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
+            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, distribution, whole[rows, 0])
+        state.memory["draft_distribution"] = whole
+        return commit
+
+
+@dataclass(frozen=True)
 class WrongGuessDistribution(SJD):
     """Draws its guesses otherwise than it says."""
 
     def _guess(self, *given: Any) -> tuple[Tensor, Tensor]:
         guess, source = super()._guess(*given)
         return guess.minimum(guess.roll(1, 1)), source
+
+
+@dataclass(frozen=True)
+class FilteredResidual(SJD):
+    """Sharpens the residual of a rejected draft once more, as logits processors that run again do."""
+
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        with pytest.MonkeyPatch.context() as patch:
+            own = sys.modules["paradec.samplers.causal.verification"].residual
+            patch.setattr("paradec.samplers.causal.verification.residual", lambda p, q: own(p, q) ** 2)
+            return super().commit(state, proposal)
+
+
+@dataclass(frozen=True)
+class NewDistribution(SJD):
+    """Gives the drafts that it keeps this step's distribution, which they were not drawn from."""
+
+    refresh: str = "keep"
+
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paradec.samplers.causal.window.verify", lambda *a: verify(*a)._replace(kept=None))
+            return super().commit(state, proposal)
 
 
 class AllOfQ(WithoutReplacement):
@@ -233,9 +283,23 @@ class AllOfQ(WithoutReplacement):
         return chance, next_p, q
 
 
-def test_the_chi_square_test_has_power() -> None:
-    found = exactness.test_case(WrongGuessDistribution(window=4), MODEL, 10_000, seed=1)
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        OldDistribution(window=4),
+        WrongGuessDistribution(window=4),
+        FilteredResidual(window=4, guess_distribution="one_hot"),
+    ],
+)
+def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
+    found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
     assert min(found["p_values"]) < 1e-5
+
+
+@pytest.mark.parametrize("init", ["random", "sample_horizontal"])
+def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
+    found = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
+    assert max(found["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
@@ -438,3 +502,16 @@ def test_images_are_greedy_at_temperature_0() -> None:
         state = sampler.start(model, [[3, 1], [2]], grid=GRID, temperature=0, seed=1)
         decode(sampler, model, state)
         assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
+
+
+def test_presets_have_the_published_settings() -> None:
+    assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().guess_distribution) == (
+        7,
+        0.15,
+        0.5,
+        "one_hot",
+    )
+    assert (Lantern().k, Lantern().delta) == (1000, 0.1)
+    assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
+    assert Lantern().guess_distribution == LanternPlusPlus().guess_distribution == "one_hot"
+    assert chain.WINDOW == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"

@@ -509,3 +509,12 @@ def test_requests_that_are_refused(llada64: Model, request_: dict, words: str) -
 def test_trees_need_a_mask_per_position(denoisers: tuple[Model, list[list[int]]]) -> None:
     with pytest.raises(ValueError, match="draft_mode='tree'.*use draft_mode='batch'"):
         paradec.generate(denoisers[0], [0, 0, 1], sampler=FreeDave(draft_mode="tree"), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_one_draft_is_the_base_forward_for_forward(cache: str) -> None:
+    model = tiny(2)
+    arguments = {"max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True, "steps": 8}
+    base = paradec.generate(model, ROWS, sampler="low_confidence", **arguments)
+    found = paradec.generate(model, ROWS, sampler=FreeDave(draft_steps=1), **arguments)
+    assert found.trace.steps == base.trace.steps
