@@ -48,8 +48,8 @@ def parse_component(kind: str, text: str) -> Component:
 
 def split_file(term: str) -> tuple[str, str] | None:
     """Split "FILE.py:CLASS(setting=1)" into the file with its class and the settings; None for another term."""
-    found = FILE_TERM.fullmatch(term.strip())
-    return None if found is None else (found[1], found[2] or "")
+    parts = FILE_TERM.fullmatch(term.strip())
+    return None if parts is None else (parts[1], parts[2] or "")
 
 
 def split_outside(text: str, sign: str) -> list[str]:
@@ -70,16 +70,16 @@ def split_outside(text: str, sign: str) -> list[str]:
 
 
 def _parse_term(term: str) -> Component:
-    found = TERM.fullmatch(term.strip())
-    if found is None:
+    parts = TERM.fullmatch(term.strip())
+    if parts is None:
         raise ValueError(term)
     settings: dict[str, Any] = {}
-    match ast.parse(f"settings{found[2] or '()'}", mode="eval").body:
+    match ast.parse(f"settings{parts[2] or '()'}", mode="eval").body:
         case ast.Call(func=ast.Name(), args=[], keywords=keywords):
             for keyword in keywords:
                 if keyword.arg is None or keyword.arg in settings:
                     raise ValueError(term)
                 value = keyword.value  # a name is a text: a shell takes quotes away
                 settings[keyword.arg] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
-            return Component(found[1], settings)
+            return Component(parts[1], settings)
     raise ValueError(term)
