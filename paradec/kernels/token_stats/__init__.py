@@ -22,8 +22,7 @@ itself, `portable.py` is "chunked", `triton.py` the kernels; `api.py` validates 
 from paradec.kernels import interpreting
 from paradec.kernels.token_stats.api import PATHS, token_stats
 from paradec.kernels.token_stats.draws import BELOW_ONE, TokenDraws, draw
-from paradec.kernels.token_stats.portable import argmax
-from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, path_for, read_stats
+from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, argmax, path_for, read_stats
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats, reference_stats
 
 __all__ = [

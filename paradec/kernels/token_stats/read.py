@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from paradec.kernels import has_triton
-from paradec.kernels.token_stats.draws import TokenDraws
-from paradec.kernels.token_stats.portable import argmax, chunked_stats, concatenate, float64_samples, row_blocks
+from paradec.kernels.token_stats.draws import TokenDraws, draw
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats
 
 SMALL_VOCABULARY = 2**13
@@ -16,6 +18,8 @@ IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
 """Fields of the Triton kernel: a logarithm of p + 1e-10 takes the normalized p, and so a second read."""
 FLOAT64_CPU_BLOCK = 2**17
 """Numbers in a block of "float64" on the CPU, if a row is no longer: 1 MB."""
+BLOCK = 2**25
+"""Numbers in a block on accelerators."""
 
 
 def read_stats(
@@ -35,6 +39,9 @@ def read_stats(
         return triton_stats(logits, wanted, temperature, ids, draws)
     logits = logits.detach()
     if path == "chunked":
+        # imported here: "chunked" builds on this file
+        from paradec.kernels.token_stats.portable import chunked_stats
+
         stats = chunked_stats(logits, wanted, temperature, draws)
     else:
         parts = [_float64_stats(rows, wanted, temperature) for rows in row_blocks(logits, FLOAT64_CPU_BLOCK)]
@@ -61,6 +68,31 @@ def _probabilities(logits: Tensor, ids: Tensor, stats: TokenStats, temperature: 
     chosen = logits.gather(-1, ids.reshape(*logits.shape[:-1], -1)).double()
     top = logits.gather(-1, stats.token.unsqueeze(-1)).double()
     return (((chosen - top) / temperature).exp() * stats.prob.unsqueeze(-1)).view(ids.shape)
+
+
+def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
+    """[..., V] as views [n, V] in order, of `on_cpu` numbers on the CPU and `BLOCK` elsewhere, or of one row; at least
+    one view."""
+    if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
+        rows = max(1, (on_cpu if logits.is_cpu else BLOCK) // logits.shape[-1])
+        yield from logits.reshape(-1, logits.shape[-1]).split(rows)
+    else:
+        for part in logits:
+            yield from row_blocks(part, on_cpu)
+
+
+def concatenate(parts: list[Any], lead: torch.Size) -> list[Any]:
+    """Tuples of tensors [n, ...] or None, field by field as one tensor [*lead, ...]."""
+    fields = (
+        field[0] if len(field) == 1 or field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)
+    )
+    return [None if field is None else field.view(lead + field.shape[1:]) for field in fields]
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Index of the largest of values [..., N], [...] int64, the first on ties. Float32 or float64: on the CPU numpy's
+    search takes a tenth of torch's time."""
+    return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
 
 
 def _float64_stats(logits: Tensor, wanted: frozenset[str], temperature: float) -> TokenStats:
@@ -98,3 +130,13 @@ def _float64_stats(logits: Tensor, wanted: frozenset[str], temperature: float) -
     if "nonfinite" in wanted:
         nonfinite = prob.isnan()
     return TokenStats(token, prob, second_prob, margin, entropy, smoothed, logsumexp, gap, nonfinite)
+
+
+def float64_samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """Draw a token from each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
+    samples, start, uniform = [], 0, uniform.flatten()
+    for rows in row_blocks(logits, FLOAT64_CPU_BLOCK):
+        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)
+        samples.append(draw(wide.softmax(-1), uniform[start : start + len(rows)]))
+        start += len(rows)
+    return torch.cat(samples).view(logits.shape[:-1])
