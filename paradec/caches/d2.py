@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paradec.caches.facts import CacheFacts
+from paradec.caches.base import CacheFacts
 from paradec.caches.stored import ChangeLog, SubsetCache
 from paradec.core.checks import check_int, check_number
 from paradec.core.contract import CanvasState

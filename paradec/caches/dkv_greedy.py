@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.facts import CacheFacts
+from paradec.caches.base import CacheFacts
 from paradec.caches.stored import SubsetCache
 from paradec.core.checks import check_int
 from paradec.core.contract import CanvasState

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paradec.caches.base import CacheFacts
 from paradec.caches.block import BlockCache
-from paradec.caches.facts import CacheFacts
 from paradec.core.contract import CanvasState
 
 

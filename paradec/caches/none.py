@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.base import Cache, Part, level_rows
-from paradec.caches.facts import CacheFacts
+from paradec.caches.base import Cache, CacheFacts, Part, level_rows
 from paradec.caches.parts import whole_rows
 from paradec.core.contract import CanvasState
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.caches.base import Part
-from paradec.caches.facts import CacheFacts
+from paradec.caches.base import CacheFacts, Part
 from paradec.caches.parts import subsets, whole_rows
 from paradec.caches.stored import StoredCache
 from paradec.core.checks import check_bool

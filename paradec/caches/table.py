@@ -1,7 +1,7 @@
 """Which sampler works with which cache on which model, and whether the result is that of no cache.
 
 Nothing here lists pairs: a verdict follows from what samplers (`paradec.samplers.masked.needs.Needs`), caches
-(`paradec.caches.facts.CacheFacts`) and models (`paradec.core.facts.ModelFacts`) say of themselves, so it covers those
+(`paradec.caches.base.CacheFacts`) and models (`paradec.core.facts.ModelFacts`) say of themselves, so it covers those
 that are registered later.
 """
 
