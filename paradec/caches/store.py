@@ -6,7 +6,6 @@ position itself, less what all rows read from a shared prefix. Importing this mo
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,29 +306,3 @@ def store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * rows * heads * (length + 1) * width * dtype.itemsize
-
-
-def check_memory(needed: int, device: torch.device, max_memory: int | None, what: str) -> None:
-    """Raise ValueError when `needed` bytes cannot fit; `what` names their use, for the message."""
-    if max_memory is not None:
-        limit, source = max_memory, "max_memory"
-    elif device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit, source = torch.cuda.mem_get_info(device)[0] + held, f"what is free on {device}"
-    elif device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
-    else:
-        return
-    if needed > limit:
-        raise ValueError(
-            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows or "
-            "blocks; of a store a narrower store_dtype, or cache='none'"
-        )
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError

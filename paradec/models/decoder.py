@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paradec.core.checks import check_memory
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, WindowQuery
 from paradec.models.base import Model
@@ -87,7 +88,7 @@ class Decoder(Model):
         Raises:
             ValueError: it would not fit into `max_memory` bytes, or into what the device has.
         """
-        from paradec.caches.store import KeyValueStore, check_memory
+        from paradec.caches.store import KeyValueStore
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
         needed = self.store_bytes(rows, length - start, store_dtype)

@@ -11,7 +11,8 @@ from tiny_models import MASK, tiny
 from torch import Tensor
 
 from paradec import samplers
-from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+from paradec.caches.store import KeyValueStore, store_bytes
+from paradec.core.checks import check_memory
 from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_memory, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CanvasQuery
 from paradec.models.base import Model
@@ -102,7 +102,6 @@ class DiffusionGemmaModel(Model):
             ValueError: it would not fit into `max_memory` bytes, or into what the device has.
         """
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
-        from paradec.caches.store import check_memory
 
         config = self.text_config
         needed = canvas_store_bytes(config, rows, length, self.dtype)

@@ -9,12 +9,11 @@ import torch
 
 from paradec.caches.base import Cache
 from paradec.caches.kept import Reuse, plan_reuse
-from paradec.caches.store import check_memory
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.core import rng
 from paradec.core.blocks import PipelinedBlocks
-from paradec.core.checks import check_int
+from paradec.core.checks import check_int, check_memory
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import paradec
 from paradec import caches, samplers
 from paradec.api.generate import device_loop
-from paradec.caches import store
 from paradec.core.protocol import decode
+from paradec.models import decoder
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs
@@ -360,7 +360,7 @@ def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="max_memory"):
         start("threshold", model, **bounded)
     assert len(model.engines) == 1  # it would not fit without them
-    monkeypatch.setattr(store, "check_memory", check_memory)
+    monkeypatch.setattr(decoder, "check_memory", check_memory)
     start("threshold", model, cache="dual")
     assert not model.engines
     # a bound that the user set holds for the padded canvas as well: it is not padded then
