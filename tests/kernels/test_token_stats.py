@@ -24,9 +24,9 @@ from paradec.kernels.token_stats import (
     TokenDraws,
     TokenStats,
     draw,
+    float64,
     path_for,
     portable,
-    read,
     reference_stats,
     token_stats,
 )
@@ -190,7 +190,7 @@ def test_the_path_depends_on_the_tokens_alone() -> None:
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
 def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
     """Large batches are read piece by piece in memory of their own; long rows are searched by stretches."""
-    rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
+    rows = 2 * float64.CPU_BLOCK // vocabulary + 3
     logits = logits_of(rows, vocabulary=vocabulary)
     logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
     ids = torch.randint(vocabulary, (rows, 2), generator=torch.Generator().manual_seed(3))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, locate
-from paradec.kernels.token_stats.read import argmax, concatenate, float64_samples, row_blocks
+from paradec.kernels.token_stats.float64 import argmax, concatenate, float64_samples, row_blocks
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_BLOCK = 2**19
