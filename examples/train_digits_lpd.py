@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits_ar import codes_of, digits, fit
 
-from paradec.core.order_sizes import group_sizes
+from paradec.core.orders import group_sizes
 from paradec.models.images.loading import packaged_image
 from paradec.models.images.lpd import LPD, LPDConfig
 from paradec.models.images.vq import VQModel, load_vq

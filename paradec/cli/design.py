@@ -133,7 +133,7 @@ def designed(
 
     import paradec
     from paradec.core import orders
-    from paradec.core.order_draws import keyed
+    from paradec.core.orders import keyed
 
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
     listed = orders.create("raster" if order == "chain" else "random").groups(1, len(prompt) - 1, keyed(keys))

@@ -18,18 +18,287 @@ the same values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 
+from paradec.core import rng
 from paradec.core.checks import check_choice, check_int, check_number, shown
-from paradec.core.order_cells import halton_order, lpd_order, lpd_repulsion
-from paradec.core.order_draws import ONE, OrderDraws
-from paradec.core.order_sizes import Sizes, check_sizes, group_sizes, left_after, sizes_for
 from paradec.core.protocol import plain
 from paradec.core.registry import Registry
+
+# ---- draws ----------------------------------------------------------------------------------------------------------
+
+
+class OrderDraws(Protocol):
+    """Where an order takes a row's random choices from. Asked again, it answers the same."""
+
+    def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+        """`cells` [N] int64 in a random order, at this group."""
+        ...
+
+    def one_of(self, step: int, cells: np.ndarray) -> int:
+        """One of `cells` [N] int64, at this group."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeyedDraws:
+    """Draws that are a function of a row's key, the group and the cell (`paradec.core.rng`). key: two 32-bit
+    integers."""
+
+    key: tuple[int, int]
+
+    def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+        return cells[self._numbers(step, cells)[:, 0].argsort(kind="stable")[::-1]]
+
+    def one_of(self, step: int, cells: np.ndarray) -> int:
+        return int(cells[self._numbers(step, cells)[:, 1].argmax()])
+
+    def _numbers(self, step: int, cells: np.ndarray) -> np.ndarray:
+        key, positions = torch.tensor([self.key]), torch.as_tensor(np.array(cells)).unsqueeze(0)
+        return rng.uniform(key, torch.tensor([step]), positions, 2, rng.POSITION_STREAM)[0].numpy()
+
+
+def keyed(keys: Any) -> list[OrderDraws]:
+    """Make the draws of every row from its key: [B, 2] int64."""
+    return [KeyedDraws((int(first), int(second))) for first, second in keys.tolist()]
+
+
+ONE: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
+"""Draws of a single row."""
+
+
+# ---- sizes of groups ------------------------------------------------------------------------------------------------
+
+Sizes = int | Sequence[int] | None
+"""Of groups: a list, or how many groups in the numbers of `group_sizes`, or None for an order's own."""
+PUBLISHED: Mapping[int, Mapping[int, tuple[int, ...]]] = {
+    256: {
+        8: (1, 15, 24, 32, 40, 45, 49, 50),
+        12: (1, 7, 11, 15, 19, 22, 25, 28, 30, 32, 33, 33),
+        16: (1, 4, 6, 8, 11, 13, 15, 17, 19, 20, 22, 23, 24, 24, 24, 25),
+        20: (1, 2, 4, 5, 7, 8, 10, 11, 12, 14, 15, 16, 17, 18, 18, 19, 19, 20, 20, 20),
+        24: (*range(1, 12), 11, 12, 13, 14, 14, 14, 15, 15, 16, 16, 16, 17, 17),
+        32: (1, 1, 2, 2, 3, 3, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, *(10,) * 3, *(11,) * 4, *(12,) * 8),
+    },
+    1024: {
+        32: (
+            *(1, 4, 6, 9, 11, 13, 16, 18, 20, 23, 25, 27, 29, 31, 33, 35, 36, 38, 40, 41, 42, 44, 45, 46, 47, 48, 48),
+            *(49, 49, 50, 50, 50),
+        ),
+        48: (
+            *(*range(1, 23), 23, 23, 24, 25, 26, 26, 27, 28, 28, 29, 29, 30, 30, 31, 31, *(32,) * 3, *(33,) * 7),
+            34,
+        ),
+    },
+}
+"""LPD's published numbers, by cells and groups."""
+USUAL = {256: 20, 1024: 48}
+"""Groups of LPD's published pictures, by cells."""
+
+
+@lru_cache(maxsize=256)
+def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
+    """Sizes in which `cells` are decided in `groups` groups: LPD's published ones where there are such, else the
+    published list that is likest (by groups per side of the picture) stretched to fit (`scaled`).
+
+    Args:
+        groups: 1 to `cells`; None is the published 20 of 256 cells and 48 of 1024, else 1.25 per cell of a side.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+    check_int("cells", cells, low=1)
+    check_int("groups", groups, low=1, high=cells, none=True)
+    if groups is None:
+        groups = USUAL.get(cells, min(max(round(1.25 * math.sqrt(cells)), 1), cells))
+    if groups in PUBLISHED.get(cells, {}):
+        return PUBLISHED[cells][groups]
+    density = groups / math.sqrt(cells)
+    lists = [(abs(count / math.sqrt(size) - density), size, count) for size in PUBLISHED for count in PUBLISHED[size]]
+    _, size, count = min(lists)
+    return scaled(PUBLISHED[size][count], cells, groups)
+
+
+def scaled(sizes: Sequence[int], cells: int, groups: int | None = None) -> tuple[int, ...]:
+    """A list of sizes for another number of cells, in the same share of cells at the same share of groups; of at least
+    one each. groups: as many as before by default, where there are cells for all."""
+    groups = min(len(sizes) if groups is None else groups, cells)
+    shares = np.concatenate(([0], np.cumsum(sizes))) / sum(sizes)
+    points = np.linspace(0, len(sizes), groups + 1)
+    ends = np.rint(np.interp(points, np.arange(len(shares)), shares) * cells).astype(int)
+    for group in range(1, groups + 1):
+        ends[group] = min(max(ends[group], ends[group - 1] + 1), cells - (groups - group))
+    return tuple(np.diff(ends).tolist())
+
+
+def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
+    """Check sizes; return an int, a tuple or None.
+
+    Raises:
+        ValueError: no such, or a size below 1.
+    """
+    if sizes is None or isinstance(sizes, int):
+        check_int(name, sizes, low=1, none=True)
+        return sizes
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
+        raise ValueError(f"{name}={shown(sizes)} must be a number of groups, or the sizes of the groups")
+    for size in sizes:
+        check_int(name, size, low=1)
+    return tuple(int(size) for size in sizes)
+
+
+def sizes_for(sizes: Sizes, cells: int, default: tuple[int, ...], name: str = "sizes") -> tuple[int, ...]:
+    """Resolve sizes for a raster of `cells`. default: for None.
+
+    Raises:
+        ValueError: more groups than cells, or a list that does not add up to them.
+    """
+    if sizes is None:
+        return default
+    if isinstance(sizes, int):
+        check_int(name, sizes, low=1, high=cells)
+        return group_sizes(cells, sizes)
+    if sum(sizes) != cells:
+        raise ValueError(f"{name}={shown(sizes)} add up to {sum(sizes)}; the picture has {cells} cells")
+    return tuple(sizes)
+
+
+def left_after(size: int, steps: int) -> np.ndarray:
+    """MAR's numbers: [steps + 1] int64, the positions that are undecided before each step, and 0 after the last. Of
+    `size` positions floor(size cos(pi / 2 (t + 1) / steps)) are left after step t, at least one fewer than before."""
+    left = [size]
+    for step in range(steps - 1):
+        planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
+        left.append(min(max(planned, steps - 1 - step), left[-1] - 1))
+    return np.array([*left, 0])
+
+
+# ---- cells one by one -----------------------------------------------------------------------------------------------
+
+POINTS = 10_000
+"""Points of Halton's sequence that are looked at, as in the public code; cells that none of them hits come last."""
+
+
+@lru_cache(maxsize=64)
+def halton_order(height: int, width: int) -> np.ndarray:
+    """[height * width] int64: the rank of each cell, row by row. Point n of the two-dimensional Halton sequence (bases
+    2 and 3, from n = 1) falls into a cell, its row by base 2; cells come in the order in which they are first hit."""
+    n = np.arange(1, POINTS + 1)
+    cells = (_radical_inverse(n, 2) * height).astype(int) * width + (_radical_inverse(n, 3) * width).astype(int)
+    hit, first = np.unique(cells, return_index=True)
+    rank = np.full(height * width, POINTS, np.int64)
+    rank[hit] = first
+    rank[rank.argsort(kind="stable")] = np.arange(height * width)
+    rank.setflags(write=False)
+    return rank
+
+
+def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
+    """The digits of n in `base`, mirrored at the point: the Halton sequence's coordinate in [0, 1)."""
+    value, scale = np.zeros(len(n)), 1.0
+    while n.any():
+        scale /= base
+        value, n = value + scale * (n % base), n // base
+    return value
+
+
+def lpd_repulsion(cells: int) -> float:
+    """The published repulsion for pictures of so many cells: 2 at 256 pixels, 4 at 512."""
+    return 2.0 if cells < 1024 else 4.0
+
+
+def lpd_order(
+    height: int,
+    width: int,
+    sizes: Sequence[int],
+    draws: OrderDraws,
+    repulsion: float = 2.0,
+    proximity: float = 1.0,
+    decided: np.ndarray | None = None,
+) -> np.ndarray:
+    """LPD's order of one picture (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957, public code).
+
+    The first cell is random. For each later group the undecided cells are shuffled and sorted by their nearness, the
+    sum of 1 / distance over the decided cells among their eight neighbours. Those of at least `proximity` are walked
+    through and taken, unless one within the Chebyshev distance `repulsion` was taken for this group. Where that leaves
+    the group short, the others are taken by farthest-point sampling from what the group has.
+
+    Args:
+        sizes: of the groups, together the undecided cells. decided: [H * W] bool: cells that are there from the start,
+            which the first group looks for as the later ones do; None is none. A first group of several cells takes its
+            others by farthest-point sampling.
+
+    Returns:
+        [sum(sizes)] int64: the cells, from the first to the last.
+    """
+    known = np.zeros(height * width, bool) if decided is None else decided.copy()
+    place = np.stack(np.divmod(np.arange(height * width), width), 1)
+    order: list[int] = []
+    for step, size in enumerate(sizes):
+        cells, taken = np.flatnonzero(~known), list[int]()
+        if not known.any():
+            taken = [draws.one_of(step, cells)]
+            cells = cells[cells != taken[0]]
+        if len(taken) < size:
+            score = _nearness(known.reshape(height, width)).reshape(-1)
+            cells = draws.shuffled(step, cells)
+            cells = cells[(-score[cells]).argsort(kind="stable")]
+            near = score[cells] >= proximity
+            skipped = []
+            for cell in cells[near].tolist():
+                if len(taken) == size:
+                    break
+                if taken and (np.abs(place[taken] - place[cell]).max(1) <= repulsion).any():
+                    skipped.append(cell)
+                else:
+                    taken.append(cell)
+            if len(taken) < size:  # all that are near were reached
+                pool = np.array([*cells[~near].tolist(), *skipped], np.int64)
+                taken += _farthest(place, pool, taken, size - len(taken), step, draws)
+        known[taken] = True
+        order += taken
+    return np.array(order, np.int64)
+
+
+def _nearness(known: np.ndarray) -> np.ndarray:
+    """[H, W] float64: for each cell of known [H, W] bool the sum of 1 / distance over its known neighbours."""
+    height, width = known.shape
+    around = np.pad(known, 1).astype(int)
+
+    def count(moves: Sequence[tuple[int, int]]) -> np.ndarray:
+        return sum((around[1 + y : 1 + y + height, 1 + x : 1 + x + width] for y, x in moves), np.zeros_like(known, int))
+
+    # counts first: equal neighbourhoods must have equal sums, whichever neighbour is which
+    beside = count([(-1, 0), (1, 0), (0, -1), (0, 1)])
+    across = count([(-1, -1), (-1, 1), (1, -1), (1, 1)])
+    return beside + across / math.sqrt(2)
+
+
+def _farthest(
+    place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: OrderDraws
+) -> list[int]:
+    """`count` cells of a pool [N], each the farthest from what is taken so far; the first of several."""
+    if len(pool) <= count:
+        return pool.tolist()
+    chosen: list[int] = []
+    if not taken:
+        chosen = [draws.one_of(step, pool)]
+        pool = pool[pool != chosen[0]]
+    squares = ((place[pool][:, None] - place[[*taken, *chosen]][None]) ** 2).sum(-1).min(1)
+    while len(chosen) < count:
+        best = int(squares.argmax())
+        chosen.append(int(pool[best]))
+        squares = np.minimum(squares, ((place[pool] - place[pool[best]]) ** 2).sum(-1))
+        squares[best] = -1
+    return chosen
+
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
@@ -328,8 +597,8 @@ class LPD(Sized):
 
 def _rows(orders: Sequence[np.ndarray], count: int) -> np.ndarray:
     """[count, S] int64, not to be written to: one order for all rows, or one for each."""
-    found = np.stack(orders) if orders else np.zeros((0, 0), np.int64)
-    return np.broadcast_to(found, (count, found.shape[1]))
+    stacked = np.stack(orders) if orders else np.zeros((0, 0), np.int64)
+    return np.broadcast_to(stacked, (count, stacked.shape[1]))
 
 
 registry = Registry(

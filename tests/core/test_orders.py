@@ -18,10 +18,7 @@ from recorded import replays
 import paradec
 from paradec import samplers
 from paradec.core import orders, rng
-from paradec.core.order_cells import halton_order, lpd_order
-from paradec.core.order_draws import keyed
-from paradec.core.order_sizes import PUBLISHED, group_sizes, scaled
-from paradec.core.orders import Groups
+from paradec.core.orders import PUBLISHED, Groups, group_sizes, halton_order, keyed, lpd_order, scaled
 
 KEYS = rng.row_keys([1, 1, 2], [[5], [6], [5]])
 GRIDS = [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)]

@@ -109,7 +109,7 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
 
 
 def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
-    from paradec.core.order_draws import keyed
+    from paradec.core.orders import keyed
 
     return keyed(torch.as_tensor(rng.row_keys(seeds, rows)))
 

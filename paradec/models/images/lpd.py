@@ -24,8 +24,8 @@ from torch.nn.functional import gelu, interpolate, pad, scaled_dot_product_atten
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import GroupQuery, RankedQuery
-from paradec.core.order_sizes import group_sizes
 from paradec.core.orders import LPD as LPDOrder
+from paradec.core.orders import group_sizes
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query, StoreCall
 from paradec.core.registry import unknown

@@ -27,7 +27,7 @@ from torch import Tensor
 from paradec.core import orders
 from paradec.core.checks import shown
 from paradec.core.family_queries import AnyOrderQuery
-from paradec.core.order_draws import keyed
+from paradec.core.orders import keyed
 from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.core.rows import ROWS, resize_axis

@@ -14,9 +14,7 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.checks import check_int
 from paradec.core.memory import Memory
-from paradec.core.order_draws import keyed
-from paradec.core.order_sizes import left_after
-from paradec.core.orders import Cosine
+from paradec.core.orders import Cosine, keyed, left_after
 from paradec.core.protocol import Sampler, State
 from paradec.request import Request, request_for
 from paradec.samplers.starting import labels_of, trace_of_labels, unsupported_for_pictures

@@ -18,8 +18,7 @@ from paradec.core import rng
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import GroupQuery
 from paradec.core.memory import Memory
-from paradec.core.order_draws import keyed
-from paradec.core.orders import Groups, Order
+from paradec.core.orders import Groups, Order, keyed
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.family_queries import RankedQuery
-from paradec.core.order_draws import keyed
+from paradec.core.orders import keyed
 from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.models.images.grid import Grid

@@ -18,7 +18,7 @@ from torch import Tensor
 import paradec
 from paradec.core import orders, rng
 from paradec.core.facts import ModelFacts
-from paradec.core.order_draws import keyed
+from paradec.core.orders import keyed
 from paradec.core.protocol import decode
 from paradec.core.query import Query
 from paradec.core.rows import replace_rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.core.contract import CanvasState
-from paradec.core.order_cells import halton_order
+from paradec.core.orders import halton_order
 from paradec.samplers.masked.rules.maskgit import MaskGIT
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
 

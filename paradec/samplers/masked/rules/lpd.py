@@ -17,9 +17,7 @@ from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_number, shown
 from paradec.core.contract import CanvasState
-from paradec.core.order_cells import lpd_order, lpd_repulsion
-from paradec.core.order_draws import KeyedDraws
-from paradec.core.order_sizes import check_sizes, group_sizes, scaled
+from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scaled
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
 
 
