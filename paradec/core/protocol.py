@@ -15,7 +15,8 @@ a query holds and in the one decision of their paper. The invariants are listed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,14 +27,13 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_model
-from paradec.core.latents import LatentProposal
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
-from paradec.core.observing import evaluated, traced
-from paradec.core.query import CallCost, Cost
+from paradec.core.query import CallCost, Cost, LatentProposal
 from paradec.core.registry import Registry, check_declared
 from paradec.core.rows import ROWS, branch_rows, clear_rows, count_rows, row_layout
-from paradec.core.trace import Notes, Trace
+from paradec.core.thumbnails import of_latent
+from paradec.core.trace import Notes, Span, Trace, spans
 
 
 @dataclass
@@ -285,7 +285,7 @@ class Sampler:
     def observe(self, state: Any, proposal: Any) -> Notes:
         """What a trace notes of a step before its commit: which positions are evaluated, and whose choice it is. Asked
         for when a trace is recorded, and at no other time. Changes nothing."""
-        return Notes(proposal.cost.counts[0].tolist(), evaluated(proposal.cost.queries, state.batch))
+        return Notes(proposal.cost.counts[0].tolist(), evaluated_spans(proposal.cost.queries, state.batch))
 
     def step(self, model: Callable[..., Any], state: Any) -> Any:
         """`query`, one model call per query, `propose`. Repeating a step gives the same proposal."""
@@ -360,6 +360,17 @@ class Interrupted(KeyboardInterrupt):
     output: Any = None
 
 
+@contextmanager
+def interruptible(output_so_far: Callable[[], Any]) -> Iterator[None]:
+    """Raise `Interrupted`, with the output of what was decoded until then, where Ctrl-C ends the block."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
+        stopped.output = output_so_far()
+        raise stopped from interrupt
+
+
 def decode(
     sampler: Sampler,
     model: Callable[..., Tensor],
@@ -376,7 +387,40 @@ def decode(
             if state.trace is None:
                 commit = sampler.commit(state, sampler.step(model, state))
             else:
-                commit = traced(sampler, model, state, state.trace)
+                commit = record_step(sampler, model, state, state.trace)
             if callback is not None and callback(state, commit):
                 break
     return state
+
+
+def record_step(sampler: Sampler, model: Callable[..., Tensor], state: State, trace: Trace) -> Commit:
+    """Take one step with its commit, and append it to the trace."""
+    begin = time.perf_counter()
+    proposal = sampler.step(model, state)
+    notes = sampler.observe(state, proposal) if state.noted else None
+    commit = sampler.commit(state, proposal)
+    commits, pictures = commit.to_list(), None
+    seconds = time.perf_counter() - begin
+    if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
+        pictures = of_latent(commit.values, len(trace.steps))
+    forwarded = proposal.cost.forwarded.tolist()
+    trace.add(commits, forwarded, commit.kind, notes, seconds, pictures, commit.logprobs_list())
+    return commit
+
+
+def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
+    """List the positions of each of `batch` rows that model calls evaluate; None where they have no positions. Waits
+    for the device."""
+    positions: list[set[int]] = [set() for _ in range(batch)]
+    has_positions = False
+    for query in queries:
+        columns = getattr(query, "positions", getattr(query, "targets", None))
+        if columns is None:
+            continue
+        has_positions = True
+        count = len(query.rows)  # of every branch and draft the same
+        valid = getattr(query, "valid", None)
+        kept = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
+        for row, places, real in zip(query.rows.tolist(), columns[:count].cpu().numpy(), kept, strict=True):
+            positions[row].update(places[real].tolist())
+    return [spans(places) for places in positions] if has_positions else None

@@ -1,17 +1,22 @@
-"""Files of text, of lines and of JSON: what reads them, and what writes them.
+"""Files of text, of lines and of JSON: reading them, as dataclasses too, and writing them.
 
 A line ends at "\\n" alone. `str.splitlines` ends lines at form feeds, U+0085, U+2028 and others too, which texts hold.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
+
+from paradec.core.checks import shown
 
 T = TypeVar("T")
 MOST_NESTED = 100
@@ -138,3 +143,119 @@ def write_bytes(file: str | os.PathLike[str], data: bytes) -> None:
 def write_json(file: str | os.PathLike[str], data: Any, indent: int | None = 1) -> None:
     """Write data as JSON, as `write_bytes` does. Raises: as `json_bytes`, before anything is written."""
     write_bytes(file, json_bytes(data, indent))
+
+
+# ---- dataclasses from plain data ------------------------------------------------------------------------------------
+
+Reader = Callable[[Any], Any]
+NAMES = {int: "an integer", str: "a text"}
+
+
+def from_fields(cls: type[T], data: Any) -> T:
+    """Build a dataclass from a mapping with its fields, with tuples for lists; other names are ignored.
+
+    Annotations may be int, float, str, Any, `X | None`, lists, tuples, dicts with texts or ints as keys, dataclasses,
+    and `Annotated[X, check]`: `check` is called with a value and returns it, or raises ValueError.
+
+    Raises:
+        ValueError: a field that is missing, or a value of another type; the message begins with where it is.
+    """
+    try:
+        value: T = _reader(cls)(data)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(".")) from None
+    return value
+
+
+def wrong(value: Any, allowed: str) -> ValueError:
+    """Make the error of a check."""
+    return ValueError(f"={shown(value)} must be {allowed}")
+
+
+def _read_int(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
+        return value
+    raise wrong(value, "an integer of 64 bits")
+
+
+def _read_float(value: Any) -> Any:
+    if isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
+        return value
+    raise wrong(value, "a number, or an integer of 64 bits")
+
+
+def _read_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    raise wrong(value, "a text")
+
+
+@functools.cache
+def _reader(kind: Any) -> Reader:
+    """Make the function that checks and converts data for one annotation."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind in (int, float, str, Any):
+        return {int: _read_int, float: _read_float, str: _read_text, Any: lambda value: value}[kind]
+    if origin is Annotated:
+        read, check = _reader(inside[0]), inside[1]
+        return lambda value: check(read(value))
+    if origin in (UnionType, Union) and inside[1:] == (NoneType,):
+        read = _reader(inside[0])
+        return lambda value: None if value is None else read(value)
+    if origin is list:
+        return functools.partial(_read_list, _reader(inside[0]))
+    if origin is tuple:
+        return functools.partial(_read_tuple, [_reader(entry) for entry in inside])
+    if origin is dict:
+        return functools.partial(_read_dict, inside[0], _reader(inside[1]))
+    assert is_dataclass(kind), kind
+    hints = get_type_hints(kind, include_extras=True)
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    return functools.partial(_read_object, kind, {f.name: _reader(hints[f.name]) for f in fields(kind)}, required)
+
+
+def _read_entries(entries: Iterable[tuple[Any, Reader, Any]]) -> list[Any]:
+    """Read entries (place, reader, value); an error's message begins with the place."""
+    values = []
+    for place, read, value in entries:
+        try:
+            values.append(read(value))
+        except ValueError as error:
+            raise ValueError(f"{place if isinstance(place, str) else f'[{place}]'}{error}") from None
+    return values
+
+
+def _read_list(read: Reader, value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise wrong(value, "a list")
+    return _read_entries((index, read, entry) for index, entry in enumerate(value))
+
+
+def _read_tuple(readers: list[Reader], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != len(readers):
+        raise wrong(value, f"a list of {len(readers)}")
+    return tuple(_read_entries(zip(range(len(value)), readers, value, strict=True)))
+
+
+def _read_dict(key: Any, read: Reader, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise wrong(value, "an object")
+    keys = []
+    for name in value:
+        try:
+            keys.append(_read_int(int(name)) if key is int else _read_text(name))  # JSON's names are texts
+        except (ValueError, TypeError):
+            raise ValueError(f" has the name {shown(name)}; it must be {NAMES[key]}") from None
+    entries = _read_entries((f"[{shown(name)}]", read, entry) for name, entry in value.items())
+    return dict(zip(keys, entries, strict=True))
+
+
+def _read_object(cls: Any, readers: Mapping[str, Reader], required: list[str], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise wrong(value, "an object")
+    for name in required:
+        if name not in value:
+            raise ValueError(f".{name} is missing")
+    names = [name for name in readers if name in value]
+    entries = _read_entries((f".{name}", readers[name], value[name]) for name in names)
+    return cls(**dict(zip(names, entries, strict=True)))

@@ -14,8 +14,7 @@ from typing import Annotated, Any
 
 from paradec.core.checks import count, shown
 from paradec.core.registry import Registry
-from paradec.core.text_files import parse_json, read_text, write_bytes
-from paradec.core.typed import from_fields, wrong
+from paradec.core.text_files import from_fields, parse_json, read_text, write_bytes, wrong
 
 MOST_COUNTED = 2**53
 """What browsers count exactly."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import check_int
-from paradec.core.latents import LatentQuery
+from paradec.core.query import LatentQuery
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 

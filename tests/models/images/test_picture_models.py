@@ -20,10 +20,9 @@ import paradec
 from paradec import samplers
 from paradec.api import images
 from paradec.core.facts import ModelFacts
-from paradec.core.latents import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
-from paradec.core.query import Cost, Query
+from paradec.core.query import Cost, LatentProposal, Query
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
