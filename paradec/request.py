@@ -6,11 +6,12 @@ Every entry point makes one: `generate`, `infill`, `generate_images`, `hf_genera
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -256,7 +257,7 @@ class Request:
             raise ValueError("give seed or generator, not both")
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
+    def from_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
         """Build a request of named arguments, which win over a preset, which wins over `defaults`.
 
         Raises:
@@ -266,7 +267,8 @@ class Request:
 
     @classmethod
     def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
-        """Merge named arguments, not yet checked, over a preset. Returns values by field. Raises: as `of`."""
+        """Merge named arguments, not yet checked, over a preset. Returns values by field. Raises: as
+        `from_arguments`."""
         check_names(arguments)
         if preset is None:
             return dict(arguments)
@@ -289,8 +291,9 @@ class Request:
 
     def without_objects(self) -> Request:
         """Copy the request without objects of this process, for a state to keep."""
-        objects: dict[str, Any] = dict.fromkeys(LIVE)
-        return replace(self, **objects)
+        stripped = copy.copy(self)  # checked already
+        vars(stripped).update(dict.fromkeys(LIVE))
+        return stripped
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as plain data.
@@ -364,23 +367,23 @@ if not TYPE_CHECKING:
     Arguments = TypedDict("Arguments", {name: entry.type for name, entry in FIELDS.items()}, total=False)
 
 
-def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str, Any]) -> Request:
-    """The request of a sampler's `start`: the one that was given, or one of arguments over the family's defaults.
+def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[str, Any]) -> Request:
+    """Return the request of a sampler's `start`: `request`, or one of arguments over the family's defaults.
 
     Raises:
         TypeError: both, or an unknown name. ValueError: an argument out of its range, or one that the family does not
             serve (`Sampler.unsupported`) and that is not at its default.
     """
-    if given is None:
-        given = Request.of(arguments, **sampler.request_defaults)
-    elif not isinstance(given, Request):
-        raise TypeError(f"request={shown(given)} must be a paradec.Request; other arguments go by name")
+    if request is None:
+        request = Request.from_arguments(arguments, **sampler.request_defaults)
+    elif not isinstance(request, Request):
+        raise TypeError(f"request={shown(request)} must be a paradec.Request; other arguments go by name")
     elif arguments:
         raise TypeError(f"give a request or arguments, not both: {', '.join(arguments)}")
-    for name, value in given.changes().items():
+    for name, value in request.changes().items():
         if name in sampler.unsupported and not (name == "attention" and value == "dense"):
             raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}: leave it out")
-    return given
+    return request
 
 
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
@@ -390,20 +393,22 @@ def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str
     return temperature != 0 or method.draws or not ours or (masks is not None and masks.density != "cut")
 
 
-def warn_of_unused(request: Request, method: Sampler, said: Collection[str]) -> None:
-    """Warn once of the fields `said` of a request that have no effect with its sampler, for the caller's caller."""
-    if request.steps is not None and not method.uses_steps:
-        warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=4)
-    if request.temperature != 0 or method.family not in ("masked", "draft_verify"):
+def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
+    """Warn once of the fields `names` of a request that have no effect with its sampler, for the caller's caller."""
+    if request.steps is not None and not sampler.uses_steps:
+        warnings.warn(f"steps={request.steps} has no effect: sampler {sampler.name!r} has no schedule", stacklevel=4)
+    if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):
         return
-    needs = getattr(method, "needs", None)
+    needs = getattr(sampler, "needs", None)
     filters = {"top_p": request.top_p not in (None, 1.0), "top_k": request.top_k is not None}
-    idle = [name for name, is_set in filters.items() if is_set and (needs is None or needs.score_from == "raw")]
-    if request.seed is not None and request.rng == "counter" and not seed_matters(method, 0, request.suffix):
-        idle.append("seed")
-    if named := [f"{name}={shown(getattr(request, name))}" for name in idle if name in said]:
-        have = "has" if len(named) == 1 else "have"
-        warnings.warn(f"{', '.join(named)} {have} no effect at temperature 0, which takes the best token", stacklevel=4)
+    unused = [name for name, is_set in filters.items() if is_set and (needs is None or needs.score_from == "raw")]
+    if request.seed is not None and request.rng == "counter" and not seed_matters(sampler, 0, request.suffix):
+        unused.append("seed")
+    if shown_fields := [f"{name}={shown(getattr(request, name))}" for name in unused if name in names]:
+        verb = "has" if len(shown_fields) == 1 else "have"
+        warnings.warn(
+            f"{', '.join(shown_fields)} {verb} no effect at temperature 0, which takes the best token", stacklevel=4
+        )
 
 
 def _as_data(name: str, value: Any) -> Any:

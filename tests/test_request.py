@@ -67,7 +67,8 @@ def test_every_field_has_another_value_here() -> None:
 
 def test_families_and_entry_points_name_fields() -> None:
     lists = [samplers.get(name).unsupported for name in samplers.names()]
-    lists += [asked.FIELDS, hosted.FIELDS, run.SHARED, images.SERVED, start.REFUSED, slots.REFUSED, slots.OWN_MASKED]
+    lists += [asked.FIELDS, hosted.FIELDS, run.SHARED, images.SERVED, start.REFUSED]
+    lists += [slots.REFUSED, slots.MASKED_ROW_FIELDS]
     assert {name for names in lists for name in names} <= {*FIELDS}
 
 
@@ -111,7 +112,7 @@ def test_all_at_once_comes_back(tmp_path: Path) -> None:
     request.save(tmp_path / "mine.json")
     assert Request.load(tmp_path / "mine.json") == request
     said = json.loads((tmp_path / "mine.json").read_text())
-    assert said.pop("draws") == DRAWS and Request.of({}, said) == request
+    assert said.pop("draws") == DRAWS and Request.from_arguments({}, said) == request
 
 
 @pytest.mark.parametrize("blocks", ["whole", AdaptiveBlocks(length=8, delimiters=(";", 3)), FixedBlocks(2)])
@@ -173,7 +174,7 @@ def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="temperature=-1"):
         Request.load(path)
     with pytest.raises(ValueError, match="preset=3 must be a Request"):
-        Request.of({}, 3)  # type: ignore[arg-type]
+        Request.from_arguments({}, 3)  # type: ignore[arg-type]
 
 
 def test_arguments_win_over_a_preset_which_wins_over_the_entry_points_defaults(llada: Model, tmp_path: Path) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from paradec import samplers
-from paradec.api.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, step_pictures
-from paradec.api.streaming import bar
-from paradec.core.checks import MODELS, check_choice, check_int, check_model, shown
-from paradec.core.protocol import Interrupted, Sampler, State, decode
-from paradec.core.thumbnails import of_images, of_stage, pillow, to_pil
+from paradec.api.streaming import watch
+from paradec.core.checks import MODELS, check_choice, check_int, check_model, count, per_forward, shown
+from paradec.core.protocol import Sampler, State, decode, interruptible
+from paradec.core.thumbnails import RAMP, of_images, of_stage, pillow, to_pil
+from paradec.core.trace import Trace
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
 from paradec.models.requests import UNSHARED
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
-
+OUTPUT_TYPES = ("pil", "pt", "latent")
+MAX_IMAGES = 100_000
+"""Pictures that one prompt or class can become."""
 SERVED = (
     *("sampler", "steps", "cache", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
     *("trace", "progress"),
@@ -40,6 +43,103 @@ SERVED = (
 if not TYPE_CHECKING:
     ImageArguments = TypedDict("ImageArguments", dict.fromkeys(SERVED, Any), total=False)
 KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
+
+
+@dataclass(repr=False)
+class ImageOutput:
+    """The result of `generate_images`. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included).
+    Models of continuous tokens (MAR) have no codes: `C'` numbers for each token instead."""
+
+    images: Any
+    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes again ("latent"; for
+    continuous tokens [B, C', h, w]); None after an interrupt, when some picture is not whole."""
+    codes: Tensor | None
+    """[B, h, w] int64: indices into the codebook, row by row; None after an interrupt, and for continuous tokens."""
+    tokens: Tensor
+    """[B, N] int64: the answers as the model writes them; [B, N, C'] float where they are continuous."""
+    grid: Grid
+    row_nfe: list[int]
+    """Forward calls that each row took part in."""
+    row_forwards: int
+    """Rows evaluated, all calls together (a guidance pair counts 2)."""
+    forwarded_tokens: int
+    """Positions evaluated, all rows together, padding excluded."""
+    accepted: np.ndarray
+    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended. From
+    `generate_many` less those that were taken back."""
+    seconds: float
+    """Wall time of the decoding loop, without the VQ decoder."""
+    prompt_lengths: list[int]
+    trace: Trace | None = None
+    draft_nfe: list[int] = field(default_factory=list)
+    """Forward calls of the smaller model that drafted for each row, which `row_nfe` leaves out; 0 without one."""
+    in_order: bool = True
+    """Whether each row was written in order, so that `accepted` says which step made which token."""
+    index: int | None = None
+    """From `generate_many`: which prompt this is the picture of, from 0."""
+    id: Any = None
+    """From `generate_many`: what the caller named the prompt."""
+    error: Exception | None = None
+    """From `generate_many`: why there is no whole picture; the other fields hold what was decoded until then."""
+
+    def __repr__(self) -> str:
+        rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
+        what = "no pictures yet" if self.images is None else f"{count(rows, 'picture')} of {size} tokens"
+        return (
+            f"ImageOutput({what}: {count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} {per_forward(rows)}, "
+            f"{self.seconds:.2f} s{', trace' * (self.trace is not None)})"
+        )
+
+    @property
+    def prior_token_ids(self) -> Tensor:
+        """[B, 4 h w] int64: what GlmImagePipeline takes, from GLM-Image's prior.
+
+        Raises:
+            ValueError: another model's pictures, or one that is not whole.
+        """
+        if not hasattr(self.grid, "prior_token_ids") or self.codes is None:
+            raise ValueError("prior_token_ids: only whole pictures of GLM-Image's prior have them")
+        return self.grid.prior_token_ids(self.tokens)
+
+    @property
+    def nfe(self) -> int:
+        """Number of function evaluations: the forwards that the pictures took, of several rows those of the row with
+        most."""
+        return max(self.row_nfe)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens per forward, of several rows per row call (`sum(row_nfe)`); after an interrupt, of those that were
+        final."""
+        tokens = self.tokens.shape[:2].numel()
+        return min(tokens, int(self.accepted.sum())) / max(1, sum(self.row_nfe))
+
+    @property
+    def steps(self) -> np.ndarray:
+        """[B, h, w] int64: the step, from 0, at which each image token became final; -1 where none did.
+
+        Read from the trace where there is one, else from `accepted`, as if each row was written in order (the samplers
+        of autoregressive models but `zipar` do).
+
+        Raises:
+            ValueError: tokens that are not written in order, without a trace.
+        """
+        if self.trace is None and self.tokens.ndim == 3:
+            raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
+        if self.trace is None and not self.in_order:
+            raise ValueError("masked tokens are not written in order: make the pictures with generate_images")
+        offsets = self.grid.cell_offsets.numpy()
+        if self.trace is None:
+            ends = self.accepted.cumsum(0)  # [steps, B]
+            steps = np.stack([np.searchsorted(row, offsets, side="right") for row in ends.T])
+            steps[steps == len(ends)] = -1
+        else:
+            written = np.full((len(self.prompt_lengths), max(self.prompt_lengths) + self.grid.length), -1)
+            for index, step in enumerate(self.trace.steps):
+                for row, position, _, _ in step.commits:
+                    written[row, position] = index
+            steps = np.stack([row[first + offsets] for row, first in zip(written, self.prompt_lengths)])
+        return steps.reshape(-1, self.grid.height, self.grid.width)
 
 
 def generate_images(
@@ -103,45 +203,43 @@ def generate_images(
             f"{type(model).__name__} does not"
         )
     check_names(arguments, [*inspect.signature(generate_images).parameters, *SERVED])
-    given = _given(model, {"prompts": prompts, "class_labels": class_labels})
+    conditions = choose_conditions(model, {"prompts": prompts, "class_labels": class_labels})
     request = picture_request(model, arguments, preset)
     check_output_type(model, output_type)
-    check_int("num_images", num_images, low=1, high=MOST_IMAGES)
+    check_int("num_images", num_images, low=1, high=MAX_IMAGES)
     grid = model.grid(height, width)
-    laid = model.request(given, grid, num_images, negative_prompt)
-    method: Any = request.sampler
-    drafter = getattr(method, "drafter", None)
+    laid = model.request(conditions, grid, num_images, negative_prompt)
+    sampler: Any = request.sampler
+    drafter = getattr(sampler, "drafter", None)
     if isinstance(drafter, PictureModel):  # it reads the same conditions
-        method = replace(method, drafter=drafter.request(given, grid, num_images, negative_prompt).model)
-    state = model.begin(method, laid, grid, request)
+        sampler = replace(sampler, drafter=drafter.request(conditions, grid, num_images, negative_prompt).model)
+    state = model.begin(sampler, laid, grid, request)
     state.noted = request.trace
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
-    try:
-        watched = bar(state, request.callback) if request.progress else nullcontext(request.callback)
-        with getattr(model, "requests", UNSHARED).slot.lock, state.freed_store(), watched as after_commit:
-            decode(method, laid.model, state, after_commit)
-    except KeyboardInterrupt as interrupt:
-        stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
-        stopped.output, _ = output_of(model, state, grid, time.perf_counter() - begin)
-        raise stopped from interrupt
+
+    def output_so_far() -> tuple[ImageOutput, Tensor | None]:
+        return build_output(model, state, grid, time.perf_counter() - begin)
+
+    watched = watch(state, request.callback, progress=request.progress)
+    lock = getattr(model, "requests", UNSHARED).slot.lock
+    with interruptible(lambda: output_so_far()[0]), lock, state.freed_store(), watched as after_commit:
+        decode(sampler, laid.model, state, after_commit)
     if laid.model.device.type == "cuda":
         torch.cuda.synchronize(laid.model.device)
-    output, latent = output_of(model, state, grid, time.perf_counter() - begin)
+    output, latent = output_so_far()
     if latent is not None:
-        output.images = latent
-        if output_type != "latent":
-            output.images = drawn(model, output.tokens, grid, output_type)
-            if state.trace is not None and request.trace:
-                state.trace.images = of_images(output.images)
-                for step, stage in zip(state.trace.steps, model.stages(output.tokens), strict=False):
-                    step.pictures = of_stage(stage)
+        output.images = latent if output_type == "latent" else make_images(model, output.tokens, grid, output_type)
+        if output_type != "latent" and state.trace is not None and request.trace:
+            state.trace.images = of_images(output.images)
+            for step, stage in zip(state.trace.steps, model.stages(output.tokens), strict=False):
+                step.pictures = of_stage(stage)
     return output
 
 
 def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: Preset | None = None) -> Request:
-    """What `generate_images` decodes: arguments over a preset over the model's own defaults, with its sampler made.
+    """Make the request of `generate_images`: arguments over a preset over the model's defaults, with its sampler made.
 
     Args:
         arguments: fields of `SERVED`; None is not given, and top_k=0 is all tokens.
@@ -150,25 +248,26 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
         TypeError: a name that is no argument. ValueError: an argument out of its range, or one that has no meaning for
             the sampler or for pictures.
     """
-    asked = {name: value for name, value in arguments.items() if value is not None}
-    check_int("top_k", asked.get("top_k"), low=0, none=True)
-    asked |= {"top_k": None} if asked.get("top_k") == 0 else {}
-    said = Request.merge_arguments(asked, preset)
-    for name, value in said.items():
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    check_int("top_k", arguments.get("top_k"), low=0, none=True)
+    if arguments.get("top_k") == 0:
+        arguments["top_k"] = None
+    merged = Request.merge_arguments(arguments, preset)
+    for name, value in merged.items():
         if name not in SERVED:
-            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out of the preset")
-    method = picture_sampler(model, said.pop("sampler", None), model.facts.name)
-    if settings := {name: said.pop(name) for name in model.sampler_settings if name in said}:
-        method = replace(method, **settings)
-    fields = {**model.defaults_with(method), **said}
+            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out")
+    sampler = picture_sampler(model, merged.pop("sampler", None), model.facts.name)
+    if settings := {name: merged.pop(name) for name in model.sampler_settings if name in merged}:
+        sampler = replace(sampler, **settings)
+    fields = {**model.defaults_with(sampler), **merged}
     fields["top_k"] = fields.get("top_k") or None
-    request = request_for(method, Request(sampler=method, **fields), {})
-    warn_of_unused(request, method, said)
+    request = request_for(sampler, Request(sampler=sampler, **fields), {})
+    warn_of_unused(request, sampler, merged)
     return request
 
 
 def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user: str, **settings: Any) -> Any:
-    """The sampler that a name, or None, means for a kind of model.
+    """Make the sampler that a name, or None, means for a kind of model.
 
     Args:
         model: an adapter, or the class of it. sampler: a name, a sampler, or None for the default. user: what messages
@@ -200,14 +299,14 @@ def check_output_type(model: PictureModel, output_type: Any) -> None:
         model.check_decodes()
 
 
-def drawn(model: PictureModel, tokens: torch.Tensor, grid: Grid, output_type: str) -> Any:
-    """The pictures of whole answers [B, N]: `ImageOutput.images`, as "pil" or "pt"."""
+def make_images(model: PictureModel, tokens: Tensor, grid: Grid, output_type: str) -> Any:
+    """Decode whole answers [B, N] to `ImageOutput.images`, as "pil" or "pt"."""
     images = model.decode(tokens, grid).cpu()
     return to_pil(images) if output_type == "pil" else images
 
 
-def _given(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
-    """What the model is conditioned on."""
+def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
+    """Return the conditions of the model's kind. Raises ValueError where they are missing, or others are given."""
     for name, value in conditions.items():
         if value is not None and name != model.conditions:
             raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")
@@ -216,27 +315,85 @@ def _given(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
     return conditions[model.conditions]
 
 
-def output_of(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, torch.Tensor | None]:
-    """The output without pictures, and what they are decoded from: None where one is not whole."""
-    found = model.read(state, grid)
-    latent = model.latent(found.tokens, grid) if found.whole else None
+def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, Tensor | None]:
+    """Read a state: the output without pictures, and what they are decoded from, None where one is not whole."""
+    answers = model.read(state, grid)
+    latent = model.latent(answers.tokens, grid) if answers.whole else None
     nfe, row_forwards, forwarded, _ = state.counts
     if state.trace is not None:
         state.trace.grid = (grid.height, grid.width)
         offsets = grid.cell_offsets.tolist()
-        state.trace.cells = [[first + offset for offset in offsets] for first in found.prompt_lengths]
+        state.trace.cells = [[first + offset for offset in offsets] for first in answers.prompt_lengths]
     output = ImageOutput(
         images=None,
         codes=None if latent is None or latent.is_floating_point() else latent,
-        tokens=found.tokens,
+        tokens=answers.tokens,
         grid=grid,
         row_nfe=nfe.tolist(),
         row_forwards=int(row_forwards.sum()),
         forwarded_tokens=int(forwarded.sum()),
-        accepted=found.accepted,
+        accepted=answers.accepted,
         seconds=seconds,
-        prompt_lengths=found.prompt_lengths,
+        prompt_lengths=answers.prompt_lengths,
         trace=state.trace,
-        draft_nfe=found.draft_nfe,
+        draft_nfe=answers.draft_nfe,
     )
     return output, latent
+
+
+# ---- sheets of pictures ---------------------------------------------------------------------------------------------
+
+
+def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 2, enlarge: int = 1) -> Any:
+    """One PIL image with all of them, row by row on white.
+
+    Args:
+        images: PIL images of one size.
+        columns: pictures in a row; by default about as many as rows.
+        gap: pixels between them.
+        enlarge: pixels that a pixel becomes, along each side.
+
+    Raises:
+        ValueError: no images, or an argument out of its range.
+    """
+    if not images:
+        raise ValueError("images is empty; give at least one")
+    columns = int(np.ceil(len(images) ** 0.5)) if columns is None else columns
+    for name, value, low in (("columns", columns, 1), ("gap", gap, 0), ("enlarge", enlarge, 1)):
+        check_int(name, value, low=low)
+    library = pillow()
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    width, height = (side * enlarge for side in images[0].size)
+    mode = images[0].mode
+    size = (columns * (width + gap) - gap, rows * (height + gap) - gap)
+    sheet = library.new(mode, size, 255 if mode == "L" else (255, 255, 255))
+    for index, image in enumerate(images):
+        place = (index % columns * (width + gap), index // columns * (height + gap))
+        sheet.paste(image.resize((width, height), library.Resampling.NEAREST), place)
+    return sheet
+
+
+def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any]:
+    """For every picture, which step made which token final: dark first, yellow last, black what no step did.
+
+    Tokens of one colour were committed together.
+
+    Args:
+        output: of `generate_images`, or steps as its `steps` has them: [B, h, w] int64.
+        pixels: along the side of a token.
+
+    Returns:
+        B PIL images of [w * pixels, h * pixels].
+    """
+    check_int("pixels", pixels, low=1)
+    library = pillow()
+    steps = output if isinstance(output, np.ndarray) else output.steps
+    last = max(1, int(steps.max()))
+    share = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)
+    low = np.clip(share.astype(int), 0, len(RAMP) - 2)
+    ramp = np.array(RAMP, float)
+    colours = ramp[low[..., 0]] + (share - low) * (ramp[low[..., 0] + 1] - ramp[low[..., 0]])
+    colours[steps < 0] = 0
+    pictures = colours.round().astype(np.uint8).repeat(pixels, 1).repeat(pixels, 2)
+    return [library.fromarray(picture) for picture in pictures]

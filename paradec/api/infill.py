@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from paradec.api.generate import MADE, answer, check_source, own_defaults
+from paradec.api.generate import KINDS, choose_source, decode_request, prepare_request
 from paradec.api.output import Output
 from paradec.constraints.values import Constraint
 from paradec.core.checks import check_int, check_model, shown
 from paradec.core.prompts import encode
-from paradec.request import Arguments, Preset, Request
+from paradec.request import Arguments, Preset
 
 
 def infill(
@@ -54,42 +54,46 @@ def infill(
     Raises:
         ValueError: a prompt without a mask, a model or tokenizer without a mask token. Otherwise as `generate`.
     """
-    check_model("infill", model, MADE)
-    check_source(prompt, input_ids)
+    check_model("infill", model, KINDS)
+    source = choose_source(prompt, input_ids)
     hole = model.facts.hole_id
     if hole is None:
         raise ValueError(f"infill needs a model with a mask token; {model.facts.name} is autoregressive")
-    request = Request.of(arguments, preset, max_new_tokens=0, holes_eos_inf=True, **own_defaults(model))
-    prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat, placeholder=mask)
+    request, sampler = prepare_request(model, arguments, preset, max_new_tokens=0, holes_eos_inf=True)
+    prompts = encode(model, source, attention_mask, request.chat, placeholder=mask)
     for index, row in enumerate(prompts.rows):
         if hole not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
     if constraints is not None or request.constraint is not None:
-        holes = max(_holes(row, hole, request.max_new_tokens) for row in prompts.rows)
-        request = replace(request, constraint=_of_holes(constraints, request.constraint, holes))
-    return answer(model, prompts, request, arguments)
+        num_holes = max(count_holes(row, hole, request.max_new_tokens) for row in prompts.rows)
+        request = replace(request, constraint=hole_constraints(constraints, request.constraint, num_holes))
+    return decode_request(model, prompts, request, sampler)
 
 
-def _holes(row: list[int], hole: int, new: int | None) -> int:
-    """How many stretches of a row are to be filled."""
-    masked = [token == hole for token in row] + [True] * (new or 0)
-    return sum(here and not before for here, before in zip(masked, [False, *masked]))
+def count_holes(row: list[int], hole: int, max_new_tokens: int | None) -> int:
+    """Count the runs of positions that are to be filled in a row, its answer among them."""
+    masked = [token == hole for token in row] + [True] * (max_new_tokens or 0)
+    return sum(is_hole and not was_hole for is_hole, was_hole in zip(masked, [False, *masked]))
 
 
-def _of_holes(given: Any, every: Any, holes: int) -> Any:
-    """The constraint of a request whose prompts have so many holes.
+def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
+    """Combine the constraints of single holes and that of every hole.
 
     Raises:
-        ValueError: both are said, or no list and no mapping of numbers of holes.
+        ValueError: both are given, or neither a list nor a mapping of numbers of holes.
     """
-    if given is not None and every is not None:
-        raise ValueError(f"constraints={shown(given)} and constraint={shown(every)} both say it; give one of them")
-    if isinstance(given, Mapping):
-        for number in given:
-            check_int("constraints: hole", number, low=0, high=holes - 1)
-        return tuple(given.get(number) for number in range(holes))
-    if given is not None and not isinstance(given, (list, tuple)):
-        raise ValueError(f"constraints={shown(given)} must be a list, one for each hole, or a mapping of their numbers")
-    if given is not None:
-        return given
-    return (every,) * holes if isinstance(every, Constraint) else every
+    if constraints is not None and constraint is not None:
+        raise ValueError(
+            f"constraints={shown(constraints)} and constraint={shown(constraint)} both say it; give one of them"
+        )
+    if isinstance(constraints, Mapping):
+        for number in constraints:
+            check_int("constraints: hole", number, low=0, high=num_holes - 1)
+        return tuple(constraints.get(number) for number in range(num_holes))
+    if constraints is not None and not isinstance(constraints, (list, tuple)):
+        raise ValueError(
+            f"constraints={shown(constraints)} must be a list, one for each hole, or a mapping of their numbers"
+        )
+    if constraints is not None:
+        return constraints
+    return (constraint,) * num_holes if isinstance(constraint, Constraint) else constraint

@@ -18,7 +18,7 @@ from paradec.core.prompts import right_aligned
 from paradec.core.rollouts import Rollout
 from paradec.core.trace import Trace, drawing
 
-MOST_SHOWN = 100
+MAX_SHOWN = 100
 """Characters of a text that an output's `repr` shows."""
 
 
@@ -110,23 +110,23 @@ class Output:
         return [tokens / max(1, calls) for tokens, calls in zip(self.tokens, self.denoising_calls, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        """As data that JSON can hold: every field that is there, tensors as lists, but for `prefix`; and the two
+        """Convert to data that JSON can hold: every field that is not None but `prefix`, tensors as lists; and the two
         numbers `nfe` and `tokens_per_forward`."""
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "prefix"}
-        data = {name: _plain(value) for name, value in found.items() if value is not None}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "prefix"}
+        data = {name: _plain(value) for name, value in values.items() if value is not None}
         return data | {"nfe": self.nfe, "tokens_per_forward": self.tokens_per_forward}
 
     def __repr__(self) -> str:
         rows, end = len(self.tokens), sum(self.finished)
         texts = [] if self.text is None else [self.text] if isinstance(self.text, str) else self.text
-        shown = [repr(text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "...") for text in texts[:2]]
-        said = ", ".join(entry if len(entry) <= 2 * MOST_SHOWN else "..." for entry in shown)
-        said = f"{said}, ... {len(texts) - 2} more" if len(texts) > 2 else said or "no text"
+        quoted = [repr(text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "...") for text in texts[:2]]
+        answers = ", ".join(entry if len(entry) <= 2 * MAX_SHOWN else "..." for entry in quoted) or "no text"
+        answers += f", ... {len(texts) - 2} more" if len(texts) > 2 else ""
         of_rows = "" if rows == 1 else f"{rows} rows, "
         ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
         more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
         return (
-            f"Output({said}: {of_rows}{count(sum(self.tokens), 'token')}, {count(self.nfe, 'forward')}, "
+            f"Output({answers}: {of_rows}{count(sum(self.tokens), 'token')}, {count(self.nfe, 'forward')}, "
             f"{self.tokens_per_forward:.1f} {per_forward(rows)}, {ended}, {self.seconds:.2f} s{more})"
         )
 
@@ -135,7 +135,7 @@ class Output:
 
 
 def _plain(value: Any) -> Any:
-    """A field of an output as data that JSON can hold."""
+    """Convert a field of an output to data that JSON can hold."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Exception):
@@ -145,16 +145,16 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def aligned(found: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
-    """In the columns of `Output.sequences`, with nothing where `keep` [B, L] bool is not."""
+def align_logprobs(logprobs: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
+    """Move log-probabilities to the columns of `Output.sequences`, with nothing where `keep` [B, L] bool is not."""
 
     def place(tensor: Tensor, fill: Any) -> Tensor:
         return right_aligned(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
 
-    return found.placed(place)
+    return logprobs.placed(place)
 
 
 def runs(flags: Tensor) -> list[tuple[int, int]]:
-    """Start and end (exclusive) of every run of True in flags [L]."""
+    """List start and end (exclusive) of every run of True in flags [L]."""
     edges = torch.cat((flags.new_zeros(1), flags, flags.new_zeros(1))).int().diff()
     return list(zip((edges > 0).nonzero().squeeze(1).tolist(), (edges < 0).nonzero().squeeze(1).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What follows along: a progress bar, and text as it becomes final through transformers' protocol of streamers.
+"""Observers of a request: a progress bar, and text as it becomes final through transformers' protocol of streamers.
 
 `put` gets token ids [B, n] in reading order: first what is before the first mask of any row (the prompt, padded on
 the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
@@ -13,7 +13,7 @@ after a row's end are not sent, except as padding beside longer rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from paradec.core.checks import shown
 from paradec.core.contract import TextState
 from paradec.core.prompts import right_aligned
 from paradec.core.protocol import Commit, State
+
+Callback = Callable[[Any, Commit], bool | None]
 
 
 def check_streamer(streamer: Any, rows: int) -> None:
@@ -39,7 +41,7 @@ def check_streamer(streamer: Any, rows: int) -> None:
 
 
 @contextmanager
-def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], bool | None] | None) -> Iterator[Any]:
+def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterator[Callback]:
     """A callback for `decode` that feeds the streamer, then calls `callback`; the streamer is ended on leaving.
 
     Args:
@@ -87,9 +89,7 @@ def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], 
 
 
 @contextmanager
-def bar(
-    state: State | TextState, callback: Callable[[Any, Commit], bool | None] | None
-) -> Iterator[Callable[[Any, Commit], bool | None]]:
+def bar(state: State | TextState, callback: Callback | None) -> Iterator[Callback]:
     """A callback for `paradec.core.protocol.decode` that moves tqdm's bar (tokens that are final, and the forwards they
     took), then calls `callback`.
 
@@ -98,13 +98,24 @@ def bar(
     """
     from tqdm.auto import tqdm  # of notebooks, where it runs in one
 
-    with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as shown:
+    with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as progress_bar:
 
         def after_commit(stepped: State, commit: Commit) -> bool | None:
             final, total = stepped.progress
-            shown.total = total  # rows may end before their last token
-            shown.set_postfix(forwards=int(stepped.nfe.max()), refresh=False)
-            shown.update(final - shown.n)
+            progress_bar.total = total  # rows may end before their last token
+            progress_bar.set_postfix(forwards=int(stepped.nfe.max()), refresh=False)
+            progress_bar.update(final - progress_bar.n)
             return None if callback is None else callback(stepped, commit)
 
         yield after_commit
+
+
+@contextmanager
+def watch(state: Any, callback: Callback | None, streamer: Any = None, progress: bool = False) -> Iterator[Any]:
+    """The callback for `decode` of a request with a streamer and a bar, if it has these. state: as in `stream`."""
+    with ExitStack() as stack:
+        if streamer is not None:
+            callback = stack.enter_context(stream(streamer, state, callback))
+        if progress:
+            callback = stack.enter_context(bar(state, callback))
+        yield callback

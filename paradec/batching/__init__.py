@@ -1,6 +1,6 @@
 """Batches that stay full: `Batch`, and `generate_many` over it."""
 
 from paradec.batching.batch import Batch
-from paradec.batching.slots import REFUSED, BatchClosed, Cancelled, Ticket, refusal
+from paradec.batching.slots import REFUSED, BatchClosed, Cancelled, Ticket, why_unsupported
 
-__all__ = ["REFUSED", "Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]
+__all__ = ["REFUSED", "Batch", "BatchClosed", "Cancelled", "Ticket", "why_unsupported"]

@@ -3,13 +3,15 @@
 `Batch` is what `paradec.generate_many` and servers decode with. Prompts come in at any time and from any thread; every
 `step` lets in what fits, takes one step of the protocol and gives back what has ended. Each prompt's tokens are those
 of `paradec.generate` on the list of all prompts in the order in which they came: a row begins as the sampler's `start`
-makes it, takes a slot in the canvas, the memory and the store of the state (`State.put`), and depends on no neighbour.
+makes it, takes a slot in the canvas, the memory and the store of the state (`paradec.core.rows`), and depends on no
+neighbour.
 
 Continuous batching is Yu et al., "Orca" (OSDI 2022): iteration-level scheduling.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -21,33 +23,34 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import numpy as np
 import torch
 
-from paradec.api.generate import own_defaults
+from paradec.api.generate import make_sampler, prepare_request
 from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
-from paradec.batching.device import DeviceGroup, steps_on_device
-from paradec.batching.reading import Seen, each_read, read
-from paradec.batching.recovery import begin_anew, detached, fit, isolate, nothing, out_of_memory
+from paradec.batching.outputs import StreamSource, build_outputs, detach_error, failed_output, is_out_of_memory
+from paradec.batching.prefixes import Prefixes
 from paradec.batching.slots import (
-    MADE,
+    KINDS,
     BatchClosed,
     Cancelled,
+    DeviceGroup,
     Group,
     Queue,
     RowState,
     Ticket,
     bytes_of_row,
-    check_request,
-    key_of,
-    method_of,
-    tell,
+    call_on_done,
+    can_run_on_device,
+    can_start_together,
+    group_key,
+    join_tickets,
+    why_unsupported,
 )
-from paradec.batching.starting import alike, prefixes_of, together
 from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
 from paradec.models.requests import UNSHARED
-from paradec.request import Arguments, Preset, Request, warn_of_unused
+from paradec.request import Arguments, Preset, Request
 from paradec.samplers.masked.device import step as device_step
 
 __all__ = ["Batch", "BatchClosed", "Cancelled", "Ticket"]
@@ -62,9 +65,9 @@ class Batch:
     >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
     >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
 
-    Prompts that differ in nothing but `OWN` (masked samplers: `suppress_tokens` too) share their model calls. Others
-    are decoded beside them in groups of their own, of which every step takes one step each. Groups share the rows: one
-    that is free goes to the prompt that has waited longest, so that none starves.
+    Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) share their calls. Others are
+    decoded in other groups; every step takes one step of each group. Groups share the rows: a free one goes to the
+    prompt that has waited longest, so that none starves.
 
     `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. Ctrl-C
     leaves the batch at its last commit: call `step` again.
@@ -76,7 +79,7 @@ class Batch:
     result, and as many positions are not evaluated together again. A row that does not fit alone fails.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`; of the kinds `MADE`.
+        model: from `paradec.load` or `paradec.wrap`; of the kinds `KINDS`.
         batch_size: rows at most.
         max_memory: bytes that keys, values and the methods' memory may take together; None leaves it to `batch_size`
             and to what the device has.
@@ -108,25 +111,26 @@ class Batch:
         preset: Preset | None = None,
         **arguments: Unpack[Arguments],
     ):
-        self._check_kind(model)
+        self._check_model(model)
         check_int("batch_size", batch_size, low=1)
         check_int("calls_per_step", calls_per_step, low=1, high=3)
         check_int("max_memory", max_memory, low=1, high=LARGEST_INT64, none=True)
         check_int("prefix_memory", prefix_memory, low=0, high=LARGEST_INT64, none=True)
         self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
         self.calls_per_step = calls_per_step
-        self.request = self._requested(arguments, preset)
-        self._check(self.request)
+        self.request, self.sampler = self._prepare(model, arguments, preset)
+        self._check(self.request, self.sampler)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
-        self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
-        self.prefixes = prefixes_of(model, prefix_memory)
-        """What rows leave for each other; None where nothing is kept."""
+        seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
+        self._seeded = replace(self.request, seed=seed)
+        self.prefixes = self._make_prefixes(prefix_memory)
+        """Keys and values that rows leave for each other; None where nothing is kept."""
         self._waits = Queue()
         self._groups, self._ended = list[Group](), list[Ticket]()
         self._most_positions: int | None = None  # rows times columns, once memory was too small for more
         self._uncapturable = ""  # why no graph could be captured
-        self._untold: deque[Any] = deque()  # tickets whose on_done is to be called
+        self._callbacks: deque[Any] = deque()  # tickets whose on_done is to be called
         self._stepper: int | None = None  # the thread that takes a step
         self._stepping = threading.Lock()
         getattr(model, "requests", UNSHARED).use.batches.add(self)
@@ -164,26 +168,27 @@ class Batch:
             ValueError, TypeError: a prompt or an argument that cannot be used; it takes no number then.
             BatchClosed: the batch is closed.
         """
-        request = self._own_request(changes, preset)
+        request, sampler = self._prepare_prompt(changes, preset)
         prompts = encode(self.model, prompt, None, request.chat)
         if streamer is not None:
             check_streamer(streamer, 1)
-        return self._queue(Ticket(0, id, prompts, request, streamer, on_done, cache_salt=cache_salt), alone)
+        return self._queue(Ticket(0, id, prompts, request, sampler, streamer, on_done, cache_salt=cache_salt), alone)
 
-    def _own_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
-        """What one prompt is decoded with."""
-        request = self.request
-        if preset is not None or changes:
-            request = self._changed_request(changes, preset)
-            self._check(request)
-        if isinstance(request.seed, tuple):
-            if len(request.seed) != 1:
-                raise ValueError(f"seed={shown(request.seed)} has {len(request.seed)} entries for one prompt")
-            request = replace(request, seed=request.seed[0])
-        return replace(request, seed=self._seed) if request.seed is None else request
+    def _prepare_prompt(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
+        """The request of one prompt, and its sampler."""
+        if preset is None and not changes:
+            return self._seeded, self.sampler
+        request, sampler = self._change(changes, preset)
+        self._check(request, sampler)
+        seed: Any = request.seed
+        if isinstance(seed, tuple):
+            if len(seed) != 1:
+                raise ValueError(f"seed={shown(seed)} has {len(seed)} entries for one prompt")
+            (seed,) = seed
+        return replace(request, seed=self._seeded.seed if seed is None else seed), sampler
 
     def _queue(self, ticket: T, alone: bool) -> T:
-        """Give a ticket its number, and let it wait."""
+        """Check a ticket and put it into the queue."""
         if ticket.on_done is not None and not callable(ticket.on_done):
             raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
         if len(ticket.prompts.rows) != 1:
@@ -192,7 +197,7 @@ class Batch:
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a prompt back; the next step ends it with the error `Cancelled`. False if it has ended already."""
+        """Cancel a prompt; the next step ends it with the error `Cancelled`. False if it has ended already."""
         with self._waits.changed:
             if ticket.done:
                 return False
@@ -226,7 +231,7 @@ class Batch:
         if self._stepper != threading.get_ident():
             with self._turn():
                 self._end_all()
-            tell(self._untold)
+            call_on_done(self._callbacks)
 
     def __enter__(self) -> Self:
         return self
@@ -253,13 +258,13 @@ class Batch:
                 elif not self.waiting:
                     for group in self._groups:
                         group.compact()
-        tell(self._untold)
+        call_on_done(self._callbacks)
         return self.ended()
 
     def ended(self) -> list[Ticket]:
         """The tickets that have ended and were not returned yet, as after a step that was interrupted."""
-        found, self._ended = self._ended, []
-        return found
+        tickets, self._ended = self._ended, []
+        return tickets
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -284,100 +289,109 @@ class Batch:
         self._groups.clear()
         self._drop_prefixes()
 
-    # ---- what is text's own -----------------------------------------------------------------------------------------
+    # ---- of text; pictures override these ---------------------------------------------------------------------------
 
-    def _check_kind(self, model: Any) -> None:
+    _prepare = staticmethod(prepare_request)
+
+    def _check_model(self, model: Any) -> None:
         """Raise TypeError for another kind of model."""
-        check_model("Batch", model, MADE)
+        check_model("Batch", model, KINDS)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, sampler: Any) -> None:
         """Raise ValueError where the batch cannot be refilled with such a request."""
-        check_request(self.model, request)
+        if why := why_unsupported(self.model, request, sampler):
+            raise ValueError(why)
         if request.compile and self.capture and self.model.device.type != "cuda":
             raise ValueError(
                 f"compile=True in a batch that is refilled captures CUDA graphs, and the model is on "
                 f"{self.model.device}: leave compile out"
             )
 
-    def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
-        """What prompts are decoded with that say nothing else."""
-        request = Request.of(arguments, preset, **own_defaults(self.model))
-        warn_of_unused(request, method_of(self.model, request), arguments)
-        return request
+    def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
+        """The request, and its sampler, of a prompt with other fields than the batch."""
+        request = replace(self.request, **Request.merge_arguments(changes, preset))
+        is_same = request.sampler is self.request.sampler
+        return request, self.sampler if is_same else make_sampler(self.model, request.sampler)
 
-    def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
-        """The same for a prompt that says more."""
-        return Request.of({**self.request.changes(), **Request.merge_arguments(changes, preset)})
+    def _make_prefixes(self, budget: int | None) -> Prefixes | None:
+        """Make what keeps keys and values for later rows; None where nothing is kept.
 
-    def _alike(self, first: Ticket, other: Ticket) -> bool:
-        """Whether two prompts may begin together."""
-        return alike(self.model, first, other)
+        Raises:
+            ValueError: a budget for a model whose rows have nothing to share.
+        """
+        facts = self.model.facts
+        if facts.topology in ("causal", "block_causal"):
+            return None if budget == 0 else Prefixes(self.model, budget)
+        if budget:
+            raise ValueError(
+                f"prefix_memory={budget} has nothing to keep: every key of {facts.name} depends on the whole row; "
+                "share_prefix=True of generate approximates it"
+            )
+        return None
 
-    def _begin(self, tickets: Sequence[Any]) -> tuple[Any, Any]:
-        """The sampler of prompts that are alike, and what they start from."""
-        method = method_of(self.model, tickets[0].request)
-        return method, method.start(self.model, *together(tickets))
+    def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
+        """Whether two prompts may begin as rows of one request."""
+        return can_start_together(self.model, first, second)
+
+    def _begin(self, tickets: Sequence[Any]) -> Any:
+        """Make the state of prompts that can start together."""
+        return tickets[0].sampler.start(self.model, *join_tickets(tickets))
 
     def _model_of(self, ticket: Any) -> Any:
-        """What a prompt is decoded with: the model, or a copy that knows this prompt alone
-        (`paradec.core.rows`)."""
+        """The model that decodes a prompt, or a copy that holds this prompt (`paradec.core.rows`)."""
         return self.model
 
-    def _read(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
+    def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
         """The outputs of some rows of a state."""
-        return read(self.model, state, slots, tickets, error)
+        return build_outputs(self.model, state, slots, tickets, error)
 
-    def _failed(self, ticket: Any, error: Exception) -> Any:
-        """The output of a prompt that nothing was decoded of."""
-        return nothing(self.model, ticket.prompts.rows[0], error)
-
-    def refused(self, error: Exception) -> Any:
-        """The output of a prompt that `add` did not take."""
-        return nothing(self.model, (), error)
+    def failed_output(self, error: Exception, ids: Sequence[int] = ()) -> Any:
+        """The output of a prompt of which nothing was decoded. ids: the prompt's."""
+        return failed_output(self.model, ids, error)
 
     def finish(self, output: Any) -> None:
-        """What is left to do when an output is handed out: nothing for text."""
+        """Complete an output before it is returned."""
 
-    # ---- letting in -----------------------------------------------------------------------------------------------
+    # ---- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         most = self.batch_size if self.max_memory is None and self._most_positions is None else 1
         while self.occupied < self.batch_size and not self._waits.closed:
-            tickets = self._waits.first(min(most, self.batch_size - self.occupied), self._alike)
+            tickets = self._waits.first(min(most, self.batch_size - self.occupied), self._can_start_together)
             if not tickets:
                 return
             try:
-                if not self._enter(tickets, *self._start(tickets)):
+                if not self._enter(tickets, self._start(tickets)):
                     return  # once other rows have ended there is room
             except Exception as error:
                 if len(tickets) > 1:
-                    most = 1  # what one of them raises is its own, and there may be memory for some
+                    most = 1  # the error may be of one of them, and there may be memory for some
                     continue
-                if out_of_memory(error) and self.occupied:
+                if is_out_of_memory(error) and self.occupied:
                     return
                 with held_back():
                     if not tickets[0].done:
-                        self._waits.leave(tickets[0])
-                        self._end(tickets[0], self._failed(tickets[0], detached(error)))
+                        self._waits.remove(tickets[0])
+                        self._fail(tickets[0], detach_error(error))
 
-    def _start(self, tickets: Sequence[Ticket]) -> tuple[Any, RowState]:
-        """The sampler of prompts that are alike, and the state of a request that has these rows alone."""
-        method, state = self._begin(tickets)
-        if method.family == "masked":
+    def _start(self, tickets: Sequence[Ticket]) -> RowState:
+        """Make the state of a request that has these prompts alone."""
+        state, sampler = self._begin(tickets), tickets[0].sampler
+        if sampler.family == "masked":
             state.most_calls = self.calls_per_step
         if why := state.fixed():
-            raise ValueError(f"sampler {method.name!r} with this request cannot be refilled: {why}")
+            raise ValueError(f"sampler {sampler.name!r} with this request cannot be refilled: {why}")
         if self.prefixes is not None:
             rows = bytes_of_row(self.model, state, state.extent(np.arange(len(tickets)))) * self.batch_size
             self.prefixes.allow(rows if self.max_memory is None else self.max_memory)
             self.prefixes.begin(state, tickets, self._waits.first(self.batch_size, lambda *_: True), self._groups)
-        return method, state
+        return state
 
-    def _enter(self, tickets: Sequence[Ticket], method: Any, state: RowState) -> bool:
+    def _enter(self, tickets: Sequence[Ticket], state: RowState) -> bool:
         """Give the rows slots in the group of their kind. False: there is no room for all of them now."""
         first, count = tickets[0], len(tickets)
-        on_device = steps_on_device(method, self.model, first.request, state, self._uncapturable)
-        key = key_of(method, first, state, on_device)
+        on_device = can_run_on_device(first.sampler, self.model, first.request, state, self._uncapturable)
+        key = group_key(first, state, on_device)
         self._close_empty()  # a new one is no wider than the row
         group = next((group for group in self._groups if group.key == key), None)
         width = state.extent(np.arange(count))
@@ -402,19 +416,20 @@ class Batch:
         try:
             with held_back():
                 for ticket in tickets:
-                    ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
+                    ticket.new_tokens, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    group = self._group(key, method, state, row, self._model_of(first))
+                    parts = key, first.sampler, state, row, self._model_of(first), self.model
+                    group = DeviceGroup(*parts, capture=self.capture) if on_device else Group(*parts)
                     self._groups.append(group)
                 group.make_room(most, self.waiting, width, count)
                 slots = group.enter(tickets, state, self._model_of(first))
                 group.row_bytes = row
                 for ticket in tickets:
-                    self._waits.leave(ticket)
+                    self._waits.remove(ticket)
                 self._feed(group, slots)
         except Exception as error:
-            if group in self._groups and not (out_of_memory(error) and group.occupied):
-                begin_anew(group, self._groups, self._waits)  # another error may have come between two of its changes
+            if group in self._groups and not (is_out_of_memory(error) and group.occupied):
+                self._requeue(group)  # another error may have come between two of its changes
             raise
         return True
 
@@ -422,12 +437,6 @@ class Batch:
         """Give back what ended rows have left."""
         if self.prefixes is not None:
             self.prefixes.tree.clear()
-
-    def _group(self, key: tuple[Any, ...], method: Any, state: RowState, row_bytes: int, model: Any) -> Group:
-        """A group that begins with a row of this kind."""
-        if key[-1]:
-            return DeviceGroup(key, method, state, row_bytes, model, self.model, capture=self.capture)
-        return Group(key, method, state, row_bytes, model, self.model)
 
     def _close_empty(self) -> None:
         """Let go of the groups whose rows have all ended."""
@@ -439,48 +448,94 @@ class Batch:
     # ---- stepping -------------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
-        """One step of a group, and the end of the rows that have ended with it."""
+        """Take one step of a group, and end the rows that have ended with it."""
         while not group.state.done:
-            between = True
+            is_between_commits = True
             error: Exception
             try:
                 proposal = group.propose()
                 with held_back():
-                    between = False
+                    is_between_commits = False
                     group.commit(proposal)
                     self._harvest(group)
                 return
-            except NotFinite as found:
-                error = found.with_traceback(None)  # else it would hold on to the step's tensors
-            except device_step.NotCapturable as found:
+            except NotFinite as raised:
+                error = raised.with_traceback(None)  # else it would keep the step's tensors alive
+            except device_step.NotCapturable as raised:
                 with held_back():
-                    self._uncapturable = str(found)  # in the plain loop, from their beginning
-                    begin_anew(group, self._groups, self._waits)
+                    self._uncapturable = str(raised)  # in the plain loop, from their beginning
+                    self._requeue(group)
                 return
-            except Exception as found:
-                error = detached(found)
+            except Exception as raised:
+                error = detach_error(raised)
             with held_back():
                 if isinstance(error, NotFinite):
                     for slot in error.rows.tolist():
                         self._let_go(group, [slot], FloatingPointError(str(error).replace(" for row ", " for slot ")))
                     group.stop_rows(error.rows, wipe=True)
                     continue
-                if out_of_memory(error):
+                if is_out_of_memory(error):
                     self._drop_prefixes()
-                    keep = between and not isinstance(group, DeviceGroup)
-                    self._most_positions, failed = fit(group, self._groups, self._waits, keep)
+                    failed = self._shrink(group, is_between_commits and not isinstance(group, DeviceGroup))
                 else:
-                    failed = isolate(group, self._groups, self._waits)
+                    failed = self._isolate(group)
                 for ticket in failed:
-                    self._end(ticket, self._failed(ticket, error))
+                    self._fail(ticket, error)
                 return
         if group.occupied:  # by rows that a constraint wrote whole as they began
             with held_back():
                 self._harvest(group)
 
+    def _requeue(self, group: Group) -> list[Ticket]:
+        """Put the rows of a group back into the queue, to be decoded from their beginning; return them."""
+        self._groups.remove(group)
+        tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waits.waiting]
+        self._waits.requeue(tickets)
+        return tickets
+
+    def _isolate(self, group: Group) -> list[Ticket]:
+        """Begin each row of a group anew by itself, since a step raised. Return the rows that fail: those that were by
+        themselves."""
+        tickets = self._requeue(group)
+        failed = [ticket for ticket in tickets if ticket.isolated]
+        for ticket in failed:
+            self._waits.remove(ticket)
+        for ticket in tickets:
+            ticket.isolated = True
+        return failed
+
+    def _shrink(self, group: Group, keep: bool) -> list[Ticket]:
+        """Let the younger half of a group wait again, since memory was too small; all of it where the state is between
+        two commits (`keep` False). Fewer positions are evaluated together from now on.
+
+        Returns:
+            The row that fails, where it was alone in the batch.
+        """
+        tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
+        self._most_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
+        if len(tickets) == 1 and self.occupied == 1:
+            group.tickets = [None] * len(group.tickets)
+            self._groups.remove(group)
+            failed = tickets
+        else:
+            kept = tickets[: len(tickets) // 2] if keep else []
+            try:
+                group.keep([group.tickets.index(ticket) for ticket in kept])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                kept = []
+            if not kept:
+                self._groups.remove(group)
+            self._waits.requeue([ticket for ticket in tickets if ticket not in kept])
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return failed
+
     def _harvest(self, group: Group) -> None:
-        """Hand on what is final, and let go of the rows that have ended."""
-        group.clock()
+        """Stream what is final, and end the rows that have ended."""
+        group.record_time()
         self._feed(group, range(len(group.tickets)))
         running = group.state.running
         if ended := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
@@ -488,32 +543,47 @@ class Batch:
 
     def _feed(self, group: Group, slots: Sequence[int]) -> None:
         """Give streamers what has become final; one that raises ends its ticket."""
-        if not group.heard:
+        if not group.has_streamer:
             return
-        seen = Seen.of(group)
+        source = StreamSource.from_group(group)
         for slot in slots:
             ticket = group.tickets[slot]
             if ticket is None or ticket.streamer is None:
                 continue
             try:
-                seen.feed(slot, ticket)
+                source.feed(slot, ticket)
             except Exception as error:
-                (output,) = self._read(group.state, [slot], [ticket], error)
+                (output,) = self._build_outputs(group.state, [slot], [ticket], error)
                 group.tickets[slot] = None
                 self._end(ticket, output)
                 group.stop_rows(np.array([slot]))
 
     def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
-        """End the tickets of slots, with what was decoded."""
+        """End the tickets of slots with what was decoded."""
         tickets: Any = [group.tickets[slot] for slot in slots]
         if self.prefixes is not None and not isinstance(error, FloatingPointError) and not self._waits.closed:
             self.prefixes.keep(group, slots)
-        group.told(np.array(slots))
+        group.sync(np.array(slots))
         for slot in slots:
             group.tickets[slot] = None
-        outputs = each_read(self._read, self._failed, group.state, slots, tickets, error)
-        for ticket, output in zip(tickets, outputs, strict=True):
+        for ticket, output in zip(tickets, self._read(group.state, slots, tickets, error), strict=True):
             self._end(ticket, output)
+
+    def _read(
+        self, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
+    ) -> list[Any]:
+        """Build the outputs of rows; where that raises, of each row by itself, and one that raises then fails."""
+        try:
+            return self._build_outputs(state, slots, tickets, error)
+        except Exception as raised:
+            if len(slots) == 1:
+                return [self.failed_output(error or raised, tickets[0].prompts.rows[0])]
+            pairs = zip(slots, tickets, strict=True)
+            return [self._read(state, [slot], [ticket], error)[0] for slot, ticket in pairs]
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a prompt of which nothing was decoded."""
+        self._end(ticket, self.failed_output(error, ticket.prompts.rows[0]))
 
     def _end(self, ticket: Ticket, output: Output) -> None:
         output.index, output.id = ticket.number, ticket.id
@@ -527,16 +597,18 @@ class Batch:
         ticket.output = output
         self._ended.append(ticket)
         if ticket.on_done is not None:
-            self._untold.append(ticket)
+            self._callbacks.append(ticket)
 
     def _cancel(self) -> None:
-        """End what was taken back."""
-        for ticket in self._waits.cancelled():
-            cause = self._waits.cause or Cancelled(f"prompt {ticket.number} was cancelled")
-            self._end(ticket, self._failed(ticket, cause))
+        """End the prompts that were cancelled."""
+        for ticket in self._waits.remove_cancelled():
+            self._fail(ticket, self._cause(ticket))
         for group in self._groups:
-            for slot, running in enumerate(group.tickets):
-                if running is not None and running.cancelled:
-                    cause = self._waits.cause or Cancelled(f"prompt {running.number} was cancelled")
-                    self._let_go(group, [slot], cause)
+            for slot, ticket in enumerate(group.tickets):
+                if ticket is not None and ticket.cancelled:
+                    self._let_go(group, [slot], self._cause(ticket))
                     group.stop_rows(np.array([slot]))
+
+    def _cause(self, ticket: Ticket) -> Exception:
+        """The error of a cancelled prompt."""
+        return self._waits.cause or Cancelled(f"prompt {ticket.number} was cancelled")

@@ -14,11 +14,17 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
-from paradec.api.pictures import ImageOutput
+from paradec.api.images import (
+    ImageArguments,
+    ImageOutput,
+    build_output,
+    check_output_type,
+    make_images,
+    picture_request,
+)
 from paradec.batching.batch import Batch
-from paradec.batching.slots import RowState, Ticket, rows_of
-from paradec.core.checks import shown
+from paradec.batching.outputs import copy_rows
+from paradec.batching.slots import RowState, Ticket
 from paradec.core.prompts import encode
 from paradec.core.rows import has_rows
 from paradec.models.images.base import ImageRequest, PictureModel
@@ -72,6 +78,7 @@ class ImageBatch(Batch):
         check_output_type(model, output_type)
         self.grid = model.grid(height, width)
         self.output_type, self.negative_prompt = output_type, negative_prompt
+        self._arguments = Request.merge_arguments(arguments, preset)
         limits: dict[str, Any] = {
             "batch_size": batch_size,
             "max_memory": max_memory,
@@ -102,14 +109,14 @@ class ImageBatch(Batch):
         Raises:
             ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed.
         """
-        request = self._own_request(changes, preset)
+        request, sampler = self._prepare_prompt(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
         laid = self._laid(self.model, prompt, negative_prompt)
-        drafter = getattr(request.sampler, "drafter", None)
+        drafter = getattr(sampler, "drafter", None)
         if isinstance(drafter, PictureModel):  # it reads the same conditions
             self._laid(drafter, prompt, negative_prompt)
         prompts = encode(self.model, laid.prompts)
-        return self._queue(ImageTicket(0, id, prompts, request, on_done=on_done, laid=laid), alone)
+        return self._queue(ImageTicket(0, id, prompts, request, sampler, on_done=on_done, laid=laid), alone)
 
     def _laid(self, model: PictureModel, prompt: Any, negative_prompt: Any) -> ImageRequest:
         """One prompt's row.
@@ -125,32 +132,32 @@ class ImageBatch(Batch):
             )
         return laid
 
-    # ---- what is pictures' own --------------------------------------------------------------------------------------
+    # ---- of pictures ------------------------------------------------------------------------------------------------
 
-    def _check_kind(self, model: Any) -> None:
+    @staticmethod
+    def _prepare(model: Any, arguments: Mapping[str, Any], preset: Preset | None = None, **_: Any) -> Any:
+        request = picture_request(model, arguments, preset)
+        return request, request.sampler
+
+    def _check_model(self, model: Any) -> None:
         check_refillable(model)
 
-    def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
-        self._asked = _said(arguments, preset)
-        return picture_request(self.model, self._asked)
-
-    def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
-        return picture_request(self.model, {**self._asked, **_said(changes, preset)})
+    def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
+        return self._prepare(self.model, {**self._arguments, **Request.merge_arguments(changes, preset)})
 
     def _model_of(self, ticket: ImageTicket) -> Any:
         return ticket.laid.model
 
-    def _alike(self, first: Ticket, other: Ticket) -> bool:
-        return False  # each has a model that knows its prompt
+    def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
+        return False  # each has a model that holds its prompt
 
-    def _begin(self, tickets: Sequence[Any]) -> tuple[Any, Any]:
+    def _begin(self, tickets: Sequence[Any]) -> Any:
         (ticket,) = tickets
-        method: Any = ticket.request.sampler
         laid: ImageRequest = replace(ticket.laid, prompts=ticket.prompts)
-        state = self.model.begin(method, laid, self.grid, ticket.request)
+        state = self.model.begin(ticket.sampler, laid, self.grid, ticket.request)
         state.trace = None  # it would be of this row alone
         ticket.accepted = []
-        return method, state
+        return state
 
     def _harvest(self, group: Any) -> None:
         decided = group.state.decided
@@ -161,19 +168,18 @@ class ImageBatch(Batch):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _read(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
+    def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
         outputs = []
         for slot, ticket in zip(slots, tickets, strict=True):
-            output, _ = output_of(self.model, rows_of(state, [slot]), self.grid, time.perf_counter() - ticket.began)
+            output, _ = build_output(
+                self.model, copy_rows(state, [slot]), self.grid, time.perf_counter() - ticket.began
+            )
             output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
             output.in_order, output.error = self.model.family != "masked", error
             outputs.append(output)
         return outputs
 
-    def _failed(self, ticket: Ticket, error: Exception) -> ImageOutput:
-        return self.refused(error)
-
-    def refused(self, error: Exception) -> ImageOutput:
+    def failed_output(self, error: Exception, ids: Sequence[int] = ()) -> ImageOutput:
         return ImageOutput(
             images=None,
             codes=None,
@@ -196,7 +202,7 @@ class ImageBatch(Batch):
         if self.output_type == "latent":
             output.images = output.codes
         else:
-            output.images = drawn(self.model, output.tokens, self.grid, self.output_type)
+            output.images = make_images(self.model, output.tokens, self.grid, self.output_type)
 
 
 def check_refillable(model: PictureModel) -> None:
@@ -207,16 +213,3 @@ def check_refillable(model: PictureModel) -> None:
             f"family {model.family!r}, whose rows take their steps together and end together, so that no slot becomes "
             "free before the others: give it to paradec.generate_images"
         )
-
-
-def _said(arguments: Mapping[str, Any], preset: Preset | None) -> dict[str, Any]:
-    """What arguments and a preset say, by field.
-
-    Raises:
-        ValueError: a field that has no meaning for pictures. TypeError: a name that is no field.
-    """
-    said = Request.merge_arguments(arguments, preset)
-    for name, value in said.items():
-        if name not in SERVED and value is not None:
-            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out")
-    return {name: value for name, value in said.items() if name in SERVED}

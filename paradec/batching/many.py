@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, Unpack
 
+from paradec.api.images import ImageOutput
 from paradec.api.output import Output
-from paradec.api.pictures import ImageOutput
 from paradec.batching.batch import Batch
 from paradec.batching.images import ImageBatch, check_refillable
-from paradec.batching.recovery import detached
-from paradec.batching.slots import MADE, BatchClosed, Cancelled, Ticket
+from paradec.batching.outputs import detach_error
+from paradec.batching.slots import KINDS, BatchClosed, Cancelled, Ticket
 from paradec.core.checks import check_choice, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.protocol import Interrupted
@@ -101,7 +101,7 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
             )
         make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures)
     else:
-        check_model("generate_many", model, MADE)
+        check_model("generate_many", model, KINDS)
         for name, value in of_pictures.items():
             raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
         make = partial(Batch, model, prefix_memory=prefix_memory, **of_batch)
@@ -218,7 +218,7 @@ class Many(Iterator[Any]):
         except BatchClosed:
             raise
         except Exception as error:
-            output = self.batch.refused(detached(error))
+            output = self.batch.failed_output(detach_error(error))
             output.id = entry.get("id") if isinstance(entry, Mapping) else None
         with self._numbering:
             index, self._read = self._read, self._read + 1

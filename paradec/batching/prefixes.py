@@ -58,7 +58,7 @@ class Prefixes:
     def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket], groups: Sequence[Group]) -> None:
         """Give the rows of a new state what the tree or a row that is being decoded has of their prompts. What several
         prompts begin with, those that wait among them, and neither has, is evaluated once before."""
-        if refusal(self.model, state) is not None:
+        if why_unshared(self.model, state) is not None:
             return
         if (weights := weights_of(self.model.module)) != self._weights:
             self.tree.clear()
@@ -66,7 +66,7 @@ class Prefixes:
         self._began |= dict.fromkeys([ticket.number for ticket in tickets], weights)
         first = {self._first(ticket) for ticket in tickets}
         for group in groups:
-            if refusal(self.model, group.state) is not None:
+            if why_unshared(self.model, group.state) is not None:
                 continue
             alike = [slot for slot, each in enumerate(group.tickets) if each is not None and self._first(each) in first]
             self.keep(group, [slot for slot in alike if self._helps(group, slot, state, tickets)])
@@ -150,7 +150,7 @@ class Prefixes:
     def keep(self, group: Group, slots: Sequence[int]) -> None:
         """Between two steps: add what is final of the rows in these slots."""
         state = group.state
-        if not slots or refusal(self.model, state) is not None:
+        if not slots or why_unshared(self.model, state) is not None:
             return
         # keys that saw a mask or a rejected draft lie right of a slot that was written as one
         whole = np.minimum(state.store.intact(state.canvas), state.end)
@@ -169,8 +169,8 @@ class Prefixes:
         self._firsts.pop(ticket.number, None)
 
 
-def refusal(model: Any, state: Any) -> str | None:
-    """Why rows of such a state have nothing to share; None where they have."""
+def why_unshared(model: Any, state: Any) -> str | None:
+    """Say why rows of such a state have nothing to share; None where they have."""
     facts = model.facts
     if facts.prompt_aligned:
         return f"the prompt of {facts.name} is one block, in which every key depends on all of it"

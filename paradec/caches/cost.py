@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from paradec.caches.base import Cache
 from paradec.core.contract import TextState
 
@@ -35,17 +37,17 @@ class CacheCost:
     """Positions evaluated, of those that as many whole forwards would have evaluated."""
 
     @classmethod
-    def of(cls, state: TextState, rows: slice = slice(None)) -> CacheCost:
-        """Read the counts of a state, or of some of its rows."""
-        whole = int((state.row_forwards * state.length)[rows].sum())
+    def from_state(cls, state: TextState, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:
+        """Read what a state, or some of its rows, cost. counts: `State.counts`, of all rows."""
+        nfe, row_forwards, forwarded, full = counts[:, rows]
         return cls(
             cache=state.cache.name,
-            full_forwards=state.full_forwards[rows].tolist(),
-            partial_forwards=(state.nfe - state.full_forwards)[rows].tolist(),
-            forwarded_tokens=state.forwarded_tokens[rows].tolist(),
+            full_forwards=full.tolist(),
+            partial_forwards=(nfe - full).tolist(),
+            forwarded_tokens=forwarded.tolist(),
             store_bytes=0 if state.store is None else state.store.peak_bytes,
             reused_tokens=state.reused[rows].tolist(),
-            share=int(state.forwarded_tokens[rows].sum()) / max(1, whole),
+            share=int(forwarded.sum()) / max(1, int((row_forwards * state.length[rows]).sum())),
         )
 
     def advice(self) -> str | None:

@@ -189,12 +189,12 @@ class Talk:
             raise ValueError(f"unknown command: {name!r}; allowed: {', '.join(COMMANDS)}")
 
     def _take_sampler(self, name: str) -> None:
-        from paradec.api.generate import sampler_on
+        from paradec.api.generate import FAMILIES, make_sampler
 
         method = paradec.samplers.create(options.import_classes("/sampler", name, "sampler"))
-        if method.family not in ("masked", "draft_verify", "renoising"):
+        if method.family not in FAMILIES:
             raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes samplers of text")
-        method = sampler_on(self.work.model, method)
+        method = make_sampler(self.work.model, method)
         method.check_model(self.work.model)
         self.work.method = method
         self.choose_cache()

@@ -154,13 +154,11 @@ def prepare(
         if together and device is not None:
             raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
         loaded = paradec.load(model, dtype=dtype, device=device, tp_plan="auto" if together else None)
-        from paradec.api.generate import MADE, own_defaults, sampler_on
+        from paradec.api.generate import KINDS, make_sampler, model_defaults
 
-        check_model(function, loaded, MADE)
-        default = own_defaults(loaded).get("sampler")
-        if default is not None and left_open:
-            method = paradec.samplers.create(default)
-        method = sampler_on(loaded, method)
+        check_model(function, loaded, KINDS)
+        default = model_defaults(loaded).get("sampler")
+        method = make_sampler(loaded, default if default is not None and left_open else method)
         if drafter is not None:
             draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
             method = dataclasses.replace(method, drafter=draft_model, **late)

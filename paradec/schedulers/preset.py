@@ -27,7 +27,7 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
         ValueError: a sampler without a scheduler, or a field that a pipeline cannot follow; the message names it.
         FileNotFoundError: no such file.
     """
-    request = Request.of({}, preset)
+    request = Request.from_arguments({}, preset)
     for name, value in request.changes().items():
         if name not in (*CONFIG, *CALL, "seed"):
             raise ValueError(f"{name}={shown(value)} of the preset has no place in a pipeline: use paradec.generate")
@@ -44,7 +44,7 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
 
 def call_arguments(preset: Preset) -> dict[str, Any]:
     """Map a preset to arguments of LLaDA2Pipeline's call. Raises: as `from_preset`, for the file and the steps."""
-    request = Request.of({}, preset)
+    request = Request.from_arguments({}, preset)
     return {CALL[name]: value for name, value in request.changes().items() if name in CALL} | _block_steps(request)
 
 

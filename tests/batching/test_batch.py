@@ -14,7 +14,7 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, refusal
+from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, why_unsupported
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
@@ -600,6 +600,6 @@ def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model
     assert [tokens(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()
 
 
-def test_a_request_that_can_be_refilled_has_no_refusal(model: Model) -> None:
-    assert refusal(model, Request(cache="dual", temperature=0.5)) is None
-    assert "family" in str(refusal(model, Request(sampler="taylorseer")))
+def test_a_request_that_can_be_refilled_is_supported(model: Model) -> None:
+    assert why_unsupported(model, Request(cache="dual", temperature=0.5)) is None
+    assert "family" in str(why_unsupported(model, Request(sampler="taylorseer")))

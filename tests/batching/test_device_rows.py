@@ -13,8 +13,7 @@ from tiny_models import tiny
 import paradec
 from paradec import samplers
 from paradec.batching.batch import Batch
-from paradec.batching.device import DeviceGroup
-from paradec.batching.slots import Cancelled
+from paradec.batching.slots import Cancelled, DeviceGroup
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import paradec
 from paradec import Interrupted, Request, generate_images, generate_many, samplers
-from paradec.api.pictures import ImageOutput
+from paradec.api.images import ImageOutput
 from paradec.batching.slots import Cancelled
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.models.images.masked import MaskedImageModel

@@ -301,10 +301,10 @@ def test_values_are_data_and_travel_in_presets() -> None:
     ):
         assert constraint_of("constraint", json.loads(json.dumps(value.to_dict()))) == value
         request = Request(constraint=value)
-        assert Request.of({}, json.loads(json.dumps(request.to_dict()))).constraint == value
+        assert Request.from_arguments({}, json.loads(json.dumps(request.to_dict()))).constraint == value
         assert hash(value) == hash(constraint_of("constraint", value.to_dict()))
     holes = Request(constraint=[None, paradec.Regex("a")])
-    assert Request.of({}, json.loads(json.dumps(holes.to_dict()))).constraint == (None, paradec.Regex("a"))
+    assert Request.from_arguments({}, json.loads(json.dumps(holes.to_dict()))).constraint == (None, paradec.Regex("a"))
     for wrong, error in (("a", TypeError), ({"rexeg": "a"}, ValueError), ({}, ValueError), ([3], TypeError)):
         with pytest.raises(error, match="constraint"):
             Request(constraint=wrong)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec import samplers
-from paradec.batching.slots import OWN_MASKED, Group
+from paradec.batching.slots import MASKED_ROW_FIELDS, Group
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import NotFinite, Sampler
@@ -170,7 +170,7 @@ class Hosted:
 
     def _enter(self, key: Hashable, request: Request, state: MaskedState) -> None:
         """Give a row a slot among those that are stepped together: rows of alike requests."""
-        kind = {name: value for name, value in request.changes().items() if name not in OWN_MASKED}, state.blocks
+        kind = {name: value for name, value in request.changes().items() if name not in MASKED_ROW_FIELDS}, state.blocks
         group = next((group for group in self._groups if group.key == kind), None)
         row = _Row(group or Group(kind, self.sampler, state, 0, self._answering, self._answering))
         if group is None:

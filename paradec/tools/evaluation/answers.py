@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import paradec
-from paradec.api.generate import own_defaults
+from paradec.api.generate import model_defaults
 from paradec.api.output import Output
 from paradec.batching.many import generate_many
-from paradec.batching.slots import refusal
+from paradec.batching.slots import why_unsupported
 from paradec.core.checks import check_bool, check_choice, check_int, check_model
 from paradec.core.prompts import ids_of
 from paradec.request import Preset, Request
@@ -121,8 +121,8 @@ class Answering:
             raise ValueError(f"device={device!r}, dtype={dtype!r}, revision={revision!r} are for a model by its name")
         check_model("lm-eval's model", model, MADE)
         if "sampler" not in said:
-            request = Request(**{**request.changes(), **own_defaults(model)})
-        if reason := refusal(model, request):
+            request = Request(**{**request.changes(), **model_defaults(model)})
+        if reason := why_unsupported(model, request):
             raise ValueError(reason)
         self.model, self.request, self.said = model, request, said
         self.batch_size: int = 1 if batch_size is None else int(batch_size)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from paradec.api.generate import answer
+from paradec.api.generate import decode_request, make_sampler
 from paradec.core.prompts import Prompts, encode
 from paradec.request import Request
 from paradec.tools.tuning.prompts import Asked
@@ -81,7 +81,8 @@ class Half:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # advice for one request; here they are compared
-                output = answer(self.model, self.prompts.part(first, stop), request)
+                sampler = make_sampler(self.model, request.sampler)
+                output = decode_request(self.model, self.prompts.part(first, stop), request, sampler)
         except FAILURES as error:
             raise Failed(str(error) or type(error).__name__) from error
         filled = [

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.api.images import output_of, picture_request
-from paradec.api.pictures import ImageOutput
+from paradec.api.images import ImageOutput, build_output, picture_request
 from paradec.core.checks import shown
 from paradec.core.protocol import decode
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
@@ -132,7 +131,7 @@ class PriorSession:
         state = model.begin(method, laid, grid, request)
         with state.freed_store():
             decode(method, laid.model, state)
-        self.latest, _ = output_of(model, state, grid, time.perf_counter() - begin)
+        self.latest, _ = build_output(model, state, grid, time.perf_counter() - begin)
         self.runs += 1
         return torch.cat((input_ids, self.latest.tokens.to(input_ids)), 1)
 

@@ -1,0 +1,144 @@
+"""Outputs of a batch's rows: of those that end, of prompts that fail, and what streamers receive."""
+
+from __future__ import annotations
+
+import copy
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.api.generate import build_output
+from paradec.api.output import Output
+from paradec.batching.slots import Group, RowState, Ticket
+from paradec.caches.cost import CacheCost
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Memory
+from paradec.core.rows import select_rows
+
+TENSORS = ("sequences", "attention_mask", "filled")
+LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoising_calls", "log_weight")
+
+
+def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
+    """Copy rows of a state as far as outputs need them: without what they remember and have stored."""
+    light: Any = copy.copy(state)
+    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
+    if drafting := getattr(state, "drafting", None):
+        light.drafting = replace(drafting, store=None, broken=None, parents=None)
+    rows = select_rows(light, np.array(slots, np.int64))
+    rows.store = state.store
+    return rows
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def build_outputs(
+    model: Any, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
+) -> list[Output]:
+    """Build the outputs of rows of a state, each as if the row had been alone."""
+    hole = model.facts.hole_id
+    if len(slots) > 1 and any(hole in ticket.prompts.rows[0] for ticket in tickets):  # their text begins elsewhere
+        return [build_outputs(model, state, [slot], [ticket], error)[0] for slot, ticket in zip(slots, tickets)]
+    rows, prompts = copy_rows(state, slots), [ticket.prompts for ticket in tickets]
+    joined = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
+    output, counts, now = build_output(model, rows, joined, 0.0), rows.counts, time.perf_counter()
+    return [
+        replace(_select_row(output, rows, counts, index, ticket), seconds=now - ticket.began, error=error)
+        for index, ticket in enumerate(tickets)
+    ]
+
+
+def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticket: Ticket) -> Output:
+    """Select one row's part, in memory of its own. counts: of all rows, as `State.counts`."""
+    width, row = int(rows.asked[index]), slice(index, index + 1)
+    changes: dict[str, Any] = {name: getattr(output, name)[row, -width:].clone() for name in TENSORS}
+    changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
+    if output.logprobs is not None:
+        changes["logprobs"] = output.logprobs.row(index).placed(lambda tensor, fill: tensor[:, -width:].clone())
+    return replace(
+        output,
+        **changes,
+        text=None if output.text is None else output.text[index],
+        fills=None if output.fills is None else output.fills[index],
+        new_tokens=changes["sequences"][:, width - ticket.new_tokens :],
+        row_forwards=int(counts[1, index]),
+        forwarded_tokens=int(counts[2, index]),
+        cost=CacheCost.from_state(rows, counts, row),
+        rollout=output.rollout and output.rollout.row(index).of_request(ticket.request),
+    )
+
+
+def failed_output(model: Any, ids: Sequence[int], error: Exception) -> Output:
+    """Build an output without an answer: the prompt's ids, if there are any, and the error."""
+    sequence = torch.tensor([list(ids)], dtype=torch.int64)
+    return Output(
+        text=None if model.tokenizer is None else "",
+        sequences=sequence,
+        new_tokens=sequence[:, :0],
+        attention_mask=torch.ones_like(sequence),
+        filled=torch.zeros_like(sequence, dtype=torch.bool),
+        row_nfe=[0],
+        row_forwards=0,
+        forwarded_tokens=0,
+        tokens=[0],
+        finished=[False],
+        seconds=0.0,
+        error=error.with_traceback(None),
+    )
+
+
+def detach_error(error: Exception) -> Exception:
+    """Remove an error's traceback, which would keep a step's tensors alive. It becomes a note of errors that neither a
+    check raised nor are of memory."""
+    if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not is_out_of_memory(error):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    return error.with_traceback(None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory was too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@dataclass
+class StreamSource:
+    """A group's rows for streamers, read from the device once for all of them."""
+
+    state: RowState
+    canvas: Tensor
+    """[B, L] int64, on the host."""
+    final: np.ndarray
+    """[B] int64, of `State.final`."""
+
+    @classmethod
+    def from_group(cls, group: Group) -> Self:
+        """Read all rows of a group."""
+        slots = np.arange(len(group.tickets))
+        group.sync(slots)
+        return cls(group.state, group.state.canvas.cpu(), group.state.final(slots))
+
+    def feed(self, slot: int, ticket: Ticket) -> None:
+        """Give a ticket's streamer what has become final. Raises what it raises."""
+        streamer, row, final = ticket.streamer, self.canvas[slot], int(self.final[slot])
+        if ticket.sent is None:
+            ticket.sent = int(self.state.prompt_length[slot])
+            streamer.put(row[: ticket.sent].unsqueeze(0).clone())
+        if final > ticket.sent:
+            put_logprobs = getattr(streamer, "put_logprobs", None)
+            if put_logprobs is not None and self.state.logprobs is not None:
+                columns = slice(ticket.sent, final)
+                put_logprobs(self.state.logprobs.row(slot).placed(lambda tensor, _: tensor[:, columns].cpu()))
+            streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
+            ticket.sent = final
+        stop = int(self.state.end[slot])
+        put_draft = getattr(streamer, "put_draft", None)
+        if put_draft is not None and self.state.facts.hole_id is not None and final < stop:
+            put_draft(row[final:stop].unsqueeze(0).clone())
