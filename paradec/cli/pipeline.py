@@ -21,7 +21,7 @@ from paradec.cli.image_job import ImageJob
 from paradec.core.checks import check_choice, count
 from paradec.core.thumbnails import of_steps
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.adapter import labels_of
+from paradec.models.images.base import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 
 AMUSED = ("maskgit", "halton", "lpd", "recap")

@@ -20,7 +20,7 @@ from paradec import Interrupted, Request, generate_images, generate_many, sample
 from paradec.api.images import ImageOutput
 from paradec.batching.slots import Cancelled
 from paradec.models.images.llamagen import LlamaGenModel
-from paradec.models.images.masked import MaskedImageModel
+from paradec.models.images.uvit import MaskedImageModel
 
 LABELS = [3, 9, 1, 3, 3, 7, 0]
 CLASSES = [3, 1, 1, 0, 2]
@@ -252,7 +252,7 @@ def test_arguments_are_refused_before_anything_is_read(llamagen: LlamaGenModel, 
 
 
 def test_pictures_need_a_decoder_and_texts_none() -> None:
-    with pytest.raises(ValueError, match="without its VQ decoder"):
+    with pytest.raises(ValueError, match="has no VQ decoder"):
         generate_many(tiny_llamagen(vq=False), [1])
     with pytest.raises(ValueError, match="height=32 is for image models"):
         generate_many(shared("llada"), [[1]], height=32)

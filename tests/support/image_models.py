@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from paradec.core.query import Query
-from paradec.models.images.adapter import ImageRequest
+from paradec.models.images.base import ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.distilled_llamagen import (
@@ -34,10 +34,9 @@ from paradec.models.images.kl import KLDecoder
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.models.images.mar import MAR, MARModel
-from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
 from paradec.models.images.nar import NAR, NARConfig, NARModel
-from paradec.models.images.uvit import UViT, UViTModel
+from paradec.models.images.uvit import MaskedImageModel, UViT, UViTModel
 from paradec.models.images.var import VAR, VARModel
 from paradec.models.images.vq import VQConfig, VQModel
 

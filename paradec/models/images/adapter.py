@@ -8,7 +8,7 @@ adapter, made by `request`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query, WindowQuery
@@ -40,6 +39,8 @@ class ImageModel(PictureModel, Decoder):
     gathers = False
     family = "draft_verify"
     default_sampler = "sjd"
+    decoder_option = "vq"
+    vq: Any = None
     conditions = "prompts"
     defaults: Mapping[str, Any] = {"guidance_scale": 1.0, "top_k": None, "temperature": 1.0, "top_p": None}
 
@@ -55,7 +56,7 @@ class ImageModel(PictureModel, Decoder):
 
     def codebook(self) -> Tensor | None:
         """[vocab_size, d] float: the code of every id, NaN for ids that are no image tokens; None without VQ."""
-        return None
+        return None if self.vq is None else self.vq.quantize.codes
 
     def token_embeddings(self) -> Tensor:
         """[vocab_size, d]: the input embeddings of the ids that samplers see."""
@@ -77,10 +78,6 @@ class ImageModel(PictureModel, Decoder):
         """[R, W, d] -> logits [R, W, V]."""
         raise NotImplementedError
 
-    def _pixels(self, codes: Tensor) -> Tensor:
-        """Codes [B, h, w] -> images [B, C, H, W] float, about [-1, 1]."""
-        raise NotImplementedError
-
     # ---- what all share -------------------------------------------------------------------------------------------
 
     def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
@@ -98,11 +95,6 @@ class ImageModel(PictureModel, Decoder):
             prompt_lengths=[int(length) for length in state.prompt_length],
             draft_nfe=state.draft_nfe.tolist(),
         )
-
-    def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
-        with torch.no_grad(), Evaluation(self.module):
-            images = self._pixels(grid.codes(tokens.to(self.device)))
-        return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query: logits [R, W, V] of the wanted columns ([R, Q, V] when none are named)."""
@@ -135,31 +127,3 @@ def branch_rows(query: Query, batch: int) -> Tensor:
     if isinstance(query, WindowQuery) and query.window.copies is not None:
         rows = rows.repeat_interleave(torch.as_tensor(query.window.copies, device=rows.device))
     return torch.cat([rows + branch * batch for branch in range(query.branches)])
-
-
-def labels_of(given: Any, classes: int) -> list[int]:
-    """Class labels as a list.
-
-    Raises:
-        ValueError: none, or one out of its range. TypeError: no integers.
-    """
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    labels = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
-    if not labels:
-        raise ValueError("class_labels is empty; give at least one")
-    for label in labels:
-        check_int("class_labels", label, low=0, high=classes - 1)
-    return [int(label) for label in labels]
-
-
-def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:
-    """Codes along one side.
-
-    Raises:
-        ValueError: pixels that are no multiple of the code's size.
-    """
-    check_int(name, pixels, low=1, none=True)
-    if pixels is not None and pixels % scale:
-        raise ValueError(f"{name}={shown(pixels)} must be a multiple of {scale}, the side of one token in pixels")
-    return default if pixels is None else pixels // scale

@@ -4,7 +4,7 @@ request becomes rows, and how a state becomes pictures. The entry point knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.checks import check_int, shown
 from paradec.core.contract import TextState
-from paradec.models.images.grid import Grid
+from paradec.core.prompts import Prompts
+from paradec.core.registry import unknown
+from paradec.models.calls import Evaluation
+from paradec.models.images.grid import Grid, pixels_to_codes
 
 
 @dataclass
@@ -45,8 +49,9 @@ class Reading:
 
 
 class PictureModel:
-    """Base of all image models. A kind of model states its samplers and conditions, and implements `grid`, `request`,
-    `begin`, `read` and `decode`; where tokens are codes in a canvas, `tokens_of` reads them."""
+    """Base of all image models. A kind of model states its samplers and conditions, and implements `grid` and `read`,
+    `request` where prompts are not class labels, and `begin`, `latent` and `_pixels` where they differ; where tokens
+    are codes in a canvas, `tokens_of` reads them."""
 
     makes: ClassVar[str] = ""
     """What it is, one of `paradec.core.checks.MODELS`."""
@@ -63,7 +68,18 @@ class PictureModel:
     """What a request gives: "prompts" or "class_labels"."""
     defaults: Mapping[str, Any] = {}
     """What the model's authors sample with: fields of `paradec.Request`."""
+    decoder_option: ClassVar[str | None] = None
+    """The attribute that holds what makes pixels, or None, and the option of `paradec.load` for it: "vq" or "vae"."""
+    other_sizes: ClassVar[str] = ""
+    """How to get pictures of another size, for messages."""
+    module: Any
+    device: torch.device
     facts: Any
+
+    @property
+    def decoder(self) -> Any:
+        """What makes pixels, if there is such."""
+        return None if self.decoder_option is None else getattr(self, self.decoder_option)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -82,13 +98,37 @@ class PictureModel:
         """
         raise NotImplementedError
 
+    def square_grid(
+        self, side: int, codes: int, height: int | None, width: int | None, scale: int | None = None
+    ) -> Grid:
+        """The raster of a model of one size: `side` x `side` tokens of the first `codes` ids.
+
+        Args:
+            scale: pixels along one side of a token; None asks the decoder, and is 16 without one.
+
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        if scale is None:
+            scale = 16 if self.decoder is None else self.decoder.config.scale
+        for name, value in (("height", height), ("width", width)):
+            if pixels_to_codes(name, value, side, scale) != side:
+                pixels = side * scale
+                raise ValueError(
+                    f"{name}={shown(value)} is not what {self.facts.name} makes: {pixels} x {pixels} pixels"
+                    f"{self.other_sizes}"
+                )
+        return Grid(side, side, range(codes))
+
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Lay out one request: `num_images` rows for every prompt or label, copies side by side.
+        """Lay out one request: `num_images` rows for every prompt or label, copies side by side. Here prompts are class
+        labels (`given`: an int or several) of the `facts.classes`.
 
         Raises:
             ValueError, TypeError: conditions that the model does not take; the message names them.
         """
-        raise NotImplementedError
+        self.no_negative_prompt(negative_prompt)
+        return ImageRequest(self, [label for label in labels_of(given, self.facts.classes) for _ in range(num_images)])
 
     def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
         """The state of one request: `sampler.start`, with what this kind of model adds to a `paradec.Request`."""
@@ -100,14 +140,26 @@ class PictureModel:
 
     def check_decodes(self) -> None:
         """Raise ValueError where there is nothing to make pixels with."""
+        if (option := self.decoder_option) is not None and self.decoder is None:
+            raise ValueError(
+                f"{self.facts.name} has no {option.upper()} decoder; load it with {option}=..., or take "
+                "output_type='latent'"
+            )
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
         """What the decoder reads: codes [B, h, w] int64, row by row; or a float latent where there are none."""
         return grid.codes(tokens)
 
-    def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
+    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
-        raise NotImplementedError
+        self.check_decodes()
+        with torch.no_grad(), Evaluation(self.module):
+            images = self._pixels(self.latent(tokens.to(self.device), grid or self.grid()))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def _pixels(self, latent: Tensor) -> Tensor:
+        """What `latent` gives -> images [B, C, H, W] float, about [-1, 1]."""
+        return self.decoder.decode(latent)
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
         """The pictures as they are after each step, [B, C, H, W] in [0, 1], for traces: nothing, unless every step
@@ -124,3 +176,36 @@ def tokens_of(state: TextState, grid: Grid) -> Tensor:
     """[B, grid.length] int64 on the host: what follows each row's prompt in a state's canvas."""
     first = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
     return state.canvas.gather(1, first + torch.arange(grid.length, device=state.canvas.device)).cpu()
+
+
+def labels_of(given: Any, classes: int) -> list[int]:
+    """Class labels as a list.
+
+    Raises:
+        ValueError: none, or one out of its range. TypeError: no integers.
+    """
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    labels = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
+    if not labels:
+        raise ValueError("class_labels is empty; give at least one")
+    for label in labels:
+        check_int("class_labels", label, low=0, high=classes - 1)
+    return [int(label) for label in labels]
+
+
+def exact_prompts(rows: list[list[int]]) -> Prompts:
+    """Rows of ids as prompts: nothing is put before them."""
+    return Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows))
+
+
+def merge_defaults(published: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Defaults of requests: the published ones, but for those that are given.
+
+    Raises:
+        ValueError: an unknown field.
+    """
+    for name in given or ():
+        if name not in published:
+            raise ValueError(unknown("default of requests", name, published))
+    return {**published, **(given or {})}

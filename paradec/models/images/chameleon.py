@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from paradec.core.query import Query
-from paradec.models.images.adapter import pixels_to_codes
-from paradec.models.images.grid import Grid
+from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
-from paradec.models.images.vq import VQModel, load_vq
+from paradec.models.images.vq import VQModel, check_codebook, load_vq
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,7 @@ class ChameleonModel(TextToImageModel):
     ):
         super().__init__(module, module.config.vocab_size, tokenizer, name)
         size = module.config.vq_config.num_embeddings
-        if vq is not None and vq.config.codebook_size != size:
-            raise ValueError(
-                f"the codebook has {vq.config.codebook_size} entries; {self.facts.name} writes {size} codes"
-            )
+        check_codebook(vq, size, self.facts.name)
         self.layout, self.vq = layout, vq
         self.cells = in_order(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1) if vq is None else vq.config.scale
@@ -156,11 +152,6 @@ class ChameleonModel(TextToImageModel):
                 f"{self.facts.name} was made without a VQ decoder, which transformers' Chameleon does not have; give "
                 "vq= (Chameleon's vqgan.ckpt), or ask for output_type='latent'"
             )
-
-    def _pixels(self, codes: Tensor) -> Tensor:
-        self.check_decodes()
-        assert self.vq is not None
-        return self.vq.decode(codes)
 
 
 def load_chameleon(

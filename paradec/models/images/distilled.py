@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from paradec.core.checks import check_int
-from paradec.core.registry import unknown
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
-from paradec.models.images.adapter import labels_of
-from paradec.models.images.base import ImageRequest, PictureModel, Reading
+from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.grid import Grid
 
 
@@ -111,20 +109,16 @@ class DistilledModel(PictureModel, Adapter):
     makes = "distilled image"
     family = "distilled"
     default_sampler = "distilled"
-    facts: DistilledFacts
+    decoder_option = "vq"
     vq: Any
-    """The autoencoder; None is none."""
+    facts: DistilledFacts
     taught: ClassVar[Mapping[str, Any]] = {}
     """What the authors sample the teacher with."""
 
     def __init__(self, module: nn.Module, facts: DistilledFacts, defaults: Mapping[str, Any] | None = None):
         super().__init__(module.eval())
         self.facts = facts
-        own = {"steps": 2, **self.taught}
-        for key in defaults or ():
-            if key not in own:
-                raise ValueError(unknown("default of requests", key, own))
-        self.defaults = own | dict(defaults or {})
+        self.defaults = merge_defaults({"steps": 2, **self.taught}, defaults)
 
     # ---- what a kind says -----------------------------------------------------------------------------------------
 
@@ -161,11 +155,6 @@ class DistilledModel(PictureModel, Adapter):
         if (top_k := found.get("top_k")) is not None and top_k >= self.facts.vocab_size:
             found["top_k"] = None
         return {"temperature": 1.0} | found
-
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: class labels, an int or several."""
-        self.no_negative_prompt(negative_prompt)
-        return ImageRequest(self, [label for label in labels_of(given, self.facts.classes) for _ in range(num_images)])
 
     def read(self, state: Any, grid: Grid) -> Reading:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_int
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
@@ -151,28 +150,15 @@ class DistilledLlamaGenModel(DistilledModel):
                 )
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture.
-
-        Raises:
-            ValueError: another size in pixels than the model's.
-        """
-        side, scale = self.module.config.grid, self.vq.config.scale
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels_to_codes(name, pixels, side, scale) != side:
-                raise ValueError(f"{name}={pixels} must be {side * scale}, the only size of {self.facts.name}")
-        return Grid(side, side, range(self.facts.vocab_size))
+        return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Vectors [B, N, C] -> [B, C, h, w], what the decoder reads."""
         return tokens.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
 
-    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """Vectors [B, N, C], codes and others, as they are -> images [B, channels, H, W] float32 in [0, 1]."""
-        vq = self.vq
-        with torch.no_grad():
-            latent = self.latent(tokens, grid or self.grid()).to(self.device, vq.post_quant_conv.weight.dtype)
-            images = vq.decoder(vq.post_quant_conv(latent))
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+    def _pixels(self, latent: Tensor) -> Tensor:
+        entry = self.vq.post_quant_conv  # vectors need not be codes
+        return self.vq.decoder(entry(latent.to(entry.weight.dtype)))
 
 
 FORMAT = Format(

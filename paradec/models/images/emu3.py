@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from paradec.core.query import Query
-from paradec.models.images.adapter import pixels_to_codes
-from paradec.models.images.grid import Grid
+from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
 
 DEFAULT_SIDE = 90
@@ -38,7 +37,7 @@ class Emu3Model(TextToImageModel):
 
     def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):
         super().__init__(module, module.config.get_text_config().vocab_size, tokenizer, name)
-        size = module.config.vq_config.codebook_size
+        self.vq, size = module.model.vqmodel, module.config.vq_config.codebook_size
         self.cells = in_order(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.row_end = self._token("<|extra_200|>")
         self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), self._end_of_text())
@@ -87,10 +86,7 @@ class Emu3Model(TextToImageModel):
         return self.module.lm_head(hidden)
 
     def codebook(self) -> Tensor:
-        return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.cells)
-
-    def _pixels(self, codes: Tensor) -> Tensor:
-        return self.module.model.vqmodel.decode(codes)
+        return self._codes_of_ids(self.vq.quantize.embedding.weight, self.cells)
 
 
 def load_emu3(

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int
-from paradec.core.prompts import Prompts
 from paradec.core.query import Query
 from paradec.core.rows import ROWS
-from paradec.models.images.adapter import ImageRequest, branch_rows, pixels_to_codes
-from paradec.models.images.grid import Grid
+from paradec.models.images.adapter import branch_rows
+from paradec.models.images.base import ImageRequest, exact_prompts
+from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
 SCALE = 32
@@ -182,7 +182,7 @@ class GlmImageModel(TextToImageModel):
             )
         found = [places(row, sizes, self.start, grid) for row, sizes in zip(rows, sources, strict=True)]
         table = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(self.device)
-        return ImageRequest(self._bound(_places=table), Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows)))
+        return ImageRequest(self._bound(_places=table), exact_prompts(rows))
 
     def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
         if request.guidance_scale != 1:

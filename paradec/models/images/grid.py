@@ -108,3 +108,15 @@ class Grid:
         if (cells[order][at] != found).any():
             raise ValueError("a token in the image is none of the grid's cells")
         return order[at].unflatten(1, (self.height, self.width))
+
+
+def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:
+    """Codes along one side.
+
+    Raises:
+        ValueError: pixels that are no multiple of the code's size.
+    """
+    check_int(name, pixels, low=1, none=True)
+    if pixels is not None and pixels % scale:
+        raise ValueError(f"{name}={shown(pixels)} must be a multiple of {scale}, the side of one token in pixels")
+    return default if pixels is None else pixels // scale

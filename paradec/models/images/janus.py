@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paradec.core.query import Query
-from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.text_to_image import TextToImageModel, pretrained
 
@@ -48,15 +47,12 @@ class JanusModel(TextToImageModel):
             if value is None:
                 raise ValueError(f"{field} of {self.facts.name} is not known: its generation_config does not say it")
         self.boi, self.bos, self.pad = known.values()
-        self.side = module.model.vqmodel.quantize.quant_state_dims[0]
+        self.vq = module.model.vqmodel
         self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        for name, value in (("height", height), ("width", width)):
-            if pixels_to_codes(name, value, self.side, self.scale) != self.side:
-                own = self.side * self.scale
-                raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {own} x {own} pixels")
-        return Grid(self.side, self.side, cells=range(self.facts.vocab_size))
+        side = self.vq.quantize.quant_state_dims[0]
+        return self.square_grid(side, self.facts.vocab_size, height, width, self.scale)
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         return [*self.tokenizer(text)["input_ids"], self.boi]
@@ -81,10 +77,10 @@ class JanusModel(TextToImageModel):
         return self.module.model.generation_head(hidden)
 
     def codebook(self) -> Tensor:
-        return self.module.model.vqmodel.quantize.embedding.weight
+        return self.vq.quantize.embedding.weight
 
-    def _pixels(self, codes: Tensor) -> Tensor:
-        return self.module.model.vqmodel.decode(codes.flatten(1))
+    def _pixels(self, latent: Tensor) -> Tensor:
+        return self.vq.decode(latent.flatten(1))
 
 
 def load_janus(

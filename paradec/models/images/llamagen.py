@@ -6,7 +6,6 @@ has no class for it; the network is in `paradec.models.images.llamagen_network`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
-from paradec.core.prompts import Prompts
 from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.core.rows import row_layout
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
+from paradec.models.images.adapter import ImageModel, branch_rows
+from paradec.models.images.base import ImageRequest, exact_prompts, labels_of, merge_defaults
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen_network import PRESETS, CaptionEmbedding, LabelEmbedding, LlamaGen, LlamaGenConfig
-from paradec.models.images.vq import VQModel, load_vq
+from paradec.models.images.loading import find_files
+from paradec.models.images.vq import VQModel, check_codebook, open_vq
 from paradec.models.weights import NESTED, PICKLES, read_weights
 
 
@@ -61,10 +61,7 @@ class LlamaGenModel(ImageModel):
         defaults: Mapping[str, Any] | None = None,
     ):
         config = module.config
-        if vq is not None and vq.config.codebook_size != config.vocab_size:
-            raise ValueError(
-                f"the codebook has {vq.config.codebook_size} entries; {name} writes {config.vocab_size} codes"
-            )
+        check_codebook(vq, config.vocab_size, name)
         prompt = 1 if config.condition == "c2i" else config.caption_length
         facts = ModelFacts(
             vocab_size=config.vocab_size,
@@ -78,23 +75,10 @@ class LlamaGenModel(ImageModel):
         self.conditions = "class_labels" if config.condition == "c2i" else "prompts"
         guidance, top_k = (4.0, 2000) if config.condition == "c2i" else (7.5, 1000)
         published = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
-        for key in defaults or {}:
-            if key not in published:
-                raise ValueError(unknown("default", key, published))
-        self.defaults = published | dict(defaults or {})
+        self.defaults = merge_defaults(published, defaults)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        own = self.module.config.grid
-        scale = 16 if self.vq is None else self.vq.config.scale
-        sides = [pixels_to_codes(name, value, own, scale) for name, value in (("height", height), ("width", width))]
-        for name, value, side in zip(("height", "width"), (height, width), sides):
-            if side != own:
-                raise ValueError(
-                    f"{name}={value} is not what {self.facts.name} makes: its angles are for {own} x {own} tokens, "
-                    f"{own * scale} x {own * scale} pixels"
-                )
-        rows, columns = sides
-        return Grid(rows, columns, range(self.facts.vocab_size))
+        return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`given`: class labels (an int or several), or captions: texts, or features [T, caption_dim], or lists."""
@@ -107,7 +91,7 @@ class LlamaGenModel(ImageModel):
             classes = self.module.config.num_classes
             labels = [label for label in labels_of(given, classes) for _ in range(num_images)]
             rows, uncond = [[vocab + label] for label in labels], [[vocab + classes] for _ in labels]
-            return ImageRequest(self, _prompts(rows), _prompts(uncond))
+            return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
         captions = [caption for caption in self._features(given) for _ in range(num_images)]
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
@@ -120,7 +104,7 @@ class LlamaGenModel(ImageModel):
                 _prompt_length=torch.tensor([len(features) for features in both], device=self.device).view(2, -1),
             )
         rows = [list(range(vocab, vocab + len(caption))) for caption in captions]
-        return ImageRequest(bound, _prompts(rows), _prompts(rows))
+        return ImageRequest(bound, exact_prompts(rows), exact_prompts(rows))
 
     def _features(self, given: Any) -> list[Tensor]:
         """Features [T, caption_dim] of every caption."""
@@ -166,9 +150,6 @@ class LlamaGenModel(ImageModel):
             raise ValueError(f"{self.facts.name} reads captions: call it through the model that request() gives")
         return branch_rows(query, self._prompt_length.shape[1])
 
-    def codebook(self) -> Tensor | None:
-        return None if self.vq is None else self.vq.quantize.codes
-
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         vocab, network = self.facts.vocab_size, self.module
         tokens = network.tok_embeddings(ids.clamp(max=vocab - 1))
@@ -195,26 +176,10 @@ class LlamaGenModel(ImageModel):
     def _head(self, hidden: Tensor) -> Tensor:
         return self.module.head(hidden)
 
-    def check_decodes(self) -> None:
-        if self.vq is None:
-            raise ValueError(
-                f"{self.facts.name} was loaded without its VQ decoder; give load(..., vq=...), or ask for "
-                "output_type='latent'"
-            )
-
-    def _pixels(self, codes: Tensor) -> Tensor:
-        self.check_decodes()
-        assert self.vq is not None
-        return self.vq.decode(codes)
-
 
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
     """table [R, T, d], index [R, Q] -> [R, Q, d]."""
     return table.gather(1, index.clamp(max=table.shape[1] - 1).unsqueeze(-1).expand(-1, -1, table.shape[-1]))
-
-
-def _prompts(rows: list[list[int]]) -> Prompts:
-    return Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -286,35 +251,23 @@ def read_network(
 ) -> tuple[Any, VQModel | None, Any, str, Mapping[str, Any] | None]:
     """What an adapter is made of: network, VQ autoencoder, text encoder, name, and defaults of requests. See
     `load_llamagen`."""
-    path, defaults = Path(source), None
-    if path.is_dir():
+    name, path, fields, vq = find_files(source, "vq", vq)
+    weights = read_weights(path, UNUSED.pattern, format.nested)[0]
+    state = {key: tensor for key, tensor in weights.items() if not UNUSED.search(key)}
+    if missing := [key for key in format.marks if key not in state]:
+        raise CheckpointError(f"{str(path)!r} holds no {format.name}: {', '.join(missing)} missing")
+    if os.path.isdir(source):
         try:
-            fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
             config = format.config(**{key: value for key, value in fields.items() if key not in NOT_SIZES})
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"config.json of {str(path)!r} is not a {format.name}'s: {error}") from error
-        defaults = fields.get("defaults")
-        state = _network_weights(read_weights(path / "model.safetensors", UNUSED.pattern, format.nested)[0])
-        if vq is None and (path / str(fields.get("vq", "vq.safetensors"))).is_file():
-            vq = path / str(fields.get("vq", "vq.safetensors"))
-        _check_marks(path, state, format)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"config.json of {os.fspath(source)!r} is not a {format.name}'s: {error}") from error
     else:
-        try:
-            state = _network_weights(read_weights(path, UNUSED.pattern, format.nested)[0])
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{str(path)!r} is not a folder with a checkpoint, and no {format.name}: {error}"
-            ) from error
-        _check_marks(path, state, format)
         config = _config(path, state, format.grid if grid is None else grid, n_head, format)
     module = format.network(config)
-    needed = module.state_dict()
-    check_fit(needed, state, str(path))
+    check_fit(module.state_dict(), state, str(path))
     kept = state["tok_embeddings.weight"].dtype if path.suffix in PICKLES or dtype is not None else torch.float32
     module = module.to(dtype or kept)
     module.load_state_dict(state)
-    if not isinstance(vq, (VQModel, type(None))):
-        vq = load_vq(vq)
     if isinstance(text_encoder, str):
         from paradec.models.images.text_to_image import pretrained
 
@@ -324,20 +277,7 @@ def read_network(
         text_encoder = (tokenizer, encoder)
     if device is not None:
         module = module.to(device)
-        vq = None if vq is None else vq.to(device)
-    return module.requires_grad_(False), vq, text_encoder, path.stem, defaults
-
-
-def _check_marks(path: Path, state: Mapping[str, Tensor], format: Format) -> None:
-    """Raises CheckpointError: weights without those that make the network what it is."""
-    if missing := [name for name in format.marks if name not in state]:
-        raise CheckpointError(
-            f"{str(path)!r} holds no {format.name}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        )
-
-
-def _network_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if not UNUSED.search(name)}
+    return module.requires_grad_(False), open_vq(vq, device), text_encoder, name, fields.get("defaults")
 
 
 def _config(

@@ -22,7 +22,7 @@ FAMILIES = {
     "chameleon": ("paradec.models.images.chameleon", "load_chameleon", "ChameleonModel"),
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
     "glm_image": ("paradec.models.images.glm_image", "load_glm_image", "GlmImageModel"),
-    "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
+    "uvit": ("paradec.models.images.uvit", "load_masked_image", "MaskedImageModel"),
     "nar": ("paradec.models.images.nar", "load_nar", "NARModel"),
     "distilled_llamagen": (
         "paradec.models.images.distilled_llamagen",

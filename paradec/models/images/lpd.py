@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, interpolate, pad, scaled_dot_product_attention
+from torch.nn.functional import interpolate, pad
 
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import GroupQuery, RankedQuery
 from paradec.core.orders import LPD as LPDOrder
 from paradec.core.orders import group_sizes
-from paradec.core.prompts import Prompts
 from paradec.core.query import Query, StoreCall
-from paradec.core.registry import unknown
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.adapter import ImageModel, ImageRequest, labels_of, pixels_to_codes
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.base import ImageRequest, exact_prompts, labels_of, merge_defaults
+from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
-from paradec.models.images.vq import VQModel, load_vq
+from paradec.models.images.vq import VQModel, check_codebook, open_vq
 from paradec.models.weights import read_weights
 
 
@@ -112,7 +112,9 @@ class LPD(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, config.grid**2 + 1, config.dim))
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.dim))
         self.z_proj_ln = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.blocks = nn.ModuleList(
+            Block(config.dim, config.n_head, layer, config.norm_eps, config.inner) for layer in range(config.n_layer)
+        )
         self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
 
@@ -177,47 +179,6 @@ class LPD(nn.Module):
         return found.to(_wide(found.dtype))
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, config: LPDConfig, layer: int):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config, layer)
-        self.norm2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.mlp = Mlp(config)
-
-    def forward(self, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        x = x + self.attn(self.norm1(x), mask, cache)
-        return x + self.mlp(self.norm2(x))
-
-
-class Attention(nn.Module):
-    def __init__(self, config: LPDConfig, layer: int):
-        super().__init__()
-        self.layer, self.heads = layer, config.n_head
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.proj = nn.Linear(config.dim, config.dim)
-
-    def forward(self, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, Q, D] each
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer)
-        seen = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.proj(seen.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    def __init__(self, config: LPDConfig):
-        super().__init__()
-        inner = config.inner or 4 * config.dim
-        self.fc1 = nn.Linear(config.dim, inner)
-        self.fc2 = nn.Linear(inner, config.dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x)))
-
-
 # ---- the adapter ----------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +202,7 @@ class LPDModel(ImageModel):
     default_sampler = "groups"
     sampler_names = {"lpd": ("groups", "lpd")}
     title = "LPD (groups or lpd)"
+    other_sizes = "; load it with grid=... for another size"
     conditions = "class_labels"
     module: LPD
 
@@ -254,18 +216,12 @@ class LPDModel(ImageModel):
         if not isinstance(module, LPD):
             raise TypeError(f"module must be a paradec.models.images.lpd.LPD, not {type(module).__name__}")
         config = module.config
-        if vq is not None and vq.config.codebook_size != config.vocab_size:
-            raise ValueError(
-                f"the codebook has {vq.config.codebook_size} entries; {name} writes {config.vocab_size} codes"
-            )
+        check_codebook(vq, config.vocab_size, name)
         facts = ModelFacts(vocab_size=config.vocab_size, max_length=1 + config.grid**2, name=name)
         super().__init__(module.eval(), facts)
         self.vq, self.blank_id = vq, config.vocab_size
         own: dict[str, Any] = {"steps": None, "guidance_scale": None, "temperature": 1.0, "top_k": None, "top_p": None}
-        for key in defaults or {}:
-            if key not in own:
-                raise ValueError(unknown("default of requests", key, own))
-        self.defaults = own | dict(defaults or {})
+        self.defaults = merge_defaults(own, defaults)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -297,7 +253,7 @@ class LPDModel(ImageModel):
         classes = self.module.config.num_classes
         labels = [label for label in labels_of(given, classes) for _ in range(num_images)]
         rows, others = ([[self.blank_id + 1 + label] for label in each] for each in (labels, [classes] * len(labels)))
-        return ImageRequest(self, _prompts(rows), _prompts(others))
+        return ImageRequest(self, exact_prompts(rows), exact_prompts(others))
 
     def check_prompts(self, name: str, rows: Sequence[Sequence[int]]) -> None:
         """Raise ValueError unless every row is one class, or none."""
@@ -308,24 +264,9 @@ class LPDModel(ImageModel):
             check_int(name, row[0], low=low, high=high)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture.
-
-        Raises:
-            ValueError: another size in pixels than the model's.
-        """
-        side, scale = self.module.config.grid, 16 if self.vq is None else self.vq.config.scale
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels_to_codes(name, pixels, side, scale) != side:
-                raise ValueError(
-                    f"{name}={shown(pixels)} must be {side * scale}, the model's only size; load it with grid=... for "
-                    "another"
-                )
-        return Grid(side, side, range(self.facts.vocab_size))
+        return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
-
-    def codebook(self) -> Tensor | None:
-        return None if self.vq is None else self.vq.quantize.codes
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         if not isinstance(query, RankedQuery):
@@ -363,17 +304,6 @@ class LPDModel(ImageModel):
         seen = (slots.unsqueeze(1) < query.sees.unsqueeze(2)).unsqueeze(1)
         return seen if mask is None else seen & mask
 
-    # ---- pixels ---------------------------------------------------------------------------------------------------
-
-    def check_decodes(self) -> None:
-        if self.vq is None:
-            raise ValueError(f"{self.facts.name} has no VQ decoder; load it with vq=..., or take output_type='latent'")
-
-    def _pixels(self, codes: Tensor) -> Tensor:
-        self.check_decodes()
-        assert self.vq is not None
-        return self.vq.decode(codes)
-
 
 def _count(order: Any, cells: int) -> int:
     """In how many groups an order decides so many cells, where it says so; else the usual number."""
@@ -381,10 +311,6 @@ def _count(order: Any, cells: int) -> int:
     if sizes is None:
         return len(group_sizes(cells))
     return sizes if isinstance(sizes, int) else len(sizes)
-
-
-def _prompts(rows: list[list[int]]) -> Prompts:
-    return Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -437,10 +363,7 @@ def load_lpd(
             module = LPD(replace(config, grid=grid))
     module.load_state_dict(weights, assign=True)
     module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
-    if not isinstance(vq, (VQModel, type(None))):
-        vq = load_vq(vq)
-    vq = None if vq is None else vq.to(device).eval().requires_grad_(False)
-    return LPDModel(module, vq, fields.get("defaults"), name)
+    return LPDModel(module, open_vq(vq, device), fields.get("defaults"), name)
 
 
 def resized(pos_embed: Tensor, grid: int) -> Tensor:

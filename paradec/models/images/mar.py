@@ -19,15 +19,13 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from paradec.core.checks import check_choice, check_int, shown
-from paradec.core.registry import unknown
+from paradec.core.checks import check_choice, check_int
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
-from paradec.models.images.adapter import labels_of, pixels_to_codes
-from paradec.models.images.base import ImageRequest, PictureModel, Reading
+from paradec.models.images.base import PictureModel, Reading, merge_defaults
+from paradec.models.images.blocks import Block
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenDistribution
 from paradec.models.images.diffusion_head import DiffusionHead
 from paradec.models.images.grid import Grid
@@ -94,13 +92,13 @@ class MAR(nn.Module):
         self.z_proj = nn.Linear(channels, width)
         self.z_proj_ln = nn.LayerNorm(width, eps=1e-6)
         self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, buffer + positions, width))
-        self.encoder_blocks = nn.ModuleList(Block(width, heads, eps) for _ in range(depth))
+        self.encoder_blocks = nn.ModuleList(Block(width, heads, layer, eps) for layer in range(depth))
         self.encoder_norm = nn.LayerNorm(width, eps=eps)
         self.decoder_embed = nn.Linear(width, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, buffer + positions, width))
         decoder_depth = depth if decoder_depth is None else decoder_depth
-        self.decoder_blocks = nn.ModuleList(Block(width, heads, eps) for _ in range(decoder_depth))
+        self.decoder_blocks = nn.ModuleList(Block(width, heads, layer, eps) for layer in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(width, eps=eps)
         self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, positions, width))
         self.diffloss = DiffusionHead(channels, width, head_width, head_depth)
@@ -153,54 +151,27 @@ class MAR(nn.Module):
         return self.decoder_norm(x)[:, first:] + self.diffusion_pos_embed_learned[0][at], keys
 
 
+class GroupStore:
+    """Keys and values of a call's columns by layer, `fresh`. The columns attend to those in `kept` as well."""
+
+    def __init__(self, kept: Keys | None):
+        self.kept = kept
+        self.fresh: Keys = []
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Add those of a layer; all that its columns attend to."""
+        self.fresh.append((key, value))
+        if self.kept is None:
+            return key, value
+        return torch.cat((self.kept[layer][0], key), 2), torch.cat((self.kept[layer][1], value), 2)
+
+
 def run(blocks: nn.ModuleList, x: Tensor, kept: Keys | None) -> tuple[Tensor, Keys]:
     """Blocks over x [R, n, width], which also attend to what is kept; and the keys and values of x."""
-    keys: Keys = []
-    for index, block in enumerate(blocks):
-        x, fresh = block(x, None if kept is None else kept[index])
-        keys.append(fresh)
-    return x, keys
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block that sees everything."""
-
-    def __init__(self, width: int, heads: int, eps: float):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=eps)
-        self.attn = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=eps)
-        self.mlp = Mlp(width)
-
-    def forward(self, x: Tensor, kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        attended, fresh = self.attn(self.norm1(x), kept)
-        x = x + attended
-        return x + self.mlp(self.norm2(x)), fresh
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, n, D] each
-        fresh = key, value
-        if kept is not None:
-            key, value = torch.cat((kept[0], key), 2), torch.cat((kept[1], value), 2)
-        return self.proj(scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)), fresh
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, 4 * width)
-        self.fc2 = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x)))
+    store = GroupStore(kept)
+    for block in blocks:
+        x = block(x, None, store)
+    return x, store.fresh
 
 
 # ---- the adapter ----------------------------------------------------------------------------------------------------
@@ -211,6 +182,7 @@ class MARFacts:
     """What messages say of the model."""
 
     name: str
+    classes: int
 
 
 class MARModel(PictureModel, Adapter):
@@ -231,6 +203,7 @@ class MARModel(PictureModel, Adapter):
     default_sampler = "mar"
     sampler_names = {"recap": ("mar", "recap")}
     sampler_settings = ("temperature",)
+    decoder_option = "vae"
     title = "MAR (mar, recap or cspd)"
     module: MAR
 
@@ -248,12 +221,8 @@ class MARModel(PictureModel, Adapter):
         if vae is not None and vae.config.z_channels != module.channels:
             raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
         super().__init__(module.eval())
-        self.vae, self.facts = vae, MARFacts(name or "MAR")
-        own = {"steps": min(64, module.positions), "guidance_scale": 1.0}
-        for key in defaults or ():
-            if key not in own:
-                raise ValueError(unknown("default of requests", key, own))
-        self.defaults = own | dict(defaults or {})
+        self.vae, self.facts = vae, MARFacts(name or "MAR", module.classes)
+        self.defaults = merge_defaults({"steps": min(64, module.positions), "guidance_scale": 1.0}, defaults)
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
         """Evaluate one query."""
@@ -313,11 +282,6 @@ class MARModel(PictureModel, Adapter):
         if self.vae is not None and draft.vae is not None and not same_latents(self.vae, draft.vae):
             raise ValueError(f"draft {names[0]} has another VAE than {names[1]}, so its tokens mean other pictures")
 
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: class labels, an int or several."""
-        self.no_negative_prompt(negative_prompt)
-        return ImageRequest(self, [label for label in labels_of(given, self.module.classes) for _ in range(num_images)])
-
     def read(self, state: Any, grid: Grid) -> Reading:
         written = -np.diff(state.left[: state.index + 1])  # as many in every row
         accepted = written.reshape(-1, 1).repeat(state.batch, 1)
@@ -332,31 +296,11 @@ class MARModel(PictureModel, Adapter):
         return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture; its one kind of cell represents all continuous tokens.
+        return self.square_grid(self.module.side, 1, height, width)  # one cell represents all continuous tokens
 
-        Raises:
-            ValueError: another size in pixels than the model's.
-        """
-        side, scale = self.module.side, 16 if self.vae is None else self.vae.config.scale
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels_to_codes(name, pixels, side, scale) != side:
-                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
-        return Grid(side, side, range(1))
-
-    def check_decodes(self) -> None:
-        """Raise ValueError where there is nothing to make pixels with."""
-        if self.vae is None:
-            raise ValueError(
-                f"{self.facts.name} has no VAE decoder; load it with vae=..., or take output_type='latent'"
-            )
-
-    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """Tokens [B, positions, channels] -> images [B, C, H, W] float32 in [0, 1]."""
-        self.check_decodes()
+    def _pixels(self, latent: Tensor) -> Tensor:
         assert self.vae is not None
-        with torch.no_grad():
-            images = self.vae.decode(self.image(tokens.to(self.device, self.vae.post_quant_conv.weight.dtype)))
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+        return self.vae.decode(latent.to(self.vae.post_quant_conv.weight.dtype))
 
 
 def load_mar(

@@ -16,7 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
-from paradec.models.images.adapter import labels_of
+from paradec.models.images.base import labels_of
 from paradec.models.images.loading import packaged_image
 
 OUTPUT_TYPES = ("pil", "np", "pt")

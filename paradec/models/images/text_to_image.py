@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
-from paradec.core.prompts import Prompts
 from paradec.core.query import Query
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.images.adapter import ImageModel, ImageRequest
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.base import ImageRequest, exact_prompts
 from paradec.models.images.grid import Grid
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -86,7 +86,7 @@ class TextToImageModel(ImageModel):
                 f"({most}); shorten the prompt, or give a smaller height or width"
             )
         both = ([self._from_text_ids(row) for row in part for _ in range(num_images)] for part in (rows, against))
-        return ImageRequest(self, *(Prompts(part, single=len(part) == 1, starts=[0] * len(part)) for part in both))
+        return ImageRequest(self, *map(exact_prompts, both))
 
     def _fitting(self, grid: Grid, scale: int) -> Grid:
         """The grid, of tokens that are `scale` pixels long.

@@ -1,23 +1,36 @@
 """The masked image transformer of the MaskGIT-r checkpoints that AutoNAT and ReCAP publish: a U-ViT (transformer blocks
 with long skips) over a class token and the tokens of an image. diffusers' `UVit2DModel`, Amused's, is another network;
 parameter names are the files'.
+
+Such a model decodes by everything that decodes masked text (Chang et al., "MaskGIT: Masked Generative Image
+Transformer", arXiv 2202.04200). `MaskedImageModel` is the adapter for `paradec.generate_images`: classes to pictures.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear
 
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
-from paradec.models.checkpoint import CheckpointError
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.decoder import Decoder
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, tokens_of
+from paradec.models.images.blocks import Block
+from paradec.models.images.grid import Grid
+from paradec.models.images.loading import find_files
+from paradec.models.images.vq import VQModel, check_codebook, open_vq
 from paradec.models.weights import read_weights
+
+DEFAULTS = {"steps": None, "guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 
 
 class UViT(nn.Module):
@@ -48,9 +61,10 @@ class UViT(nn.Module):
         self.size, self.codebook_size, self.classes, self.heads = size, codebook_size, classes, heads
         self.token_emb = Embeddings(codebook_size + 1, size**2, width)
         self.context_embed = Embeddings(classes, 1, width)
-        self.in_blocks = nn.ModuleList(Block(width, heads) for _ in range(depth // 2))
-        self.mid_block = Block(width, heads)
-        self.out_blocks = nn.ModuleList(Block(width, heads, skip=True) for _ in range(depth // 2))
+        half = depth // 2
+        self.in_blocks = nn.ModuleList(Block(width, heads, layer, bias=False) for layer in range(half))
+        self.mid_block = Block(width, heads, half, bias=False)
+        self.out_blocks = nn.ModuleList(SkipBlock(width, heads, layer) for layer in range(half + 1, depth + 1))
         self.norm = FinalNorm(width)
         self.mlm_layer = Head(width, codebook_size + 1)
         self.config = SimpleNamespace(  # what key/value stores ask for
@@ -89,12 +103,12 @@ class UViT(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         x = self.embed(input_ids, position_ids)
         skips = []
-        for index, block in enumerate(self.in_blocks):
-            x = block(x, attention_mask, past_key_values, index)
+        for block in self.in_blocks:
+            x = block(x, attention_mask, past_key_values)
             skips.append(x)
-        x = self.mid_block(x, attention_mask, past_key_values, len(skips))
-        for index, block in enumerate(self.out_blocks, start=len(skips) + 1):
-            x = block(x, attention_mask, past_key_values, index, skips.pop())
+        x = self.mid_block(x, attention_mask, past_key_values)
+        for block in self.out_blocks:
+            x = block(x, attention_mask, past_key_values, skips.pop())
         return SimpleNamespace(logits=self.head(self.norm(x).last_hidden_state))
 
     def head(self, x: Tensor) -> Tensor:
@@ -127,49 +141,15 @@ class Embeddings(nn.Module):
         return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings(positions))
 
 
-class Attention(nn.Module):
-    """Self-attention without a causal mask, over a store where there is one."""
+class SkipBlock(Block):
+    """A block whose input is first joined with that of the block across."""
 
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width)
+    def __init__(self, width: int, heads: int, layer: int):
+        super().__init__(width, heads, layer, bias=False)
+        self.skip_linear = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor | None, store: Any, layer: int) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, Q, D] each
-        if store is not None:
-            key, value = store.update(key, value, layer)
-        return self.proj(scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, 4 * width)
-        self.fc2 = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x)))
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block; with `skip`, its input is first joined with that of the block across."""
-
-    def __init__(self, width: int, heads: int, skip: bool = False):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width)
-        self.skip_linear = nn.Linear(2 * width, width) if skip else None
-
-    def forward(self, x: Tensor, mask: Tensor | None, store: Any, layer: int, skip: Tensor | None = None) -> Tensor:
-        if self.skip_linear is not None:
-            assert skip is not None
-            x = self.skip_linear(torch.cat((x, skip), -1))
-        x = x + self.attn(self.norm1(x), mask, store, layer)
-        return x + self.mlp(self.norm2(x))
+    def forward(self, x: Tensor, mask: Tensor | None, store: Any, skip: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.skip_linear(torch.cat((x, skip), -1)), mask, store)
 
 
 class FinalNorm(nn.LayerNorm):
@@ -245,9 +225,110 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
         raise CheckpointError(f"{str(source)!r} does not hold a U-ViT's weights: {error} is missing") from None
     depth = 2 * len({name.split(".")[1] for name in shapes if name.startswith("in_blocks.")})
     module = UViT(round(positions**0.5), tokens - 1, classes, width, depth, heads)
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    if expected != shapes:
-        wrong = sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name))
-        raise CheckpointError(f"{str(source)!r} does not hold a U-ViT's weights: {', '.join(wrong[:4])}")
+    check_fit(module.state_dict(), weights, str(source), "a U-ViT")
     module.load_state_dict(weights)
     return UViTModel(module)
+
+
+class MaskedImageModel(PictureModel, UViTModel):
+    """Prompts are one class token; answers are all codes of a picture, as one block. Guidance masks the class token.
+
+    Args:
+        module: the network. Its last class is none of the others.
+        vq: its VQ autoencoder; None gives codes alone.
+        defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`, `temperature`, `top_k`,
+            `top_p`.
+        name: what messages call it.
+
+    Raises:
+        ValueError: another codebook than the network's, or an unknown default.
+    """
+
+    makes = "masked image"
+    family = "masked"
+    default_sampler = "maskgit"
+    decoder_option = "vq"
+
+    def __init__(
+        self,
+        module: UViT,
+        vq: VQModel | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(module)
+        self.facts = self.facts if name is None else replace(self.facts, name=name)
+        check_codebook(vq, module.codebook_size, self.facts.name)
+        self.vq, self.defaults = vq, merge_defaults(DEFAULTS, defaults)
+
+    def prompts(self, class_labels: Any, num_images: int = 1) -> list[list[int]]:
+        """Input ids: `num_images` rows of one class token for every label, copies side by side.
+
+        Raises:
+            ValueError: no such class. TypeError: no integers.
+        """
+        labels = labels_of(class_labels, self.module.classes - 1)
+        return [[self.class_token(label)] for label in labels for _ in range(num_images)]
+
+    def defaults_with(self, sampler: Any) -> dict[str, Any]:
+        """As for all; and the cache of samplers that choose a group's targets in a full step, which evaluates those."""
+        return super().defaults_with(sampler) | ({"cache": "recap"} if hasattr(sampler, "targets") else {})
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: class labels, an int or several."""
+        self.no_negative_prompt(negative_prompt)
+        return ImageRequest(self, self.prompts(given, num_images))
+
+    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+        """The state of one request for all codes of a picture, with a trace: they are not written in order."""
+        own = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
+        return sampler.start(laid.model, laid.prompts, replace(request, **own))
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        tokens = tokens_of(state, grid)
+        steps = [] if state.trace is None else state.trace.steps
+        accepted = np.zeros((len(steps), state.batch), np.int64)
+        for index, step in enumerate(steps):
+            rows = [row for row, _, token, _ in step.commits if token != self.facts.mask_token_id]
+            accepted[index] = np.bincount(rows, minlength=state.batch)
+        whole = not tokens.eq(self.facts.mask_id).any()
+        return Reading(tokens, whole, accepted, state.prompt_length.tolist(), [0] * state.batch)
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """Ids that are no codes."""
+        return tuple(range(self.module.codebook_size, self.facts.vocab_size))
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        return self.square_grid(self.module.size, self.module.codebook_size, height, width)
+
+
+def load_masked_image(
+    source: str | os.PathLike[str],
+    *,
+    vq: str | os.PathLike[str] | VQModel | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> MaskedImageModel:
+    """Read a folder.
+
+    Args:
+        source: holds `config.json` ("heads"; if there are such, "vq", the file of the VQ beside it, and "defaults" of
+            requests) and `model.safetensors`, with the names of MaskGIT-r's checkpoints. Those are single files, which
+            `paradec.models.images.uvit.load_uvit` reads.
+        vq: the VQ autoencoder, or its file, where the folder names none.
+        dtype: of the network's parameters; float32 by default, whatever the file's.
+
+    Raises:
+        CheckpointError: files that are missing or do not fit.
+    """
+    name, path, fields, vq = find_files(source, "vq", vq)
+    try:
+        module = load_uvit(path, fields["heads"]).module.to(dtype or torch.float32)
+        if device is not None:
+            module = module.to(device)
+        return MaskedImageModel(module.requires_grad_(False), open_vq(vq, device), fields.get("defaults"), name)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{os.fspath(source)!r} is not a masked image model: {error}") from error

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_product_attention
 
 from paradec.core.checks import check_bool, check_int, shown
-from paradec.core.registry import unknown
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.adapter import labels_of, pixels_to_codes
-from paradec.models.images.base import ImageRequest, PictureModel, Reading
+from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
@@ -272,9 +270,8 @@ class ScaleFacts:
 class ScalePictures(PictureModel):
     """How codes of all scales become pictures, of a `VAR` and of its students."""
 
-    module: Any
+    decoder_option = "vq"
     vq: Any
-    device: torch.device
 
     def latent(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         """`features`, on the host."""
@@ -288,22 +285,10 @@ class ScalePictures(PictureModel):
         return self.vq.inputs(codes, self.module.scales)[1]
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture: the last scale.
+        return self.square_grid(self.module.scales[-1], self.module.codebook_size, height, width)
 
-        Raises:
-            ValueError: another size in pixels than the model's.
-        """
-        side, scale = self.module.scales[-1], self.vq.config.scale
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels_to_codes(name, pixels, side, scale) != side:
-                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
-        return Grid(side, side, range(self.module.codebook_size))
-
-    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """Tokens as `features` takes them -> images [B, channels, H, W] float32 in [0, 1]."""
-        with torch.no_grad():
-            images = self.vq.decode(self.features(tokens))
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+    def _pixels(self, latent: Tensor) -> Tensor:
+        return self.vq.decode(latent.to(self.device))
 
 
 class VARModel(ScalePictures, Adapter):
@@ -344,12 +329,9 @@ class VARModel(ScalePictures, Adapter):
                 f"vq has {book[0]} codes of {book[1]} numbers; {name or 'VAR'} writes {module.codebook_size} of "
                 f"{module.code_dim}"
             )
-        for key in defaults or ():
-            if key not in DEFAULTS:
-                raise ValueError(unknown("default of requests", key, DEFAULTS))
         self.vq = vq.eval()
         self.facts = ScaleFacts(name or "VAR", module.scales, module.classes, module.codebook_size, module.code_dim)
-        self.defaults = DEFAULTS | dict(defaults or {})
+        self.defaults = merge_defaults(DEFAULTS, defaults)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -394,11 +376,6 @@ class VARModel(ScalePictures, Adapter):
         features = self.vq.add(features, codes.to(features.dtype), index, scales)
         last = index == len(scales) - 1
         return features, None if last else self.vq.reduced(features, scales[index + 1])
-
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`given`: class labels, an int or several."""
-        self.no_negative_prompt(negative_prompt)
-        return ImageRequest(self, [label for label in labels_of(given, self.module.classes) for _ in range(num_images)])
 
     def read(self, state: Any, grid: Grid) -> Reading:
         sides = self.module.scales[: state.index]

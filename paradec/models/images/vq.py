@@ -22,6 +22,7 @@ from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_do
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit
+from paradec.models.weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -336,8 +337,6 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
         CheckpointError: no such file, one that holds anything but tensors, or weights that do not fit.
         ValueError: an unknown name.
     """
-    from paradec.models.weights import read_weights
-
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
@@ -357,3 +356,16 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
     check_fit(needed, state, os.fspath(source), unused=UNUSED)
     model.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
     return model.eval().requires_grad_(False)
+
+
+def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> VQModel | None:
+    """A VQ autoencoder that decodes on a device: the one that is given, or that of a file; None is none."""
+    if vq is None:
+        return None
+    return (vq if isinstance(vq, VQModel) else load_vq(vq)).to(device).eval().requires_grad_(False)
+
+
+def check_codebook(vq: VQModel | None, size: int, name: str) -> None:
+    """Raise ValueError where the codebook has not as many entries as the model called `name` writes codes."""
+    if vq is not None and vq.config.codebook_size != size:
+        raise ValueError(f"the codebook has {vq.config.codebook_size} entries; {name} writes {size} codes")

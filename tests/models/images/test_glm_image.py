@@ -17,7 +17,7 @@ from transformers import GlmImageForConditionalGeneration
 import paradec
 from paradec.core.query import Query
 from paradec.models.images import glm_image
-from paradec.models.images.adapter import ImageRequest
+from paradec.models.images.base import ImageRequest
 from paradec.models.images.glm_image import GlmImageModel, PreviewGrid
 from paradec.samplers.causal.zipar import schedule
 

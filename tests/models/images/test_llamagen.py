@@ -22,7 +22,7 @@ from torch import Tensor
 
 import paradec
 from paradec.core.query import Query, StoreCall
-from paradec.models.images.adapter import ImageRequest
+from paradec.models.images.base import ImageRequest
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel, preset
 from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, load_vq
 
@@ -377,7 +377,7 @@ def test_codebook_of_the_wrong_size(tmp_path: Path) -> None:
 def test_a_grid_that_it_cannot_make() -> None:
     model = tiny_llamagen()
     assert model.grid(8, 8) == model.grid()
-    with pytest.raises(ValueError, match="height=16 is not what LlamaGen makes: .* 4 x 4 tokens, 8 x 8 pixels"):
+    with pytest.raises(ValueError, match="height=16 is not what LlamaGen makes: 8 x 8 pixels"):
         model.grid(16, 8)
     with pytest.raises(ValueError, match="width=7 must be a multiple of 2"):
         model.grid(width=7)

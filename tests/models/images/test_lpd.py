@@ -298,7 +298,7 @@ def test_steps_are_groups() -> None:
         ({"class_labels": [5]}, "class_labels=5 must be an integer from 0 to 4"),
         ({"class_labels": []}, "class_labels is empty"),
         ({"height": 9}, "height=9 must be a multiple of 2"),
-        ({"height": 16}, "height=16 must be 8"),
+        ({"height": 16}, "height=16 is not what LPD makes: 8 x 8"),
         ({"sampler": "sjd"}, "'sjd' is of family 'draft_verify'; LPD .* takes the 'groups' family: "),
         ({"sampler": samplers.create("lpd")}, "the sampler 'lpd' with settings is of family 'masked'"),
     ],

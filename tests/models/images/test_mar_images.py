@@ -163,7 +163,7 @@ def test_output_types_and_steps(model: MARModel) -> None:
         ({"class_labels": None}, ValueError, "tiny needs class_labels"),
         ({"sampler": "threshold"}, ValueError, r"'threshold' is of family 'masked'; MAR \(mar, recap or cspd\) takes"),
         ({"sampler": paradec.samplers.create("recap")}, ValueError, "create.'mar', preset='recap'"),
-        ({"height": 16}, ValueError, "height=16 must be 8, the model's only size"),
+        ({"height": 16}, ValueError, "height=16 is not what .* makes: 8 x 8 pixels"),
     ],
 )
 def test_bad_requests(model: MARModel, request_: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -232,7 +232,7 @@ def test_files_without_the_second_head_are_refused(gone: tuple[str, ...], tmp_pa
     weights = {name: tensor for name, tensor in model.module.state_dict().items() if name not in gone}
     file = tmp_path / "t2i_XL_stage1_256.pt"
     torch.save(weights, file)
-    with pytest.raises(CheckpointError, match=f"holds no NAR: {', '.join(gone)} (is|are) missing"):
+    with pytest.raises(CheckpointError, match=f"holds no NAR: {', '.join(gone)} missing"):
         load_nar(file, n_head=4)
     if len(gone) == 1:  # what is left says that it was one
         with pytest.raises(CheckpointError, match="holds no NAR"):

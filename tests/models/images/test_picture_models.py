@@ -23,8 +23,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
 from paradec.core.query import Cost, LatentProposal, Query
-from paradec.models.images.adapter import labels_of
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, tokens_of
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
 from paradec.request import DEFAULTS, Request, request_for

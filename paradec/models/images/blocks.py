@@ -1,0 +1,64 @@
+"""The transformer block that MAR, LPD and the masked models have in common; parameter names are those of timm's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    """Self-attention of all heads, with one matrix for queries, keys and values.
+
+    Args:
+        layer: what a store calls the block. bias: whether the matrix has one.
+    """
+
+    def __init__(self, width: int, heads: int, layer: int, bias: bool = True):
+        super().__init__()
+        self.heads, self.layer = heads, layer
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, store: Any = None) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, Q, D] each
+        if store is not None:
+            key, value = store.update(key, value, self.layer)
+        attended = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two layers with GELU between them."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, inner)
+        self.fc2 = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block.
+
+    Args:
+        layer, bias: those of `Attention`. inner: width of the feed-forward; by default 4 `width`.
+    """
+
+    def __init__(
+        self, width: int, heads: int, layer: int, eps: float = 1e-5, inner: int | None = None, bias: bool = True
+    ):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=eps)
+        self.attn = Attention(width, heads, layer, bias)
+        self.norm2 = nn.LayerNorm(width, eps=eps)
+        self.mlp = Mlp(width, inner or 4 * width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, store: Any = None) -> Tensor:
+        """x [R, Q, width]; mask [R or 1, 1, Q or 1, K] bool, True where visible, None shows everything; `store` has
+        `update(keys, values, layer)`, which gives keys and values [R, heads, K, head width] to attend to."""
+        x = x + self.attn(self.norm1(x), mask, store)
+        return x + self.mlp(self.norm2(x))
