@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from paradec.samplers.classes import *  # noqa: F403
 
 registry = Registry.from_stub(
-    "sampler", __file__, Jacobi="jacobi", LanternPlusPlus="lantern++", Union="union", Intersection="intersection"
+    "sampler",
+    __file__,
+    Jacobi="jacobi",
+    LanternPlusPlus="lantern++",
+    Union="union",
+    Intersection="intersection",
+    MAR="mar",
+    VAR="var",
+    CoDe="code",
 )
 names = registry.names
 get = registry.get

@@ -48,10 +48,10 @@ from paradec.samplers.causal.speculative import Speculative as Speculative
 from paradec.samplers.causal.self_speculative import SelfSpeculative as SelfSpeculative
 from paradec.samplers.causal.zipar import ZipAR as ZipAR
 from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
-from paradec.samplers.continuous.mar import MAR as MAR
-from paradec.samplers.groups.nar import NAR as NAR
-from paradec.samplers.distilled.distilled import Distilled as Distilled
-from paradec.samplers.scales.var import VAR as VAR
-from paradec.samplers.scales.code import CoDe as CoDe
-from paradec.samplers.groups.groups import Groups as Groups
-from paradec.samplers.continuous.cspd import CSpD as CSpD
+from paradec.samplers.pictures.continuous import MAR as MAR
+from paradec.samplers.pictures.nar import NAR as NAR
+from paradec.samplers.pictures.distilled import Distilled as Distilled
+from paradec.samplers.pictures.scales import VAR as VAR
+from paradec.samplers.pictures.scales import CoDe as CoDe
+from paradec.samplers.pictures.groups import Groups as Groups
+from paradec.samplers.pictures.cspd import CSpD as CSpD

@@ -26,7 +26,7 @@ from paradec.models.images.distilled_llamagen import (
 )
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.vq import VQConfig, VQModel
-from paradec.samplers.distilled.distilled import Distilled
+from paradec.samplers.pictures.distilled import Distilled
 
 SYSTEM = "dd-llamagen"
 LLAMAGEN = cases(SYSTEM, "steps")

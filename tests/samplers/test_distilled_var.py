@@ -23,7 +23,7 @@ from paradec.models.images.distilled_var import SECONDS, DistilledVARModel, load
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
 from paradec.models.images.scales import ends_of
 from paradec.models.images.var import VARModel, load_var
-from paradec.samplers.distilled.distilled import Distilled
+from paradec.samplers.pictures.distilled import Distilled
 
 SYSTEM = "dd-var"
 

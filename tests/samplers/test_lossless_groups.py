@@ -22,7 +22,7 @@ from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.request import Request
 from paradec.samplers.causal.base import NOISE_STREAM
 from paradec.samplers.filters import filtered_distribution
-from paradec.samplers.groups.groups import Groups
+from paradec.samplers.pictures.groups import Groups
 
 
 def made(seed: int, **sizes: Any) -> LPDModel:

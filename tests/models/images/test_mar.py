@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paradec.core.protocol import NotFinite, decode
 from paradec.models.images.mar import MAR, PRESETS, MARModel
-from paradec.samplers.continuous.base import left_after
-from paradec.samplers.continuous.mar import MAR as Sampler
+from paradec.samplers.pictures.continuous import MAR as Sampler
+from paradec.samplers.pictures.continuous import left_after
 
 SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
 HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}

@@ -24,7 +24,7 @@ from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
 from paradec.samplers.filters import filtered_distribution
-from paradec.samplers.groups.nar import diagonal
+from paradec.samplers.pictures.nar import diagonal
 
 NAMES = cases("nar", "steps")
 

@@ -24,7 +24,7 @@ from paradec.models.images.diffusion_head import solver
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import VQConfig
-from paradec.samplers.continuous.cspd import CounterDraws, CSpD, sections_of, verified
+from paradec.samplers.pictures.cspd import CounterDraws, CSpD, sections_of, verified
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
 

@@ -17,8 +17,7 @@ from torch import Tensor
 import paradec
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, load_multi_scale_vq
 from paradec.models.images.var import VARModel, load_var
-from paradec.samplers.scales.code import CoDe
-from paradec.samplers.scales.var import VAR
+from paradec.samplers.pictures.scales import VAR, CoDe
 
 
 @lru_cache

@@ -1,8 +1,4 @@
-"""Distilled Decoding: pictures from noise in one call of a student or two, and with its teacher's help in between.
-
-Liu et al., "Distilled Decoding 1: One-step Sampling of Image Auto-regressive Models with Flow Matching", arXiv
-2412.17153, and its public code.
-"""
+"""The teachers of Distilled Decoding: they draw tokens of a picture given those before them."""
 
 from __future__ import annotations
 
@@ -19,14 +15,115 @@ from paradec.core import rng
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
-from paradec.core.query import Cost, LatentProposal
+from paradec.core.query import Cost, LatentProposal, Query, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
+from paradec.models.images.scales import ScaleQuery
 from paradec.request import Request, request_for
-from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.filters import filtered_distribution
+from paradec.samplers.guidance import guided
+from paradec.samplers.pictures.scales import guidance_at
 from paradec.samplers.starting import keys_of, labels_of, trace_of_labels, unsupported_for_pictures
+
+
+class CellTeaching:
+    """A LlamaGen, which draws a cell at a time over a key/value store. At guidance 1 its second branch is not evaluated
+    (the public code reads no prefix then, and stops with an error)."""
+
+    def __init__(self, teacher: Any, labels: Sequence[int], count: int, scale: float):
+        laid = teacher.request(list(labels), teacher.grid())
+        rows = laid.prompts.rows + (laid.unconditional.rows if scale != 1 else [])
+        self.model, self.scale, self.batch = laid.model, scale, len(labels)
+        self.branches = len(rows) // self.batch
+        self.prompts = torch.tensor(rows, device=teacher.device)
+        """[branches * B, 1] int64."""
+        self.store = self.model.make_store(len(rows), 1 + count)
+        self.stored = 0
+        """Tokens that the store holds, the class among them."""
+
+    def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> Any:
+        """The call for cell `at`; ids [B, N] int64 and codes [V, C] say which tokens are before it."""
+        context = torch.cat((self.prompts, ids[:, :at].repeat(self.branches, 1).to(self.prompts.device)), 1)
+        index = np.arange(len(context))
+        column = torch.arange(self.stored, at + 1, device=context.device)
+        positions = column.expand(len(context), -1)
+        return Query(
+            rows=np.arange(self.batch),
+            tokens=context[:, self.stored :],
+            positions=positions,
+            wanted=torch.full_like(positions[:, :1], at - self.stored),
+            store=StoreCall(torch.as_tensor(index, device=context.device), positions, index, at + 1, step=step),
+            branches=self.branches,
+            forwarded=np.full(self.batch, len(column)),
+            kind="full" if self.stored == 0 else "window",
+        )
+
+    def answer(self, query: Any) -> Tensor:
+        """Logits [branches * B, W, V], or of fewer branches where the others have no weight."""
+        return self.model(query, self.store)
+
+    def guided(self, logits: Tensor, at: int) -> Tensor:
+        """[B, W, V]."""
+        return guided(logits, self.scale) if self.branches == 2 else logits
+
+    def span(self, at: int) -> tuple[int, int]:
+        """The first token of `at`, and the one after its last."""
+        return at, at + 1
+
+    def read_up_to(self, at: int) -> None:
+        """What `query` asked for is decided."""
+        self.stored = at + 1
+
+
+class ScaleTeaching(CellTeaching):
+    """A VAR, which draws a scale at a time over a store of keys and values; it reads all scales before its first in one
+    call. The public code has no mask there, so that coarse scales see finer ones; `masked` puts that of the training
+    in."""
+
+    def __init__(self, teacher: Any, labels: Sequence[int], request: Request, masked: bool):
+        self.model, self.masked, self.scale = teacher, masked, request.guidance_scale
+        self.scales, self.ends = teacher.facts.scales, (0, *teacher.facts.ends)
+        self.labels = torch.tensor(labels, device=teacher.device)
+        self.branches = 1 if self.scale == 1 else 2
+        self.store = teacher.store(self.branches * len(labels), len(self.scales) - 1)
+        self.stored = 0
+        """Scales that the store holds."""
+
+    def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> ScaleQuery:
+        device = self.labels.device
+        known = codes[ids[:, : self.ends[at]]].to(device, self.model.codes.dtype)
+        with torch.no_grad():
+            inputs = self.model.vq.inputs(known, self.scales)[0]
+        first, stop = self.ends[self.stored], self.ends[at + 1]
+        return ScaleQuery(
+            rows=np.arange(len(self.labels)),
+            inputs=inputs[:, max(first - 1, 0) : stop - 1],
+            labels=self.labels,
+            first=self.stored,
+            last=at,
+            store=self.store,
+            branches=self.branches,
+            # the unconditional half of a scale that it has no weight in is there for its keys and values alone
+            wanted=self.branches if self._weight(at) != 1 else 1,
+            masked=self.masked,
+            forwarded=np.full(len(self.labels), stop - first),
+            kind="full" if first == 0 else "window",
+            positions=torch.arange(first, stop, device=device).expand(len(self.labels), -1),
+        )
+
+    def _weight(self, at: int) -> float:
+        return guidance_at("linear", self.scale, at, len(self.scales))
+
+    def answer(self, query: Any) -> Tensor:
+        return self.model(query).logits
+
+    def guided(self, logits: Tensor, at: int) -> Tensor:
+        return logits if self._weight(at) == 1 else guided(logits, self._weight(at))
+
+    def span(self, at: int) -> tuple[int, int]:
+        return self.ends[at], self.ends[at + 1]
+
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""
@@ -55,7 +152,7 @@ class DistilledState(State):
     ids: Tensor
     """[B, N] int64: the nearest codes of `tokens`, where a teacher reads them; -1 elsewhere."""
     split: int
-    teaching: Teaching | None = None
+    teaching: CellTeaching | None = None
     """The teacher, and what it has read."""
     index: int = 0
     """The step."""
@@ -233,7 +330,10 @@ class Distilled(Sampler):
         )
         if self.teacher is not None:
             model.check_teacher(self.teacher)
-            state.teaching = teaching_of(self.teacher, labels, stages, request, self.masked_prefix)
+            if stages.scales:
+                state.teaching = ScaleTeaching(self.teacher, labels, request, self.masked_prefix)
+            else:
+                state.teaching = CellTeaching(self.teacher, labels, shape[1], request.guidance_scale)
         taught = {name: getattr(request, name) for name in TAUGHT} if self.teacher is not None else {}
         asked = {"steps": request.steps, "seed": seeds} | taught
         state.trace = trace_of_labels(self, request, labels, shape[1], **asked)

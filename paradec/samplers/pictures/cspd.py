@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from paradec.core.protocol import Commit, check_finite
 from paradec.core.query import Cost, LatentProposal
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenDistribution
 from paradec.request import Request
-from paradec.samplers.continuous.base import ContinuousSampler, ContinuousState, normal
+from paradec.samplers.pictures.continuous import ContinuousSampler, ContinuousState, normal
 
 ACCEPT_STREAM, REDRAW_STREAM = 2, 3
 """Draws that accept drafts, and those that take the place of rejected ones; the heads' noise is TOKEN_STREAM's."""
@@ -109,24 +109,10 @@ def verified(
 # ---- random numbers -------------------------------------------------------------------------------------------------
 
 
-class ContinuousDraws(Protocol):
-    """Where the random numbers of one request come from. Who asks again is given the same numbers."""
-
-    def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
-        """[B, W, steps + 1, channels] standard normal numbers for the heads at positions `at` [B, W]: the start, then
-        a row per step in the order of their execution. Both models ask for the same."""
-
-    def accept(self, commit: int, at: Tensor) -> Tensor:
-        """[B, W] uniform numbers in (0, 1), at positions `at` [B, W] that this commit verifies."""
-
-    def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Standard normal [m, channels] and uniform [m] numbers of a commit's round `number` for tokens at `rows` and
-        `at`, both [m] int64."""
-
-
 @dataclass
 class CounterDraws:
-    """Counter-based numbers (`paradec.core.rng`): of a token, whatever is drawn beside it."""
+    """The random numbers of one request, counter-based (`paradec.core.rng`): of a token, whatever is drawn beside it.
+    Who asks again is given the same numbers."""
 
     keys: Tensor
     """[B, 2] int64."""
@@ -134,15 +120,20 @@ class CounterDraws:
     """Positions of an image."""
 
     def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
+        """[B, W, steps + 1, channels] standard normal numbers for the heads at positions `at` [B, W]: the start, then
+        a row per step in the order of their execution. Both models ask for the same."""
         zero = torch.zeros(len(at), dtype=torch.int64, device=at.device)
         uniform = rng.uniform(self.keys, zero, at, (steps + 1) * channels, rng.TOKEN_STREAM)
         return normal(uniform).unflatten(-1, (steps + 1, channels))
 
     def accept(self, commit: int, at: Tensor) -> Tensor:
+        """[B, W] uniform numbers in (0, 1), at positions `at` [B, W] that this commit verifies."""
         step = torch.full((len(at),), commit, device=at.device)
         return rng.uniform(self.keys, step, at, 1, ACCEPT_STREAM).squeeze(-1)
 
     def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        """Standard normal [m, channels] and uniform [m] numbers of a commit's round `number` for tokens at `rows` and
+        `at`, both [m] int64."""
         step = torch.full_like(at, commit)
         counter = (at + number * self.size).unsqueeze(-1)
         uniform = rng.uniform(self.keys[rows], step, counter, channels + 1, REDRAW_STREAM).squeeze(1)
@@ -162,7 +153,7 @@ class CSpDState(ContinuousState):
     """Per commit, the steps that it decides."""
     targets: int = 0
     """How many of the first commits are steps of the target alone."""
-    draws: ContinuousDraws | None = None
+    draws: CounterDraws | None = None
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[B] int64 on the host: forward calls of the draft model."""
 
@@ -277,7 +268,7 @@ class CSpD(ContinuousSampler):
         request: Request | None = None,
         *,
         order: Tensor | None = None,
-        draws: ContinuousDraws | None = None,
+        draws: CounterDraws | None = None,
         **arguments: Any,
     ) -> CSpDState:
         """As `ContinuousSampler.start`.

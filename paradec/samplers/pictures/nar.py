@@ -24,8 +24,8 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.verification import probability
-from paradec.samplers.groups.base import GroupWriter, WrittenState
 from paradec.samplers.guidance import guided
+from paradec.samplers.pictures.groups import GroupWriter, WrittenState
 from paradec.samplers.starting import keys_of, padded, trace_of, unsupported_for_pictures
 
 

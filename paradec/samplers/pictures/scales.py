@@ -1,14 +1,15 @@
-"""The base of the samplers that predict pictures scale by scale: a step evaluates one scale and commits all its tokens.
+"""Samplers that commit a whole scale of a picture at a step: VAR, and CoDe, which makes scales with two models.
 
-Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905.
-Rows are in step by construction and independent of each other. What a subclass decides is which model makes a scale,
-how its logits become a distribution, and how codes come of it.
+Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905;
+Chen et al., "Collaborative Decoding Makes Visual Auto-Regressive Modeling Efficient", arXiv 2411.17787; and their
+public codes. Rows are in step by construction and independent of each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
+from paradec.core.trace import Notes
 from paradec.kernels.token_stats import argmax, draw
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
@@ -111,8 +113,12 @@ class ScaleProposal(Proposal):
 
 
 @dataclass(frozen=True)
-class ScaleSampler(Sampler):
-    """Base of the methods that commit a scale at a step.
+class VAR(Sampler):
+    """Per step, evaluate the next scale with the keys and values of earlier scales, and draw each of its tokens
+    independently from the guided, filtered distribution.
+
+    The authors' figures: guidance_scale=2.5, top_k=900, top_p=0.96; their demo: 5, 900 and 0.95. Without guidance the
+    unconditional half is not evaluated (the public code evaluates it always).
 
     Guidance grows with the scale: that of scale i of n is 1 + (s - 1) i / (n - 1) for the request's `guidance_scale` s
     (the public code's cfg is s - 1). Then come `top_k` (of equal logits all stay), `top_p` of what is left, and the
@@ -132,6 +138,11 @@ class ScaleSampler(Sampler):
     temperatures: tuple[float, ...] | None = None
     smooth: bool = False
 
+    name = "var"
+    paper = "VAR"
+    arxiv = "2404.02905"
+    summary = "a whole scale of the picture per forward, the coarsest first"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"smooth": {"smooth": True}}
     family: ClassVar[str] = "scales"
     models: ClassVar[tuple[str, ...]] = ("scale image",)
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
@@ -339,3 +350,116 @@ def guidance_at(schedule: str, scale: float, index: int, scales: int) -> float:
     if schedule == "constant":
         return scale
     return 1 + (scale - 1) * index / max(scales - 1, 1)
+
+
+WARM, WARM_SHARE = 1.1, 0.7
+"""The temperature of the first scales in the public code, 7 of 10; it is 1 at the others."""
+SPLIT_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class CoDe(VAR):
+    """`drafter`, the large model, makes the first `split` scales with its own store. The small model gets the features
+    and inputs of these scales. It rebuilds its context in one call, which also gives the logits of scale `split`, and
+    makes the other scales. Nothing is verified.
+
+    `nfe` counts the small model's forwards, `state.draft_nfe` the large one's.
+
+    Args:
+        drafter: a model of scales with the same scales, classes and codes, the larger one. `to_dict` names it only.
+        split: scales that the drafter makes, 0 to all of them; None is 8 of 10, or the same share. The paper's are 6 to
+            9.
+        temperatures: as for `var`; None is 1.1 at the first 7 of 10 scales and 1 at the others, as published.
+        guidance_schedule, top_ks, smooth: as for `var`. The public code has top_k=600 at all scales.
+
+    The public code draws tokens for the drafted scales once more, from the small model's unguided logits, and discards
+    them; that is left out. With one seed for both models the small one repeats the large one's random numbers in the
+    public code; here each scale has its own.
+    """
+
+    drafter: Any = None
+    split: int | None = None
+
+    name = "code"
+    paper = "CoDe"
+    arxiv = "2411.17787"
+    summary = "a large model makes the first scales, a small one the rest"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0, "top_k": 600}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("split", self.split, low=0, high=2**10, none=True)
+        if self.drafter is not None:
+            check_model(f"drafter of {self.name!r}", self.drafter, self.models)
+
+    def split_of(self, scales: int) -> int:
+        """Scales that the drafter makes of so many."""
+        return round(SPLIT_SHARE * scales) if self.split is None else self.split
+
+    @torch.inference_mode(False)
+    def start(self, model: Any, prompt: Any, request: Request | None = None, /, **arguments: Any) -> ScaleState:
+        """As for `var`.
+
+        Raises:
+            ValueError: no drafter, one with other scales, classes or codes, or a split that is out of range.
+        """
+        self.check_model(model)
+        self.check_pair(model)
+        state = super().start(model, prompt, request, **arguments)
+        split = self.split_of(len(state.scales))
+        if split:  # neither has memory before its first call
+            state.after, state.store = state.store, self.drafter.store(state.branches * state.batch, split - 1)
+        return state
+
+    def check_pair(self, model: Any) -> None:
+        """Raise ValueError unless the drafter and `model` can make one picture."""
+        if self.drafter is None:
+            raise ValueError(
+                f"sampler 'code' needs drafter=..., the larger model, whose scales {model.facts.name} ends"
+            )
+        for name in ("scales", "classes", "vocab_size", "code_dim"):
+            ours, other = getattr(model.facts, name), getattr(self.drafter.facts, name)
+            if ours != other:
+                raise ValueError(
+                    f"drafter={self.drafter.facts.name} has {name}={shown(other)}; {model.facts.name} has {shown(ours)}"
+                )
+        if not torch.equal(model.codes.cpu(), self.drafter.codes.to("cpu", model.codes.dtype)):
+            raise ValueError(f"drafter={self.drafter.facts.name} has another codebook than {model.facts.name}")
+        if self.split_of(len(model.facts.scales)) > len(model.facts.scales):
+            raise ValueError(f"split={self.split} must be an integer from 0 to {len(model.facts.scales)}, the scales")
+
+    def query(self, state: ScaleState) -> list[ScaleQuery]:
+        return [replace(query, drafting=self.drafts(state)) for query in super().query(state)]
+
+    def drafts(self, state: ScaleState) -> bool:
+        """Whether the drafter makes the next scale."""
+        return state.index < self.split_of(len(state.scales))
+
+    def step(self, model: Callable[..., Any], state: ScaleState) -> ScaleProposal:
+        return super().step(self.drafter if self.drafts(state) else model, state)
+
+    def temperature(self, state: ScaleState) -> float:
+        if self.temperatures is not None:
+            return super().temperature(state)
+        warm = state.index < math.ceil(WARM_SHARE * len(state.scales))
+        return state.request.temperature * (WARM if warm else 1.0)
+
+    def commit(self, state: ScaleState, proposal: ScaleProposal) -> Commit:
+        drafted = self.drafts(state)
+        commit = super().commit(state, proposal)
+        if drafted and not self.drafts(state) and not state.done:
+            state.store, state.after, state.stored = state.after, None, 0
+        return commit
+
+    def count(self, state: ScaleState, cost: Cost) -> None:
+        if self.drafts(state):
+            state.draft_counts = state.draft_counts + cost.counts
+        else:
+            super().count(state, cost)
+
+    def observe(self, state: ScaleState, proposal: ScaleProposal) -> Notes:
+        drafted = self.drafts(state)
+        notes = super().observe(state, proposal)
+        notes.draft_nfe = (state.draft_nfe + drafted).tolist()
+        return replace(notes, nfe=[0] * state.batch) if drafted else notes

@@ -1,1 +1,0 @@
-"""Continuous tokens: a diffusion head draws each token given what the backbone says of it."""

@@ -1,1 +1,0 @@
-"""Students of autoregressive image models, which make a picture from noise in one call or few."""

@@ -1,1 +1,0 @@
-"""Image models that decide a group of positions per forward, in any order (`groups`) or by diagonals (`nar`)."""
