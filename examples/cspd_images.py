@@ -16,9 +16,8 @@ import torch
 
 import paradec
 from paradec.api.images import contact_sheet
-from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel
-from paradec.models.images.vq import VQConfig
+from paradec.models.images.vq import KLDecoder, VQConfig
 
 
 def tiny(width: int, vae: KLDecoder, name: str) -> MARModel:

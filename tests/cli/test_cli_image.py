@@ -31,10 +31,9 @@ import paradec
 from paradec import TaylorSeer
 from paradec.cli import app
 from paradec.cli.image_job import seen_size
-from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
-from paradec.models.images.vq import VQConfig
+from paradec.models.images.vq import KLDecoder, VQConfig
 
 forecasts = load_script("examples/forecast_cost.py")
 RUNNER = CliRunner()

@@ -29,10 +29,9 @@ import paradec
 from paradec.models.images.chameleon import LAYOUTS, load_chameleon
 from paradec.models.images.emu3 import load_emu3
 from paradec.models.images.janus import load_janus
-from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR
 from paradec.models.images.uvit import UViT, load_uvit
-from paradec.models.images.vq import VQConfig, load_vq
+from paradec.models.images.vq import KLDecoder, VQConfig, load_kl, load_vq
 from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, load_filter, save_filter
 
 TORCH = (

@@ -21,8 +21,7 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.distilled import check_stages
 from paradec.models.images.distilled_var import SECONDS, DistilledVARModel, load_distilled_var
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
-from paradec.models.images.scales import ends_of
-from paradec.models.images.var import VARModel, load_var
+from paradec.models.images.var import VARModel, ends_of, load_var
 from paradec.samplers.pictures.distilled import Distilled
 
 SYSTEM = "dd-var"

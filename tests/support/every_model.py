@@ -34,9 +34,8 @@ import paradec
 from paradec.core.prompts import encode
 from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel
-from paradec.models.images.vq import VQConfig
+from paradec.models.images.vq import KLDecoder, VQConfig
 from paradec.models.proteins.structure import Structure, read_pdb
 
 WRAPPED = [

@@ -30,7 +30,6 @@ from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.glm_image import GlmImageModel
 from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
-from paradec.models.images.kl import KLDecoder
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.models.images.mar import MAR, MARModel
@@ -38,7 +37,7 @@ from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfi
 from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.uvit import MaskedImageModel, UViT, UViTModel
 from paradec.models.images.var import VAR, VARModel
-from paradec.models.images.vq import VQConfig, VQModel
+from paradec.models.images.vq import KLDecoder, VQConfig, VQModel
 
 CODES = 32
 TEXT = {

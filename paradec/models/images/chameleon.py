@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from paradec.core.query import Query
 from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
 from paradec.models.images.vq import VQModel, check_codebook, load_vq
@@ -92,7 +91,7 @@ class ChameleonModel(TextToImageModel):
         check_codebook(vq, size, self.facts.name)
         self.layout, self.vq = layout, vq
         self.cells = in_order(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
-        self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1) if vq is None else vq.config.scale
+        self.scale = self.scale if vq is None else vq.config.scale
         self.defaults = {
             "guidance_scale": layout.guidance_scale,
             "top_k": layout.top_k,
@@ -136,15 +135,8 @@ class ChameleonModel(TextToImageModel):
     def _language_model(self) -> Any:
         return self.module.model
 
-    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
-        return self.module.get_input_embeddings()(ids)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return self.module.lm_head(hidden)
-
-    def codebook(self) -> Tensor:
-        own = self.module.model.vqmodel.quantize.embedding.weight if self.vq is None else self.vq.quantize.codes
-        return self._codes_of_ids(own, self.cells)
+    def codebook(self) -> Tensor | None:
+        return super().codebook() if self.vq is None else self._codes_of_ids(self.vq.quantize.codes, self.cells)
 
     def check_decodes(self) -> None:
         if self.vq is None:

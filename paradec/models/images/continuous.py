@@ -1,11 +1,20 @@
-"""What a sampler asks of a model of continuous tokens, and what comes back. Data alone; it knows neither of them."""
+"""Continuous tokens: what a sampler asks of a MAR and what comes back, and the network that draws tokens from noise.
+
+Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838, section 3.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from paradec.core.checks import check_int
 
 Keys = list[tuple[Tensor, Tensor]]
 """Keys and values per layer, each [R, heads, n, head_dim]."""
@@ -80,3 +89,162 @@ class ContinuousAnswer:
     conditions: Tensor
     kept: Kept | None
     distribution: TokenDistribution | None = None
+
+
+TRAINED_STEPS = 1000
+
+
+class DiffusionHead(nn.Module):
+    """Draws a token from noise, given what the decoder says of its position.
+
+    A DDPM with a cosine schedule of 1000 steps, of which `steps` are taken, and a learned variance between its bounds
+    (Nichol and Dhariwal, arXiv 2102.09672).
+    """
+
+    def __init__(self, channels: int, condition: int, width: int, depth: int):
+        super().__init__()
+        self.channels = channels
+        self.net = HeadNetwork(channels, condition, width, depth)
+
+    def sample(
+        self, condition: Tensor, noise: Tensor, temperature: float = 1.0, guidance: float | None = None
+    ) -> Tensor:
+        """Draw tokens [n, channels]; arguments as for `distribution`."""
+        return self.distribution(condition, noise, temperature, guidance).mean
+
+    def distribution(
+        self,
+        condition: Tensor,
+        noise: Tensor,
+        temperature: float = 1.0,
+        guidance: float | None = None,
+        sections: tuple[int, ...] | None = None,
+    ) -> TokenDistribution:
+        """Draw tokens, and say what they are the mean of.
+
+        Args:
+            condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
+            noise: [n, steps + 1, channels] standard normal numbers: the start, then one row per step (the last of them
+                is not used: the last step adds none). Its type is that of the draws, float32 at least: the network
+                alone is evaluated in a narrower one.
+            temperature: scales the noise that steps add, not the start's.
+            guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
+            sections: as `ContinuousQuery.sections`; they sum up to `steps`.
+        """
+        times, table = solver(sections or (noise.shape[1] - 1,))
+        x = noise[:, 0]
+        half_log_variance = torch.zeros_like(x)
+        for index in range(len(times))[::-1]:
+            branches = 1 if guidance is None else 2
+            time = torch.full((len(x) * branches,), float(times[index]), device=x.device, dtype=x.dtype)
+            found = self.net(x.repeat(branches, 1).to(condition.dtype), time, condition).to(x.dtype)
+            epsilon, variance = found.chunk(2, -1)
+            if guidance is not None:
+                (epsilon, other), variance = epsilon.chunk(2), variance.chunk(2)[0]
+                epsilon = other + guidance * (epsilon - other)
+            row = {name: float(column[index]) for name, column in table.items()}
+            share = (variance + 1) / 2
+            log_variance = share * row["log_beta"] + (1 - share) * row["log_posterior"]
+            std = temperature * torch.exp(0.5 * log_variance)
+            start = row["recip"] * x - row["recip_minus_one"] * epsilon
+            x = row["of_start"] * start + row["of_x"] * x
+            if index:
+                x = x + std * noise[:, len(times) - index]
+                half_log_variance += 0.5 * log_variance
+        return TokenDistribution(x, std, half_log_variance)
+
+
+@lru_cache(maxsize=16)
+def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The training times that the head evaluates, ascending, and the coefficients of each step.
+
+    Args:
+        sections: steps, evenly spaced, in each of as many equal parts of the training steps; (100,) is 100 of them all.
+
+    Raises:
+        ValueError: a part with no step, or with more than it has training steps.
+    """
+    times: list[int] = []
+    first = 0
+    for part, steps in enumerate(sections):
+        size = TRAINED_STEPS // len(sections) + (part < TRAINED_STEPS % len(sections))
+        check_int("steps", steps, low=1, high=size)
+        stride = (size - 1) / (steps - 1) if steps > 1 else 1.0
+        times += [first + round(index * stride) for index in range(steps)]
+        first += size
+
+    def left(t: float) -> float:
+        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    grid = np.arange(TRAINED_STEPS)
+    betas = np.array([min(1 - left((t + 1) / TRAINED_STEPS) / left(t / TRAINED_STEPS), 0.999) for t in grid])
+    kept = np.cumprod(1 - betas)[times]
+    before = np.append(1.0, kept[:-1])
+    betas = 1 - kept / before  # of the steps that are taken
+    posterior = betas * (1 - before) / (1 - kept)
+    table = {
+        "log_beta": np.log(betas),
+        # the first one is 0; the second one replaces it
+        "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
+        "recip": np.sqrt(1 / kept),
+        "recip_minus_one": np.sqrt(1 / kept - 1),
+        "of_start": betas * np.sqrt(before) / (1 - kept),
+        "of_x": (1 - before) * np.sqrt(1 - betas) / (1 - kept),
+    }
+    return times, table
+
+
+class HeadNetwork(nn.Module):
+    """Residual MLP blocks, modulated by time and condition: [n, channels] -> noise and variance [n, 2 * channels]."""
+
+    def __init__(self, channels: int, condition: int, width: int, depth: int):
+        super().__init__()
+        self.time_embed = TimeEmbedding(width)
+        self.cond_embed = nn.Linear(condition, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(HeadBlock(width) for _ in range(depth))
+        self.final_layer = HeadOutput(width, 2 * channels)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        x, y = self.input_proj(x), self.time_embed(time) + self.cond_embed(condition)
+        for block in self.res_blocks:
+            x = block(x, y)
+        return self.final_layer(x, y)
+
+
+class TimeEmbedding(nn.Module):
+    """Sines and cosines of 128 frequencies, and two layers."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, time: Tensor) -> Tensor:
+        frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=time.device, dtype=time.dtype) / 128)
+        angles = time.unsqueeze(-1) * frequencies
+        weight: Any = self.mlp[0].weight
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(weight.dtype))
+
+
+class HeadBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.in_ln = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale, gate = self.adaLN_modulation(y).chunk(3, -1)
+        return x + gate * self.mlp(self.in_ln(x) * (1 + scale) + shift)
+
+
+class HeadOutput(nn.Module):
+    def __init__(self, width: int, channels: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.linear = nn.Linear(width, channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(y).chunk(2, -1)
+        return self.linear(self.norm_final(x) * (1 + scale) + shift)

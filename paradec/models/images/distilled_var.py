@@ -13,19 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
-from paradec.models.images.loading import find_files
-from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
-from paradec.models.images.var import BUFFERS, VAR, ScalePictures, VARModel, fill, sizes_of
-from paradec.models.weights import NESTED, read_weights
+from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ
+from paradec.models.images.var import VAR, ScalePictures, VARModel, read_network
+from paradec.models.weights import NESTED
 
 SECONDS = {1024: 5, 1280: 4, 1536: 4}
 """The published students' second stage and `split`, by their widths (d16, d20, d24)."""
 MARKS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.linear.weight")
 """Weights that no VAR has and a student must have."""
-WITHOUT_CLASS = ("pos_1LC", "lvl_embed.weight")
-"""Weights with a row for the class before those of the tokens."""
 
 
 class DistilledVAR(VAR):
@@ -158,29 +154,15 @@ def load_distilled_var(
         CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
         ValueError: a size or stage out of its range.
     """
-    name, path, fields, vq = find_files(source, "vq", vq)
-    if vq is None:
-        raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
-    weights, metadata = read_weights(path, "|".join(BUFFERS), ("trainer.ema_parameters", *NESTED))
-    weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
-    if missing := [key for key in MARKS if key not in weights]:
-        raise CheckpointError(f"{str(path)!r} holds no student of VAR: {', '.join(missing)} missing")
-    said = fields or metadata.get("config", {})
-    try:
-        own = dict(weights)
-        for key in WITHOUT_CLASS:
-            own[key] = weights[key][:, 1:] if key == "pos_1LC" else weights[key][1:]
-        sizes = sizes_of(own, scales or said.get("scales"), heads or said.get("heads"))
-        module = DistilledVAR(**sizes)
-    except (KeyError, IndexError) as error:
-        raise CheckpointError(f"{str(path)!r} holds no student of VAR: {error} is missing") from error
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} holds no student of VAR: {error}") from error
-    module = module.to(dtype or torch.float32)  # before the weights come, which it would round
-    fill(module, weights, str(path))
-    module = module.to(device).requires_grad_(False)
-    vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
-    # codes are float32 at least, whatever the network's type
-    vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
+    nested = ("trainer.ema_parameters", *NESTED)
+    found = read_network(
+        DistilledVAR, "student of VAR", source, vq, scales, heads, dtype, device, MARKS, nested, without_class
+    )
+    module, vq, name, fields, _ = found
     second, split = fields.get("second") if second is None else second, fields.get("split") if split is None else split
     return DistilledVARModel(module, vq, name, fields.get("defaults"), second, split)
+
+
+def without_class(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A student's weights without the row for the class: with the sizes of its teacher's."""
+    return weights | {"pos_1LC": weights["pos_1LC"][:, 1:], "lvl_embed.weight": weights["lvl_embed.weight"][1:]}

@@ -8,9 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch import Tensor
-
-from paradec.core.query import Query
 from paradec.models.images.grid import Grid, pixels_to_codes
 from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
 
@@ -41,7 +38,6 @@ class Emu3Model(TextToImageModel):
         self.cells = in_order(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.row_end = self._token("<|extra_200|>")
         self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), self._end_of_text())
-        self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1)
 
     def _token(self, text: str) -> int:
         known = self.module.config.vocabulary_map
@@ -78,15 +74,6 @@ class Emu3Model(TextToImageModel):
     @property
     def _language_model(self) -> Any:
         return self.module.model.text_model
-
-    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
-        return self.module.get_input_embeddings()(ids)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return self.module.lm_head(hidden)
-
-    def codebook(self) -> Tensor:
-        return self._codes_of_ids(self.vq.quantize.embedding.weight, self.cells)
 
 
 def load_emu3(

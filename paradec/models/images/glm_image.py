@@ -255,21 +255,12 @@ class GlmImageModel(TextToImageModel):
     def _language_model(self) -> Any:
         return self.module.model.language_model
 
-    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
-        return self.module.get_input_embeddings()(ids)
-
     def _positions(self, query: Query) -> Tensor:
         """[3, R, Q] int64: the places of a call's columns."""
         table = self._table
         table = table[branch_rows(query, len(table)).to(table.device)]
         at = query.positions.clamp(0, table.shape[1] - 1)
         return table.gather(1, at.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return self.module.lm_head(hidden)
-
-    def codebook(self) -> Tensor:
-        return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.cells)
 
 
 def load_glm_image(

@@ -48,7 +48,6 @@ class JanusModel(TextToImageModel):
                 raise ValueError(f"{field} of {self.facts.name} is not known: its generation_config does not say it")
         self.boi, self.bos, self.pad = known.values()
         self.vq = module.model.vqmodel
-        self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         side = self.vq.quantize.quant_state_dims[0]

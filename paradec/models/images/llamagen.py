@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
-from paradec.core.registry import unknown
 from paradec.core.rows import row_layout
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import ImageModel, branch_rows
@@ -326,14 +325,3 @@ def _config(
         return format.config(**{name: getattr(found, name) for name in found.__dataclass_fields__} | own)
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} holds no {format.name}: {error}") from error
-
-
-def preset(name: str, **changes: Any) -> LlamaGenConfig:
-    """Sizes by the authors' name: `preset("XL", grid=24)`.
-
-    Raises:
-        ValueError: an unknown name, or a size out of its range.
-    """
-    if name not in PRESETS:
-        raise ValueError(unknown("LlamaGen preset", name, PRESETS))
-    return LlamaGenConfig(**{**PRESETS[name], **changes})

@@ -26,11 +26,17 @@ from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import Block
-from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenDistribution
-from paradec.models.images.diffusion_head import DiffusionHead
+from paradec.models.images.continuous import (
+    ContinuousAnswer,
+    ContinuousQuery,
+    DiffusionHead,
+    Kept,
+    Keys,
+    TokenDistribution,
+)
 from paradec.models.images.grid import Grid
-from paradec.models.images.kl import KLDecoder, load_kl, same_latents
 from paradec.models.images.loading import find_files
+from paradec.models.images.vq import KLDecoder, load_kl, same_latents
 from paradec.models.weights import PICKLES, read_weights
 
 PRESETS = {
@@ -190,7 +196,7 @@ class MARModel(PictureModel, Adapter):
 
     Args:
         module: the network; it is put into evaluation mode.
-        vae: a `paradec.models.images.kl.KLDecoder`; None gives latents alone.
+        vae: a `paradec.models.images.vq.KLDecoder`; None gives latents alone.
         defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`.
         name: what messages call it.
 
@@ -217,7 +223,7 @@ class MARModel(PictureModel, Adapter):
         if not isinstance(module, MAR):
             raise TypeError(f"module must be a paradec.models.images.mar.MAR, not {type(module).__name__}")
         if vae is not None and not isinstance(vae, KLDecoder):
-            raise TypeError(f"vae must be a paradec.models.images.kl.KLDecoder, not {type(vae).__name__}")
+            raise TypeError(f"vae must be a paradec.models.images.vq.KLDecoder, not {type(vae).__name__}")
         if vae is not None and vae.config.z_channels != module.channels:
             raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
         super().__init__(module.eval())

@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate, mse_loss
 
 from paradec.core.checks import check_int, shown
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, from_taming
+from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, decoder_sizes, from_taming
 from paradec.models.weights import read_weights
 
 CONVOLUTIONS = 4
@@ -211,9 +211,9 @@ def load_multi_scale_vq(
         except ValueError as error:
             raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error}") from error
     module = MultiScaleVQ(config)
-    needed = module.state_dict()
-    check_fit(needed, state, os.fspath(source), unused=() if config.encoder else ("encoder.", "quant_conv."))
-    module.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
+    unused = () if config.encoder else ("encoder.", "quant_conv.")
+    check_fit(module.state_dict(), state, os.fspath(source), unused=unused)
+    module.load_state_dict(state, strict=False)
     return module.eval().requires_grad_(False)
 
 
@@ -236,20 +236,10 @@ def sizes_of(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQ
         KeyError: a tensor that every autoencoder has is missing. ValueError: sizes out of their range.
     """
     size, dim = state["quantize.embedding.weight"].shape
-    levels = 1 + max(
-        (int(m[1]) for m in (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state) if m), default=-1
-    )
-    widths = [state[f"decoder.conv_blocks.{i}.res.0.conv2.weight"].shape[0] for i in range(levels)][::-1]
-    blocks = [name for name in state if re.match(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight", name)]
     return MultiScaleVQConfig(
         codebook_size=size,
         codebook_embed_dim=dim,
-        channels=widths[0],
-        channel_mult=tuple(width // widths[0] for width in widths),
-        res_blocks=len(blocks) - 1,
-        attention="decoder.conv_blocks.0.attn.0.norm.weight" in state,
-        z_channels=state["decoder.conv_in.weight"].shape[1],
-        image_channels=state["decoder.conv_out.weight"].shape[0],
         norm_groups=norm_groups,
         encoder="encoder.conv_in.weight" in state,
+        **decoder_sizes(state),
     )

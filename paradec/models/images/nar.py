@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.query import Query
-from paradec.core.registry import unknown
 from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
-from paradec.models.images.llamagen_network import PRESETS, Block, LlamaGen, LlamaGenConfig, RMSNorm, angles
+from paradec.models.images.llamagen_network import Block, LlamaGen, LlamaGenConfig, RMSNorm, angles
 from paradec.models.images.vq import VQModel
 
 
@@ -25,10 +24,6 @@ class NARConfig(LlamaGenConfig):
     """Sizes of a NAR; `n_layer` does not count the layer of the second head."""
 
     num_hidden_layers = property(lambda self: self.n_layer + 1)
-
-
-NAR_PRESETS: dict[str, dict[str, int]] = {**PRESETS, "M": {"dim": 1024, "n_layer": 18, "n_head": 16}}
-"""Sizes by the authors' names: LlamaGen's, and one between B and L."""
 
 
 class NAR(LlamaGen):
@@ -156,14 +151,3 @@ def load_nar(
             say what is asked for here. ValueError: a codebook of another size than the vocabulary.
     """
     return NARModel(*read_network(NAR_FORMAT, source, vq, text_encoder, dtype, device, grid, n_head))
-
-
-def nar_preset(name: str, **changes: Any) -> NARConfig:
-    """Sizes by the authors' name: `nar_preset("M", grid=16)`.
-
-    Raises:
-        ValueError: an unknown name, or a size out of its range.
-    """
-    if name not in NAR_PRESETS:
-        raise ValueError(unknown("NAR preset", name, NAR_PRESETS))
-    return NARConfig(**{**NAR_PRESETS[name], **changes})

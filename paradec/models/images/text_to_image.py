@@ -33,6 +33,8 @@ class TextToImageModel(ImageModel):
     """
 
     conditions = "prompts"
+    cells: Sequence[int]
+    """The id of each code."""
 
     def __init__(self, module: Any, vocab_size: int, tokenizer: Any = None, name: str | None = None):
         text = module.config.get_text_config()
@@ -44,6 +46,9 @@ class TextToImageModel(ImageModel):
             name=name or type(module).__name__,
         )
         super().__init__(module.eval(), facts, tokenizer)
+        levels = getattr(module.config.vq_config, "channel_multiplier", [1])
+        self.scale = 2 ** (len(levels) - 1)
+        """Pixels along one side of a code; 1 where the VQ has no levels."""
 
     # ---- what a family says ---------------------------------------------------------------------------------------
 
@@ -62,6 +67,15 @@ class TextToImageModel(ImageModel):
     def _from_text_ids(self, ids: list[int]) -> list[int]:
         """The tokenizer's ids as samplers see them."""
         return ids
+
+    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
+        return self.module.get_input_embeddings()(ids)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.lm_head(hidden)
+
+    def codebook(self) -> Tensor | None:
+        return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.cells)
 
     # ---- what all share -------------------------------------------------------------------------------------------
 

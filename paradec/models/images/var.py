@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,7 @@ from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
-from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
-from paradec.models.weights import read_weights
+from paradec.models.weights import NESTED, read_weights
 
 HEAD = 64
 """Width of a head of the published models."""
@@ -39,6 +39,90 @@ LARGEST_SCALE = math.log(100)
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
 """What the authors' figures are sampled with; their scale is written 1.5 there, which is this scale less one."""
+
+
+def ends_of(scales: Sequence[int]) -> list[int]:
+    """Tokens of all scales up to each: `L` in all."""
+    return list(accumulate(side**2 for side in scales))
+
+
+class ScaleStore:
+    """Keys and values of the scales that are evaluated, one after the other; what follows them is not read.
+
+    Its memory is 2 * layers * rows * heads * length * head_dim numbers, taken at the first call. The last scale's are
+    never read, so that `length` leaves them out.
+    """
+
+    def __init__(
+        self, layers: int, rows: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.shape = (layers, 2, rows, heads, length, head_dim)
+        self.dtype, self.device = dtype, device
+        self.data: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.data = None
+
+    def extended(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, heads, begin + n, head_dim] of a layer: those before `begin`, and the new ones
+        [R, heads, n, head_dim], which are written down where there is room."""
+        if self.data is None:
+            self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        kept, stop = self.data[layer], begin + keys.shape[2]
+        if stop <= kept.shape[3]:
+            kept[0, :, :, begin:stop], kept[1, :, :, begin:stop] = keys, values
+            return kept[0, :, :, :stop], kept[1, :, :, :stop]
+        before = kept[:, :, :, :begin]
+        return torch.cat((before[0], keys.to(self.dtype)), 2), torch.cat((before[1], values.to(self.dtype)), 2)
+
+
+@dataclass
+class ScaleQuery:
+    """One call: the scales from `first` to `last`. `B` rows; under guidance (`branches == 2`) the model evaluates every
+    row a second time, without its class. A token sees its own scale and all before."""
+
+    rows: np.ndarray
+    """[B] int64, on the host."""
+    inputs: Tensor
+    """[B, n, C]: the inputs of these scales, but for scale 0, whose input is the class."""
+    labels: Tensor
+    """[B] int64."""
+    first: int
+    last: int
+    """The scale whose logits are wanted."""
+    store: ScaleStore
+    """Holds the scales before `first`; the call writes down what it evaluates."""
+    branches: int = 1
+    wanted: int = 1
+    """Branches whose logits are wanted."""
+    masked: bool = True
+    """Whether scales do not see finer ones of the call."""
+    drafting: bool = False
+    """Whether it is for the model that drafts."""
+    forwarded: np.ndarray | None = None
+    """[B] int64, on the host: positions evaluated for each row in one branch."""
+    kind: str = "window"
+    positions: Tensor | None = field(default=None)
+    """[B, n] int64: positions evaluated, for traces."""
+
+
+@dataclass
+class ScaleAnswer:
+    """What comes back."""
+
+    logits: Tensor
+    """[wanted * B, n, V] of the last scale."""
+    codes: Tensor
+    """[V, C]: the codebook."""
+    place: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
+    """(features [B, C, s, s], code vectors [B, n, C], scale) -> the features with them, and the next scale's input
+    [B, n', C], None after the last."""
 
 
 class VAR(nn.Module):
@@ -426,40 +510,56 @@ def load_var(
         CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
         ValueError: a size out of its range.
     """
+    module, vq, name, fields, published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
+    return VARModel(module, vq, (PUBLISHED_DEFAULTS if published else {}) | fields.get("defaults", {}), name)
+
+
+def read_network(
+    network: type[VAR],
+    kind: str,
+    source: str | os.PathLike[str],
+    vq: str | os.PathLike[str] | MultiScaleVQ | None,
+    scales: Sequence[int] | None,
+    heads: int | None,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+    extra: Sequence[str] = (),
+    nested: Sequence[str] = NESTED,
+    sized: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> tuple[Any, MultiScaleVQ, str, dict[str, Any], bool]:
+    """What the adapter of a VAR or of its student is made of: the network, the VQ, its name, the fields of config.json,
+    and whether the scales are those of published models.
+
+    Args:
+        kind: what messages call it. extra: weights that no VAR has and this kind must have. nested: as for
+            `read_weights`. sized: from the weights those that `sizes_of` reads.
+
+    Raises:
+        CheckpointError, ValueError: as `load_var`.
+    """
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
         raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
-    weights, metadata = read_weights(path, "|".join(BUFFERS))
+    weights, metadata = read_weights(path, "|".join(BUFFERS), nested)
     weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
+    if missing := [key for key in extra if key not in weights]:
+        raise CheckpointError(f"{str(path)!r} holds no {kind}: {', '.join(missing)} missing")
     said = fields or metadata.get("config", {})
     scales = scales or said.get("scales") or said.get("patch_nums")
-    published = scales is None
     try:
-        sizes = sizes_of(weights, scales, heads or said.get("heads") or said.get("num_heads"))
-        module = VAR(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
+        sizes = sizes_of(sized(weights), scales, heads or said.get("heads") or said.get("num_heads"))
+        module = network(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
     except (KeyError, IndexError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold the weights of a VAR: {error} is missing") from error
+        raise CheckpointError(f"{str(path)!r} holds no {kind}: {error} is missing") from error
     except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} does not hold the weights of a VAR: {error}") from error
-    fill(module, weights, str(path))
-    module = module.to(device).requires_grad_(False)
+        raise CheckpointError(f"{str(path)!r} holds no {kind}: {error}") from error
+    # files may leave out buffers, which are zeros
+    check_fit(module.state_dict(), weights, str(path), optional={key for key, _ in module.named_buffers()})
+    module.load_state_dict(weights, strict=False)
     vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
     # codes are float32 at least, whatever the network's type
     vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
-    defaults = PUBLISHED_DEFAULTS if published else {}
-    return VARModel(module, vq, defaults | fields.get("defaults", {}), name)
-
-
-def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load weights into a module whose buffers of zeros a file may leave out.
-
-    Raises:
-        CheckpointError: missing, unexpected or misshapen weights; the message names some.
-    """
-    needed = module.state_dict()
-    buffers = {key for key, _ in module.named_buffers()}
-    check_fit(needed, weights, source, optional=buffers)
-    module.load_state_dict({**{key: needed[key] for key in buffers}, **weights})
+    return module.to(device).requires_grad_(False), vq, name, fields, scales is None
 
 
 def sizes_of(

@@ -4,6 +4,9 @@ Esser et al., "Taming Transformers for High-Resolution Image Synthesis", arXiv 2
 of Yu et al., "Vector-quantized Image Modeling with Improved VQGAN", arXiv 2110.04627, as LlamaGen (2406.06525) has
 it. Modules carry the parameter names of LlamaGen's checkpoints; those of taming-transformers (Chameleon's `vqgan.ckpt`)
 differ in the names of a few levels, which `from_taming` renames.
+
+`KLDecoder` is the decoding half of latent diffusion's KL autoencoders (Rombach et al., "High-Resolution Image Synthesis
+with Latent Diffusion Models", arXiv 2112.10752; MAR's `kl16.ckpt`): the same layers without a codebook.
 """
 
 from __future__ import annotations
@@ -320,6 +323,27 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of `VQConfig` that a decoder's weights, in the names of `VQModel`, tell: all but those of the codebook
+    and `norm_groups`.
+
+    Raises:
+        KeyError: a tensor that every decoder has is missing.
+    """
+    numbers = (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state)
+    levels = 1 + max((int(number[1]) for number in numbers if number), default=0)
+    lowest = re.compile(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight")
+    widths = [state[f"decoder.conv_blocks.{level}.res.0.conv1.weight"].shape[0] for level in range(levels)][::-1]
+    return {
+        "channels": widths[0],
+        "channel_mult": tuple(width // widths[0] for width in widths),
+        "res_blocks": sum(lowest.fullmatch(name) is not None for name in state) - 1,
+        "attention": "decoder.conv_blocks.0.attn.0.norm.weight" in state,
+        "z_channels": state["decoder.conv_in.weight"].shape[1],
+        "image_channels": state["decoder.conv_out.weight"].shape[0],
+    }
+
+
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
 """What checkpoints hold besides: the training's own, and the encoder where only decoding was asked for."""
 NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
@@ -346,15 +370,14 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
         config = PUBLISHED[config]
     state = from_taming(state)
     model = VQModel(config)
-    needed = model.state_dict()
     book = state.get("quantize.embedding.weight")
     if book is not None and tuple(book.shape) != (config.codebook_size, config.codebook_embed_dim):
         raise CheckpointError(
             f"the codebook of {os.fspath(source)!r} has shape {list(book.shape)}; this configuration has "
             f"[{config.codebook_size}, {config.codebook_embed_dim}]"
         )
-    check_fit(needed, state, os.fspath(source), unused=UNUSED)
-    model.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
+    check_fit(model.state_dict(), state, os.fspath(source), unused=UNUSED)
+    model.load_state_dict(state, strict=False)
     return model.eval().requires_grad_(False)
 
 
@@ -369,3 +392,61 @@ def check_codebook(vq: VQModel | None, size: int, name: str) -> None:
     """Raise ValueError where the codebook has not as many entries as the model called `name` writes codes."""
     if vq is not None and vq.config.codebook_size != size:
         raise ValueError(f"the codebook has {vq.config.codebook_size} entries; {name} writes {size} codes")
+
+
+DECODING = ("decoder.", "post_quant_conv.")
+"""What decodes; checkpoints also hold the encoder, and sometimes what training needed."""
+
+
+class KLDecoder(nn.Module):
+    """Continuous latents to images.
+
+    Args:
+        config: sizes, of which `z_channels` is the latents' width; those of a codebook are not read.
+        latent_scale: what models multiply the latents with; 0.2325 is MAR's for KL-16.
+    """
+
+    def __init__(self, config: VQConfig, latent_scale: float = 0.2325):
+        super().__init__()
+        self.config, self.latent_scale = config, latent_scale
+        self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 1)
+        self.decoder = Decoder(config)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Scaled latents [B, z_channels, h, w] -> images [B, C, h * scale, w * scale], about [-1, 1]."""
+        return self.decoder(self.post_quant_conv(latents / self.latent_scale))
+
+
+def same_latents(one: KLDecoder, other: KLDecoder) -> bool:
+    """Whether two decoders read the same latents: by their sizes, and by the layer that latents enter, which is told
+    apart in any type."""
+    if one is other:
+        return True
+    if (one.config, one.latent_scale) != (other.config, other.latent_scale):
+        return False
+    first, second = (vae.post_quant_conv.weight.float().cpu() for vae in (one, other))
+    return torch.allclose(first, second, rtol=0.01, atol=0.001)
+
+
+def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
+    """Read a decoder from a file with latent diffusion's names; its sizes are those of the tensors.
+
+    Args:
+        source: `.safetensors`, or a `.ckpt` of which tensors alone are read.
+        norm_groups: of its group norms, which no tensor tells.
+
+    Raises:
+        CheckpointError: no such file, or one that does not hold such a decoder.
+    """
+    weights = from_taming(read_weights(source, rf"^(?!{'|'.join(map(re.escape, DECODING))})")[0])
+    weights = {name: tensor for name, tensor in weights.items() if name.startswith(DECODING)}
+    try:
+        config = VQConfig(norm_groups=norm_groups, **decoder_sizes(weights))
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{os.fspath(source)!r} does not hold the decoder of a KL autoencoder: {error}"
+        ) from error
+    model = KLDecoder(config)
+    check_fit(model.state_dict(), weights, os.fspath(source))
+    model.load_state_dict(weights)
+    return model.eval().requires_grad_(False)

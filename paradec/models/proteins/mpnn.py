@@ -28,7 +28,7 @@ from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
 from paradec.models.calls import Evaluation, ModuleCall, take_columns
-from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
+from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
 from paradec.models.proteins.context import LigandMPNN, MembraneMPNN
 from paradec.models.proteins.network import Encoding, ProteinMPNN
 from paradec.models.proteins.rules import Columns, DesignRules
@@ -400,14 +400,7 @@ def _network(weights: dict[str, Tensor], given: dict[str, int], source: str) -> 
         module = LigandMPNN(*sizes, given["atom_context_num"])
     else:
         module = MembraneMPNN(*sizes) if "features.node_embedding.weight" in weights else ProteinMPNN(*sizes)
-    needed = module.state_dict()
-    wrong = {
-        "missing": [name for name in needed if name not in weights],
-        "unexpected": [name for name in weights if name not in needed],
-        "mismatched": [name for name in weights if name in needed and weights[name].shape != needed[name].shape],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"{source!r} does not hold ProteinMPNN's weights: {listed(wrong)}")
+    check_fit(module.state_dict(), weights, source, "ProteinMPNN")
     module.load_state_dict(weights)
     return module
 

@@ -19,7 +19,7 @@ from paradec.core.query import Cost, LatentProposal, Query, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
-from paradec.models.images.scales import ScaleQuery
+from paradec.models.images.var import ScaleQuery
 from paradec.request import Request, request_for
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided

@@ -23,7 +23,7 @@ from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import argmax, draw
-from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
+from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits

@@ -23,7 +23,7 @@ from torch import Tensor
 import paradec
 from paradec.core.query import Query, StoreCall
 from paradec.models.images.base import ImageRequest
-from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel, preset
+from paradec.models.images.llamagen import PRESETS, LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, load_vq
 
 RECORDED = sorted(golden("llamagen").glob("*.safetensors"))
@@ -176,7 +176,7 @@ def test_published_sizes() -> None:
     inner = {"B": 2048, "L": 2816, "XL": 3584, "XXL": 4096, "3B": 8704}
     with torch.device("meta"):
         for name, count in millions.items():
-            config = preset(name)
+            config = LlamaGenConfig(**PRESETS[name])
             assert config.inner == inner[name]
             network = LlamaGen(config)
             assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(count, rel=0.01)
@@ -393,9 +393,4 @@ def test_a_grid_that_it_cannot_make() -> None:
 )
 def test_bad_sizes(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        preset("B", **changes)
-
-
-def test_unknown_preset() -> None:
-    with pytest.raises(ValueError, match="unknown LlamaGen preset: 'XS'"):
-        preset("XS")
+        LlamaGenConfig(**{**PRESETS["B"], **changes})

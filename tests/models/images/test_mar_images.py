@@ -16,9 +16,8 @@ from torch import Tensor
 import paradec
 from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
-from paradec.models.images.vq import VQConfig
+from paradec.models.images.vq import KLDecoder, VQConfig, load_kl
 
 SIZES = MAR_SIZES | {"head_depth": 1, "head_width": 16}
 

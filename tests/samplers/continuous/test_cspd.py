@@ -19,11 +19,9 @@ from torch import Tensor
 
 import paradec
 from paradec.core.protocol import NotFinite, Sampler, decode
-from paradec.models.images.continuous import ContinuousQuery, TokenDistribution
-from paradec.models.images.diffusion_head import solver
-from paradec.models.images.kl import KLDecoder
+from paradec.models.images.continuous import ContinuousQuery, TokenDistribution, solver
 from paradec.models.images.mar import MAR, MARModel
-from paradec.models.images.vq import VQConfig
+from paradec.models.images.vq import KLDecoder, VQConfig
 from paradec.samplers.pictures.cspd import CounterDraws, CSpD, sections_of, verified
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
