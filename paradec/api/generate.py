@@ -241,7 +241,7 @@ def build_output(model: Any, state: TextState, prompts: Prompts, seconds: float)
         trace=state.trace,
         cost=CacheCost.from_state(state, counts),
         attention=None if state.attention_state is None else state.attention_state.report(),
-        **{name: getattr(state, name).tolist() for name in EXTRA_COUNTS if hasattr(state, name)},
+        **{name: getattr(state, name).tolist() for name in EXTRA_COUNTS if getattr(state, name, None) is not None},
         logprobs=None if state.logprobs is None else align_logprobs(state.logprobs, state.asked, counted),
         rollout=None if rollout is None else rollout.read(model, state),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),

@@ -154,13 +154,13 @@ class SparseDState:
         return state.while_blocks_stay(key, lambda: SparsePlan(self, state, part, rows, modes))
 
     def committed(self, state: CanvasState, queries: list[Any]) -> None:
-        """Called by a commit before steps are counted: `queries` were answered, and what they did holds."""
+        """Called by a commit after steps are counted: `queries` were answered, and what they did holds."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
             self.calls[modes, rows] += 1
             found = rows[modes == ESTIMATE]
-            self.found_at[found], self.length[found] = state.row_step[found], state.length[found]
+            self.found_at[found], self.length[found] = state.row_step[found] - 1, state.length[found]
 
     # ---- lists -----------------------------------------------------------------------------------------------------
 

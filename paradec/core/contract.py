@@ -227,8 +227,8 @@ class CanvasState:
     """[B, L]: the position of every entry of the canvas."""
     blocks: Any
     """The `paradec.core.blocks.BlockPolicy`."""
-    pipelined: bool = False
-    """Whether several blocks of a row may be open: `block_start` is the first one's and `block_end` the last one's."""
+    features: Any
+    """The request's optional features (`paradec.samplers.features`) by name."""
     level: bool
     """Whether all rows have one length."""
     most_calls: int = 3

@@ -110,6 +110,9 @@ class State:
     batch: int
     memory: Memory = field(metadata=ROWS)
     trace: Trace | None = field(init=False, default=None)
+    features: dict[str, Any] = field(init=False, default_factory=dict, metadata=ROWS)
+    """Optional features of the request (`paradec.samplers.features`) by name, in the order in which the loop calls
+    them."""
     noted: bool = field(init=False, default=True)
     """Whether a trace also has what `Sampler.observe` notes."""
     logprobs: LogProbs | None = field(init=False, default=None, metadata=ROWS)

@@ -159,7 +159,7 @@ class Hosted:
             state = self.sampler.start(self._answering, prompt_ids, request)
         if state.batch != 1:
             raise ValueError(f"prompt_ids holds {state.batch} rows; open one at a time")
-        if state.early_rules:
+        if "early_stops" in state.features:
             raise ValueError(f"stop={shown(request.stop)} reads the logits after the open block: engines have none")
         unit = self.facts.block_unit
         if (request.block_length or 1) > unit > 1:

@@ -24,13 +24,13 @@ from paradec.core.protocol import Commit, Sampler
 from paradec.core.query import Cost, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
+from paradec.samplers.features.pipelined_blocks import open_starts, with_progress
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import draws, pipeline, reference
+from paradec.samplers.masked import draws, reference
 from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.features import known_probabilities, step_logprobs
 from paradec.samplers.masked.logits import candidates, in_row_order, own_stage, proposable, spread
 from paradec.samplers.masked.needs import Needs, declare
-from paradec.samplers.masked.pipeline import open_starts
 from paradec.samplers.masked.queries import part_query, reads_window, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -178,19 +178,21 @@ class MaskedSampler(Sampler):
             if query.window.available is not None:
                 index = torch.as_tensor(query.window.index, device=available.device)
                 available = available.index_copy(0, index, available[index] & query.window.available)
-        if state.early_rules:  # the window reaches beyond the block
+        if "early_stops" in state.features:  # the window reaches beyond the block
             available = available & (window.positions < state.block_ends)
+        constraint: Any = state.features.get("constraint")
+        kept: Any = state.features.get("logprobs")
         parts, said = [], []
         for logits, query in zip(outputs, queries, strict=True):
             logits = proposable(self, state, logits, query)
             staged, found = own_stage(self, state, logits, query, available, current)
-            read = (state.constrained or type(self).read)(self, state, staged, query, generator)
+            read = (constraint.candidates if constraint else type(self).read)(self, state, staged, query, generator)
             parts.append((*(read if query.window.columns is None else spread(*read, query, current)), found))
-            if state.logprobs is not None:
+            if kept is not None:
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
-                plain = type(self).read is MaskedSampler.read and state.constrained is None
+                plain = type(self).read is MaskedSampler.read and constraint is None
                 known = known_probabilities(self, state, own, parts[-1][1]["confidence"]) if plain else None
-                said.append(step_logprobs(state, own, parts[-1][0], state.logprobs.count, known))
+                said.append(step_logprobs(state, own, parts[-1][0], kept.logprobs.count, known))
         tokens, quantities, updates, order = (*parts[0], None) if len(parts) == 1 else in_row_order(parts, queries)
         proposal = MaskedProposal(
             rows=window.rows,
@@ -207,8 +209,8 @@ class MaskedSampler(Sampler):
             generator_state=None if generator is None else generator.get_state(),
             logprobs=StepLogProbs.joined(said, order) if said else None,
         )
-        for tracker in state.trackers:
-            tracker.proposed(state, proposal)
+        for feature in state.features.values():
+            feature.on_propose(state, proposal)
         if self.needs.extra_quantities:
             proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
@@ -265,8 +267,8 @@ class MaskedSampler(Sampler):
         decision = Decision(proposal.values, picked, picked)
         if self.needs.revises:
             decision = stages.revised(self, state, view, picked)
-        for tracker in state.trackers:
-            tracker.decided(state, proposal, decision)
+        for feature in state.features.values():
+            feature.on_commit(state, proposal, decision)
         cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None
         written = torch.where(decision.selected, decision.values, proposal.current)
         decided = stages.to_host(
@@ -284,24 +286,22 @@ class MaskedSampler(Sampler):
 
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
-        state.write(written)
-        for tracker in state.trackers:
-            tracker.written(state, proposal, decision)
+        state.window.write(state.canvas, written)
         if state.memory.specs:
             stages.remember(self, state, proposal, view, picked)
-        for tracker in state.trackers:
-            tracker.committed(state, proposal, decided)
+        if proposal.block_end is not None:
+            stages.cut_blocks(state, rows, decided["block_end"])
         if state.cache.facts.hears:
             state.cache.heard(state, decided["confidence"], decided["available"])
         stages.count(state, rows, proposal.cost, decided["tokens"], committed)
-        stages.close(self, state, proposal, decided)
+        stages.close(self, state, proposal, decision, decided)
         selected, scores = decision.selected, proposal.scores
         return Commit(rows, decision.values, proposal.positions, selected, scores, proposal.kind, decision.logprobs)
 
     def selected(self, view: View) -> Tensor:
         """[R, W] bool: the candidates that become final, in several open blocks too."""
         selected = selection(self, view) & view.candidates
-        return selected if view.leading is None else pipeline.with_progress(selected, view)
+        return selected if view.leading is None else with_progress(selected, view)
 
 
 EARLY = "early stop"
@@ -316,7 +316,7 @@ def complete_notes(sampler: Any, state: MaskedState, proposal: MaskedProposal, n
     notes.blocks = [None] * state.batch
     for row, end in zip(rows, ends, strict=True):
         notes.blocks[row] = (int(state.block_start[row]), end)
-    if state.pipelined:
+    if "pipelined_blocks" in state.features:
         notes.starts = [
             None if span is None else open_starts(state, row, *span) for row, span in enumerate(notes.blocks)
         ]

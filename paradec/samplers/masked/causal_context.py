@@ -21,13 +21,13 @@ from paradec.core.checks import shown
 from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS
 from paradec.request import Request
+from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.trackers import Ends, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 
 
 @dataclass
-class CausalContext(Tracker):
+class CausalContext(Feature):
     """Which rows are about to draw the first token of their block."""
 
     seeding: np.ndarray = field(metadata=ROWS)
@@ -59,15 +59,12 @@ class CausalContext(Tracker):
             raise ValueError(f"{facts.name} decodes blocks over causal context, each from a seed: {why}")
         return cls(np.zeros(state.batch, bool))
 
-    def attach(self, state: MaskedState) -> None:
-        state.seeding = self.seeding
-
-    def opened(self, state: MaskedState, rows: np.ndarray) -> None:
+    def on_start(self, state: MaskedState, rows: np.ndarray) -> None:
         start = state.block_start[rows]
         masked = state.masks_before[rows, start + 1] > state.masks_before[rows, start]
         self.seeding[rows] = masked & (start > 0)  # nothing predicts the first position of a text
 
-    def asks(self, state: MaskedState, part: Part, query: WindowQuery, now: dict[str, Any]) -> None:
+    def on_query(self, state: MaskedState, part: Part, query: WindowQuery, changes: dict[str, Any]) -> None:
         """Let the columns before the block be causal, and those of the block see it whole and be stored nowhere; rows
         that seed want the last column before the block."""
         rows = state.window.rows[part.index]
@@ -76,10 +73,10 @@ class CausalContext(Tracker):
         sees = column[:, :, None] >= column[:, None, :]
         sees = sees | inside[:, :, None] & (column < stop)[:, None, :]
         device, branches = query.tokens.device, state.branches
-        now["visible"] = torch.as_tensor(sees, device=device).repeat(branches, 1, 1)
+        changes["visible"] = torch.as_tensor(sees, device=device).repeat(branches, 1, 1)
         if query.store is not None:
-            slots = now["store"].slots.masked_fill(torch.as_tensor(inside, device=device).repeat(branches, 1), -1)
-            now["store"] = now["store"].but(slots=slots, visible_length=int(first.max()))
+            slots = changes["store"].slots.masked_fill(torch.as_tensor(inside, device=device).repeat(branches, 1), -1)
+            changes["store"] = changes["store"].but(slots=slots, visible_length=int(first.max()))
         if not seeds.any():
             return
         wanted = query.wanted
@@ -87,14 +84,14 @@ class CausalContext(Tracker):
         last = np.argmax(column == first - 1, 1)
         chosen = torch.as_tensor(seeds[:, None], device=device).repeat(branches, 1)
         last_column = torch.as_tensor(last[:, None], device=device).repeat(branches, 1)
-        now["wanted"] = torch.where(chosen, last_column, wanted)
+        changes["wanted"] = torch.where(chosen, last_column, wanted)
         available = state.window.positions[torch.as_tensor(part.index, device=device)] == torch.as_tensor(first)
         available = available | ~chosen[: len(rows)]
         if query.window.available is not None:
             available = available & (query.window.available | chosen[: len(rows)])
-        now["window"] = query.window.but(available=available)
+        changes["window"] = query.window.but(available=available)
 
-    def decided(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
+    def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
         """Rows that seed write their seed, whatever the method says."""
         self.before = {}
         if not (seeds := self._seeds(state)).any():
@@ -109,15 +106,14 @@ class CausalContext(Tracker):
         if decision.hold_block is not None:
             decision.hold_block = decision.hold_block & ~own.squeeze(1)
 
-    def committed(self, state: MaskedState, proposal: MaskedProposal, found: dict[str, np.ndarray]) -> None:
-        """What the method made of columns that no row of their own answered is forgotten."""
+    def on_close(
+        self, state: MaskedState, proposal: MaskedProposal, decision: Decision, tokens: np.ndarray, ends: Ends
+    ) -> bool:
+        """Forget what the method made of columns that no row of their own answered. The seed is no step of the block's
+        schedule."""
         rows = proposal.rows[self._seeds(state)]
         for name, value in self.before.items():
             state.memory.write(name, rows, value)
-
-    def closing(self, state: MaskedState, proposal: MaskedProposal, tokens: np.ndarray, ends: Ends) -> bool:
-        """The seed is no step of the block's schedule."""
-        rows = proposal.rows[self._seeds(state)]
         state.block_step[rows] = 0
         state.masks_at_open[rows] = state.remaining[rows]
         self.seeding[rows] = False

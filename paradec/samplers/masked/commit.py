@@ -15,7 +15,8 @@ from paradec.core.blocks import LONGEST_BLOCK
 from paradec.core.contract import CanvasState
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Cost
-from paradec.samplers.masked import draws, pipeline, reference
+from paradec.samplers.features.pipelined_blocks import leading_blocks
+from paradec.samplers.masked import draws, reference
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
 from paradec.samplers.masked.views import Decision, MaskedProposal, Revision, View
@@ -78,16 +79,18 @@ def count(state: MaskedState, rows: np.ndarray, cost: Cost, tokens: np.ndarray, 
     state.advance(rows, committed)
 
 
-def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: dict[str, np.ndarray]) -> None:
+def close(
+    sampler: Any, state: MaskedState, proposal: MaskedProposal, decision: Decision, decided: dict[str, np.ndarray]
+) -> None:
     """Close full blocks and the rows that have ended. decided: what `to_host` gave of the step."""
     rows, tokens = proposal.rows, decided["tokens"]
     held, shown = None, tokens
     if sampler.needs.revises:
         held, shown = shown_to_stop_rules(sampler, state, rows, decided)
     ends = first_end(state.stop_rules, state, shown) if state.stop_rules else None
-    moved = proposal.block_end is not None
-    for tracker in state.trackers:
-        moved |= tracker.closing(state, proposal, tokens, ends)
+    moved = False
+    for feature in state.features.values():
+        moved |= feature.on_close(state, proposal, decision, tokens, ends)
     if "cut" in decided and (decided["cut"] < state.length[rows]).any():
         trim_rows(state, decided["cut"], tokens)
         moved = True
@@ -118,8 +121,23 @@ def view_of(
         draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
         choose=lambda scores, count: draws.choose(sampler, state, scores, count, generator),
         ends=state.ends,
-        leading=pipeline.leading_blocks(state, proposal.current) if state.pipelined else None,
+        leading=leading_blocks(state, proposal.current) if "pipelined_blocks" in state.features else None,
     )
+
+
+def cut_blocks(state: MaskedState, rows: np.ndarray, end: np.ndarray) -> None:
+    """End the blocks of `rows` [R], which have just opened, at `end` [R].
+
+    Raises:
+        RuntimeError: an end after that of the block.
+    """
+    if (end > state.block_end[rows]).any():
+        raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than what it read")
+    shorter = end < state.block_end[rows]
+    rows, end = rows[shorter], end[shorter]
+    state.block_end[rows] = end
+    masks = state.masks_before[rows, end] - state.masks_before[rows, state.block_start[rows]]
+    state.masks_at_open[rows] = state.remaining[rows] = masks
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:

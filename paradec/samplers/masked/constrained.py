@@ -24,12 +24,12 @@ from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS, row_layout
 from paradec.samplers.distributions import tempered
+from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked import logits as stages
 from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import EndOfText, StopStrings
-from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 from paradec.samplers.spans import Part, Span, no_texts, parts_of, refused, spans_of
 from paradec.samplers.statistics import token_statistics
@@ -39,7 +39,7 @@ STREAM = 7
 
 
 @dataclass
-class Constrained(Tracker):
+class Constrained(Feature):
     """The texts of each row, and what its draws have cost."""
 
     spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
@@ -52,18 +52,13 @@ class Constrained(Tracker):
     def __post_init__(self) -> None:
         self._drawn: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
 
-    def attach(self, state: TrackedState) -> None:
-        state.constrained = self.candidates
-        if self.log_weight is not None:
-            state.log_weight = self.log_weight
-
     def after_row_change(self) -> None:
         self._drawn = {}
 
     # ---- candidates -----------------------------------------------------------------------------------------------
 
     def candidates(
-        self, sampler: Any, state: TrackedState, logits: Tensor, query: WindowQuery, generator: Any
+        self, sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """In the place of the method's `read`."""
         positions = positions_of(state, query)
@@ -97,15 +92,15 @@ class Constrained(Tracker):
         chosen = torch.cat([tokens for tokens, _ in found])
         return tokens.flatten().index_copy(0, entries, chosen).view_as(current), quantities
 
-    def _parts(self, state: TrackedState, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
+    def _parts(self, state: MaskedState, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
         """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""
         begin, mask = int(state.block_start[row]), state.mask_id
         if stop is None:
-            stop = int((state.length if state.early_rules else state.block_end)[row])
+            stop = int((state.length if "early_stops" in state.features else state.block_end)[row])
         return parts_of(self.spans[row], row, canvas, canvas == mask, begin, stop)
 
     def _text(
-        self, sampler: Any, state: TrackedState, raw: Tensor, part: Part, number: int
+        self, sampler: Any, state: MaskedState, raw: Tensor, part: Part, number: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
         sampler reads."""
@@ -135,13 +130,13 @@ class Constrained(Tracker):
             return tokens, {"confidence": scored.probabilities(tokens)}
         return token_statistics(scored.conditioned(), needs.reads, tokens)
 
-    def uniform(self, state: TrackedState, part: Part) -> np.ndarray:
+    def uniform(self, state: MaskedState, part: Part) -> np.ndarray:
         """The numbers [m] in (0, 1) that a text is drawn with: they depend on row, step and position alone."""
         step, places = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
         key = state.keys[part.row : part.row + 1]
         return rng.uniform(key, step.to(key.device), places.to(key.device), 1, STREAM)[0, :, 0].cpu().numpy()
 
-    def _marginals(self, state: TrackedState, part: Part, logits: Tensor) -> Marginals | None:
+    def _marginals(self, state: MaskedState, part: Part, logits: Tensor) -> Marginals | None:
         """The marginals of a part; None where logits are NaN or infinite, of which `commit` speaks."""
         found = Marginals(part.span.automaton, logits, part.held, part.state, part.last)
         if found.broken:
@@ -156,12 +151,12 @@ class Constrained(Tracker):
 
     # ---- what is certain ------------------------------------------------------------------------------------------
 
-    def opened(self, state: TrackedState, rows: np.ndarray) -> None:
+    def on_start(self, state: MaskedState, rows: np.ndarray) -> None:
         """Write what is certain in blocks that have opened, unless the next step has to weigh it first."""
         if self.log_weight is None:
             self.write_certain(state, rows)
 
-    def write_certain(self, state: TrackedState, rows: np.ndarray) -> None:
+    def write_certain(self, state: MaskedState, rows: np.ndarray) -> None:
         """Write without a forward what one token alone fits in the open blocks of `rows` [R]; full blocks close."""
         canvas, full = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
@@ -183,7 +178,7 @@ class Constrained(Tracker):
         if full:
             state.open_blocks(np.array(full))
 
-    def _certain(self, state: TrackedState, row: int, canvas: np.ndarray) -> dict[int, int]:
+    def _certain(self, state: MaskedState, row: int, canvas: np.ndarray) -> dict[int, int]:
         """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""
         found = {}
         for part in self._parts(state, row, canvas, int(state.block_end[row])):
@@ -195,7 +190,7 @@ class Constrained(Tracker):
                     found[part.first + at] = int(automaton.members[classes[0]][0])
         return found
 
-    def decided(self, state: TrackedState, proposal: MaskedProposal, decision: Decision) -> None:
+    def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
         """Take what is certain once the method's selection is there."""
         canvas, window = state.canvas.cpu().numpy().copy(), state.window
         written = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
@@ -210,13 +205,15 @@ class Constrained(Tracker):
         decision.filled = torch.where(chosen & ~decision.selected, 1, decision.filled).to(decision.filled.dtype)
         decision.selected, decision.values = chosen, values
 
-    def written(self, state: TrackedState, proposal: MaskedProposal, decision: Decision) -> None:
+    def on_close(
+        self, state: MaskedState, proposal: MaskedProposal, decision: Decision, tokens: np.ndarray, ends: Ends
+    ) -> bool:
         """Weigh what was drawn: Z before the step over Z with what it wrote, by the same probabilities."""
         if self.log_weight is None:
-            return
+            return False
         canvas = state.canvas.cpu().numpy()
         for (row, _), (step, part, drawn) in self._drawn.items():
-            if step != state.row_step[row] or row not in proposal.rows:
+            if step != state.row_step[row] - 1 or row not in proposal.rows:
                 continue
             now = canvas[row, part.first : part.first + len(part.held)].tolist()
             decided = [at for at, token in enumerate(part.held) if token is None and now[at] != state.mask_id]
@@ -226,6 +223,7 @@ class Constrained(Tracker):
             with_it = passes.ahead(part.span.automaton, masses, part.last)[0, part.state]
             self.log_weight[row] += drawn.total - float(with_it) - float(drawn.norms(decided).sum())
         self._drawn.clear()
+        return False
 
 
 def constrained(sampler: Any, model: Any, state: MaskedState) -> Constrained:

@@ -26,8 +26,9 @@ from paradec.samplers.statistics import token_statistics
 def proposable(sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery) -> Tensor:
     """The logits [R, W, V] before the method's own stage: guided, without the tokens that are not proposed."""
     logits = guide(sampler, state, logits, query)
-    if state.holes is not None:
-        state.holes.keep_ends_out(state, logits, query.window.index)
+    holes: Any = state.features.get("holes")
+    if holes is not None:
+        holes.exclude_ends(state, logits, query.window.index)
     return logits
 
 
@@ -56,8 +57,9 @@ def own_stage(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
     watched: dict[str, Tensor] = {}
-    if state.watched:
-        watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
+    early: Any = state.features.get("early_stops")
+    if early is not None:
+        watched = {WATCHED + name: found for name, found in token_statistics(logits, early.reads)[1].items()}
     if not sampler.needs.processes_logits:
         return logits, watched
     seen = [available, state.window.positions, current]

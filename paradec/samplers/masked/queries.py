@@ -30,8 +30,8 @@ def part_query(state: MaskedState, part: Part) -> WindowQuery:
     now: dict[str, Any] = {}
     if query.store is not None:
         now["store"] = query.store.but(step=state.commits)
-    for tracker in state.trackers:
-        tracker.asks(state, part, query, now)
+    for feature in state.features.values():
+        feature.on_query(state, part, query, now)
     if query.branches == 2 or not whole:  # else its tokens are the canvas itself
         now["tokens"] = tokens = tokens_of(state.canvas, query, row_index)
         if query.branches == 2:
@@ -46,8 +46,8 @@ def reads_window(sampler: Any, state: MaskedState) -> bool:
     needs = sampler.needs
     own: bool = needs.decided_logits or needs.revises or needs.processes_logits
     own = own or needs.extra_quantities or needs.mask_probes or needs.multi_step
-    for tracker in state.trackers:
-        own = own or tracker.reads_window(state)
+    for feature in state.features.values():
+        own = own or feature.reads_window(state)
     return own
 
 

@@ -6,7 +6,6 @@ neighbours, and equal scores go to whichever position torch.topk happens to take
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,15 @@ from torch import Tensor
 from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import divided
+from paradec.samplers.features.feature import Feature
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.trackers import Tracker
 
 
-@dataclass
-class ReferenceNumbers(Tracker):
-    """The generator that a request draws from, which its commits move on."""
+class ReferenceNumbers(Feature):
+    """Draws of the public codes: the state has the generator, which its commits move on."""
 
-    generator: torch.Generator
-
-    fixed = "rng='reference' draws all rows from one stream"
+    why_rows_stay = "rng='reference' draws all rows from one stream"
     host_only = "rng='reference' draws on the host"
 
     def reads_window(self, state: MaskedState) -> bool:

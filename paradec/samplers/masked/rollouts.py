@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +13,8 @@ from paradec.caches.table import EXACT, verdict
 from paradec.core.checks import shown
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, settings_of
 from paradec.core.rows import row_layout
+from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.trackers import TrackedState, Tracker
 from paradec.samplers.masked.views import Decision, MaskedProposal
 
 
@@ -49,7 +50,7 @@ def _overrides(sampler: Any, name: str) -> bool:
 
 
 @dataclass
-class RecordedRollout(Tracker):
+class RecordedRollout(Feature):
     """Keeps what is written, whatever becomes of it at a row's end, with its log-probabilities."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1))
@@ -86,10 +87,9 @@ class RecordedRollout(Tracker):
         logp, version = torch.full_like(canvas, torch.nan, dtype=torch.float64), getattr(model, "weights_version", 0)
         return cls(canvas.masked_fill(outside, 0), steps, logp, logp.clone(), writes, told, version, why)
 
-    def attach(self, state: TrackedState) -> None:
-        state.rollout = self
-
-    def written(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
+    def on_close(
+        self, state: MaskedState, proposal: MaskedProposal, decision: Decision, tokens: np.ndarray, ends: Ends
+    ) -> bool:
         window, found = state.window, proposal.logprobs
         assert found is not None
         # what was moved or taken back has no probability of its own
@@ -98,7 +98,9 @@ class RecordedRollout(Tracker):
             (found.chosen if each is None else each).masked_fill(strange, torch.nan)
             for each in (found.chosen, found.tempered)
         )
-        step = torch.as_tensor(state.row_step[proposal.rows], device=chosen.device).unsqueeze(1).expand(chosen.shape)
+        step = (
+            torch.as_tensor(state.row_step[proposal.rows] - 1, device=chosen.device).unsqueeze(1).expand(chosen.shape)
+        )
         steps = step.masked_fill(decision.values == state.facts.mask_id, NEVER)
         values = ((self.tokens, decision.values), (self.steps, steps), (self.logp, chosen), (self.drawn, drawn))
         for own, new in values:
@@ -108,6 +110,7 @@ class RecordedRollout(Tracker):
             every = torch.cat((every, chosen.unsqueeze(-1), drawn.unsqueeze(-1)), -1).cpu()
             for row, own, selected in zip(proposal.rows, every, decision.selected.cpu(), strict=True):
                 self.kept_writes[row].append(own[selected])
+        return False
 
     def record_forced(self, state: MaskedState, row: int, positions: Tensor, tokens: Tensor) -> None:
         """Record tokens [n] that are written at positions [n] of a row before its next step, without a forward."""
@@ -149,9 +152,9 @@ class RecordedRollout(Tracker):
 
 def approximation_of(state: MaskedState) -> str | None:
     """What beside the cache lets steps evaluate something else than whole rows; None where nothing does."""
-    if state.suffix is not None:
+    if "suffix_window" in state.features:
         return f"suffix={shown(state.request.suffix)}"
-    if state.attention_state is not None:
+    if "sparse_attention" in state.features:
         return "sparse attention"
     reuse = state.reuse
     if reuse is not None and not (state.facts.topology == "block_causal" and getattr(reuse.kept, "exact", True)):

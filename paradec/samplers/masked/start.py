@@ -18,24 +18,21 @@ from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.request import Request
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds
+from paradec.samplers.features.decision_order import DecisionOrder
+from paradec.samplers.features.early_stops import EarlyStops
+from paradec.samplers.features.feature import Feature
+from paradec.samplers.features.holes import Holes
+from paradec.samplers.features.pipelined_blocks import OpenBlocks, check_pipelined
+from paradec.samplers.features.prefix_reuse import PrefixReuse
+from paradec.samplers.features.sparse_attention import SparseAttention
+from paradec.samplers.features.suffix_window import SuffixWindow
 from paradec.samplers.masked.commit import block_width
-from paradec.samplers.masked.features import (
-    BlockEnds,
-    DecisionOrder,
-    EarlyStops,
-    Holes,
-    PrefixReuse,
-    SparseAttention,
-    SuffixWindow,
-    take_over,
-)
-from paradec.samplers.masked.features import trackers_of as logprobs_trackers
+from paradec.samplers.masked.features import logprobs_features
 from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
-from paradec.samplers.masked.pipeline import OpenBlocks, check_pipelined
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, StopStrings, check_stop
-from paradec.samplers.masked.trackers import Tracker
 from paradec.samplers.starting import (
     answer_starts,
     new_tokens,
@@ -112,8 +109,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         revises=sampler.needs.revises,
         causal_keys=sampler.needs.causal_keys,
         stop_rules=tuple(rules),
+        generator=generator,
     )
-    _track(state, sampler, model, early_rules, generator, reuse)
+    _start_features(state, sampler, model, early_rules, reuse)
     _keep(state, sampler, model, request, attention)
     return state
 
@@ -139,39 +137,41 @@ def _reuse(
     return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)
 
 
-def _track(
-    state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], generator: Any, reuse: Reuse | None
+def _start_features(
+    state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], reuse: Reuse | None
 ) -> None:
-    """Open the first blocks, with a tracker of each thing that the request needs beside them."""
-    shape, facts, request, found = tuple(state.canvas.shape), state.facts, state.request, list[Tracker]()
+    """Open the first blocks, with the features that the request needs."""
+    shape, facts, request, features = tuple(state.canvas.shape), state.facts, state.request, dict[str, Feature]()
     if getattr(state.blocks, "reads_logits", False):
-        found.append(BlockEnds(np.zeros(state.batch, bool)))
-    if isinstance(state.blocks, PipelinedBlocks):
-        found.append(OpenBlocks())
+        features["adaptive_blocks"] = AdaptiveBlockEnds(np.zeros(state.batch, bool))
     if request.suffix is not None:
         suffix: Any = Suffix.of(request.suffix)
-        found.append(SuffixWindow(suffix, np.zeros(shape, bool)))
+        features["suffix_window"] = SuffixWindow(suffix, np.zeros(shape, bool))
     if reuse is not None or request.keep_prefix:
-        found.append(PrefixReuse(reuse, np.zeros(state.batch, np.int64) if request.keep_prefix else None))
-    if generator is not None:
-        found.append(ReferenceNumbers(generator))
+        settled = np.zeros(state.batch, np.int64) if request.keep_prefix else None
+        features["prefix_reuse"] = PrefixReuse(reuse, settled)
+    if state.generator is not None:
+        features["reference"] = ReferenceNumbers()
     if request.logprobs is not None or request.rollout:
-        found += logprobs_trackers(state, sampler, model)
+        features |= logprobs_features(state, sampler, model)
     if early:
-        found.append(EarlyStops(early, tuple(dict.fromkeys(name for rule in early for name in rule.reads))))
+        reads = tuple(dict.fromkeys(name for rule in early for name in rule.reads))
+        features["early_stops"] = EarlyStops(early, reads)
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
-        found.append(Holes())
+        features["holes"] = Holes()
     if facts.topology == "causal_context":
         from paradec.samplers.masked.causal_context import CausalContext
 
-        found.append(CausalContext.of(sampler, state, early, request))
+        features["causal_context"] = CausalContext.of(sampler, state, early, request)
     if getattr(model, "reads_order", False):
-        found.append(DecisionOrder(torch.full(shape, -1, device=model.device)))
+        features["decision_order"] = DecisionOrder(torch.full(shape, -1, device=model.device))
     if request.constraint is not None:
         from paradec.samplers.masked.constrained import constrained  # for few requests
 
-        found.append(constrained(sampler, model, state))
-    state.begin(found)
+        features["constraint"] = constrained(sampler, model, state)
+    if isinstance(state.blocks, PipelinedBlocks):
+        features["pipelined_blocks"] = OpenBlocks()  # the last one: it moves the window
+    state.start(features)
 
 
 def _check_logits(state: MaskedState, model: Any) -> None:
@@ -196,14 +196,13 @@ def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attent
         state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
     state.cache_state = cache.begin(state)
     if attention is not None:
-        state.trackers += (SparseAttention(attention.begin(state, sampler.uses_steps)),)
-        state.attach_trackers()
+        state.features["sparse_attention"] = SparseAttention(attention.begin(state, sampler.uses_steps))
     said = {"score": sampler.needs.score, "cache": cache.name, "mask_id": state.mask_id}
     state.trace = trace_of(sampler, request, state.canvas, state.length, **said)
-    if state.trace is not None and state.suffix is not None:
-        state.trace.settings |= {"suffix": state.suffix.to_dict()}
-    if reuse is not None:
-        take_over(state, reuse, model)
+    if state.trace is not None and isinstance(suffix := state.features.get("suffix_window"), SuffixWindow):
+        state.trace.settings |= {"suffix": suffix.suffix.to_dict()}
+    if isinstance(prefix := state.features.get("prefix_reuse"), PrefixReuse):
+        prefix.fill_store(state, model)
 
 
 def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:

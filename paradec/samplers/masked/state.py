@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -12,48 +12,21 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
+from paradec.caches.kept import KeptPrefix, keep_prefix
 from paradec.caches.stored import StoredCache
-from paradec.caches.suffix import Suffix
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
-from paradec.core.contract import AttentionState, CanvasState, Kept, Window
+from paradec.core.contract import CanvasState, Kept, Window
 from paradec.core.facts import ModelFacts
-from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import State
 from paradec.core.rows import ROWS, RowLayout, has_rows, row_layout
 from paradec.request import Request
-from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
-from paradec.samplers.masked.trackers import Tracker
-
-
-class Tracked:
-    """What trackers let the loop know by name (`Tracker.attach`), as it is without them; beside what `CanvasState` has
-    for everybody (`present`, `pipelined`, `generator`, `logprobs`, `reuses`, `settled`)."""
-
-    constrained: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None
-    """Chooses candidates in the place of the method's `read`."""
-    early_rules: tuple[EarlyRule, ...] = ()
-    """With any, the window reaches to the end of every row."""
-    watched: tuple[str, ...] = ()
-    """Quantities that these rules read."""
-    opening: np.ndarray | None = None
-    """[B] bool: rows whose block ends where this step's logits say; until then it is all that the policy reads."""
-    holes: Any = None
-    """Where end tokens are not proposed (`paradec.samplers.masked.features.Holes`)."""
-    rollout: Any = None
-    """Records every write of a request with `rollout` (`paradec.samplers.masked.rollouts.RecordedRollout`)."""
-    decided_at: Tensor | None = None
-    """[B, L] int64: the row's step after which each position took its token, -1 where it was given or is undecided."""
-    suffix: Suffix | None = None
-    reuse: Reuse | None = None
-    """What was taken over from a prefix."""
-    attention_state: AttentionState | None = None
-    """What the attention method keeps; None where every call attends to everything."""
+from paradec.samplers.features.feature import Feature
+from paradec.samplers.masked.stopping import NEVER, StopRule
 
 
 @dataclass
-class MaskedState(Tracked, CanvasState, State):
+class MaskedState(CanvasState, State):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
     Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
@@ -92,8 +65,8 @@ class MaskedState(Tracked, CanvasState, State):
     """Whether the sampler may take back what it decided in an open block."""
     causal_keys: bool = False
     stop_rules: tuple[StopRule, ...] = field(default=(), metadata=ROWS)
-    trackers: tuple[Tracker, ...] = field(default=(), metadata=ROWS)
-    """What the request needs beside canvas, blocks and counters, in the order in which the loop calls them."""
+    generator: torch.Generator | None = None
+    """The caller's, for `rng="reference"`."""
     store: Any = field(default=None, metadata=ROWS)
     cache_state: Kept = field(default=None, metadata=ROWS)
     """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
@@ -111,8 +84,22 @@ class MaskedState(Tracked, CanvasState, State):
     """[B] bool: rows that a stop rule ended."""
     reused: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
-    logprobs: LogProbs | None = field(init=False, default=None)
-    """Of the tracker that keeps them."""
+    logprobs: ClassVar[Any] = property(lambda self: self._read_feature("logprobs", "logprobs"))
+    """The `LogProbs` of what was decided; None unless the request asks for them."""
+    log_weight: ClassVar[Any] = property(lambda self: self._read_feature("constraint", "log_weight"))
+    """[B] float64: see `paradec.Output.log_weight`; None without draws from a constraint."""
+    present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
+    """[B, L] bool: positions that exist while the block is open (`paradec.Suffix`); None: all of a row's."""
+    reuse: ClassVar[Any] = property(lambda self: self._read_feature("prefix_reuse", "reuse"))
+    """The `Reuse` of a prefix, or None."""
+    settled: ClassVar[Any] = property(lambda self: self._read_feature("prefix_reuse", "settled"))
+    """[B] int64: positions that the next request can take over; None unless they are to be kept."""
+    seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
+    """[B] bool: rows that are about to draw the first token of their block; None but over causal context."""
+    attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
+    """What the attention method keeps; None where every call attends to everything."""
+    rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
+    """The `RecordedRollout`, or None."""
     steps_per_block: np.ndarray | None = field(init=False, default=None, metadata=ROWS)
     """[B] int64: steps planned for each block of a row; None plans one token a step."""
     masked: np.ndarray = field(init=False, metadata=row_layout(columns=1))
@@ -142,10 +129,14 @@ class MaskedState(Tracked, CanvasState, State):
         self.masked = self.undecided.cpu().numpy()
         self._follow_rows()
 
-    def begin(self, trackers: Sequence[Tracker]) -> None:
-        """Open the first blocks, with what the request needs beside them."""
-        self.trackers = tuple(trackers)
-        self.attach_trackers()
+    def _read_feature(self, name: str, attribute: str) -> Any:
+        """An attribute of a feature; None where the request has no such feature."""
+        feature = self.features.get(name)
+        return None if feature is None else getattr(feature, attribute)
+
+    def start(self, features: dict[str, Feature]) -> None:
+        """Open the first blocks, with the features of the request."""
+        self.features = features
         self.open_blocks(np.arange(self.batch))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,11 +167,6 @@ class MaskedState(Tracked, CanvasState, State):
     def progress(self) -> tuple[int, int]:
         return int(self.decided[self.running].sum() + self.total[~self.running].sum()), int(self.total.sum())
 
-    def attach_trackers(self) -> None:
-        """Let the trackers show what others read of them by name."""
-        for tracker in self.trackers:
-            tracker.attach(self)
-
     def open_blocks(self, rows: np.ndarray) -> None:
         """Move `rows` to their next block that has something undecided; rows without one are finished."""
         opened = rows
@@ -197,15 +183,9 @@ class MaskedState(Tracked, CanvasState, State):
             self.memory.reset(rows, "block")
             rows = rows[masks == 0]
         self.running &= self.block_start < self.length
-        for tracker in self.trackers:
-            tracker.opened(self, opened[self.running[opened]])
+        for feature in self.features.values():
+            feature.on_start(self, opened[self.running[opened]])
         self._make_window()
-
-    def write(self, tokens: Tensor) -> None:
-        """Let the window [R, W] hold `tokens`."""
-        for tracker in self.trackers:
-            tracker.writes(self, tokens)
-        self.window.write(self.canvas, tokens)
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
         """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
@@ -258,7 +238,7 @@ class MaskedState(Tracked, CanvasState, State):
             self._made_for_rows, self._running_rows = {}, names
         if not len(rows):
             return
-        start, end = self.block_start[rows], (self.length if self.early_rules else self.block_end)[rows]
+        start, end = self.block_start[rows], (self.length if "early_stops" in self.features else self.block_end)[rows]
         size = end - start
         width = size.max()
         positions = start[:, None] + np.arange(width)
@@ -283,9 +263,9 @@ class MaskedState(Tracked, CanvasState, State):
     # ---- rows that come and go ------------------------------------------------------------------------------------
 
     def fixed(self) -> str | None:
-        for tracker in self.trackers:
-            if tracker.fixed is not None:
-                return tracker.fixed
+        for feature in self.features.values():
+            if feature.why_rows_stay is not None:
+                return feature.why_rows_stay
         if self.trace is not None:
             return "a trace is of the rows that it began with"
         if self.cache_state is not None and not has_rows(self.cache_state, self.batch):
@@ -311,7 +291,6 @@ class MaskedState(Tracked, CanvasState, State):
     def after_row_change(self) -> None:
         super().after_row_change()
         self._follow_rows()
-        self.attach_trackers()
         self.forget_made()
         self._make_window()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Proposal
-from paradec.samplers.masked.pipeline import best_of_blocks
+from paradec.samplers.features.pipelined_blocks import best_of_blocks
 from paradec.samplers.statistics import best_one
 
 LAST = torch.finfo(torch.float64).min
@@ -136,6 +136,8 @@ class Decision:
     """[R] bool: rows whose block stays open although nothing in it is undecided."""
     logprobs: StepLogProbs | None = None
     """Of what was written, where the request asks for them."""
+    steps: Tensor | None = None
+    """[R, W] int64: the row's steps that decide the positions; None is the step that is committed."""
 
 
 def selection(sampler: Any, view: View) -> Tensor:

@@ -104,7 +104,7 @@ def test_branches_are_refused_and_lopa_without_them_is_its_base(model: ProteinMP
     sampler = paradec.samplers.create("lopa", branches=0)
     state = sampler.start(model, prompt, **asked)
     decode(sampler, model, state)
-    assert set(state.decided_at[0, 10:].tolist()) == set(range(wanted.nfe))
+    assert set(state.features["decision_order"].decided_at[0, 10:].tolist()) == set(range(wanted.nfe))
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_a_residue_that_is_taken_back_stands_last_again(
     kept, edited = state.canvas.clone(), 0
     while not state.done:
         step = int(state.row_step[0])
-        before = state.decided_at.clone()
+        before = state.features["decision_order"].decided_at.clone()
         decode(sampler, model, state, lambda *_: True)
         changed = state.canvas != kept
         edited += int((changed & (kept != MASK_ID)).sum())
-        assert (state.decided_at[changed & (state.canvas != MASK_ID)] == step).all()
-        assert torch.equal(state.decided_at[~changed], before[~changed])
-        assert ((state.decided_at == -1) == (state.given | (state.canvas == MASK_ID))).all()
+        assert (state.features["decision_order"].decided_at[changed & (state.canvas != MASK_ID)] == step).all()
+        assert torch.equal(state.features["decision_order"].decided_at[~changed], before[~changed])
+        assert ((state.features["decision_order"].decided_at == -1) == (state.given | (state.canvas == MASK_ID))).all()
         kept = state.canvas.clone()
     assert edited
 
@@ -156,10 +156,10 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
         assert torch.equal(alone.sequences[0], tokens)
     state = sampler.start(model, prompts, temperature=0.3, seed=3)
     decode(sampler, model, state, lambda *_: True)
-    kept = state.decided_at.clone()
+    kept = state.features["decision_order"].decided_at.clone()
     first, second = sampler.step(model, state), sampler.step(model, state)
     assert torch.equal(first.values, second.values) and torch.equal(first.scores, second.scores)
-    assert torch.equal(state.decided_at, kept)
+    assert torch.equal(state.features["decision_order"].decided_at, kept)
 
 
 def test_rows_that_are_refilled_keep_their_order(model: ProteinMPNNModel) -> None:

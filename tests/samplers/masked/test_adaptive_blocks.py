@@ -78,7 +78,7 @@ def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, 
         with torch.inference_mode():
             while not state.done:
                 start, before = state.block_start.copy(), state.canvas.clone()
-                opening = np.flatnonzero(state.opening & state.running)
+                opening = np.flatnonzero(state.features["adaptive_blocks"].opening & state.running)
                 sampler.commit(state, sampler.step(model, state))
                 for row in opening:
                     length = int(state.length[row])
@@ -204,7 +204,9 @@ def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> Non
         while not state.done:
             running = state.running
             assert (state.block_start[running] // 8 == (state.block_end[running] - 1) // 8).all()
-            lengths |= set((state.block_end - state.block_start)[running & ~state.opening].tolist())
+            lengths |= set(
+                (state.block_end - state.block_start)[running & ~state.features["adaptive_blocks"].opening].tolist()
+            )
             sampler.commit(state, sampler.step(model, state))
     assert len(lengths) > 1
 

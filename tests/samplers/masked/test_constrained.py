@@ -66,12 +66,12 @@ class Recorded(Constrained):
         self.log.append(("forced", sorted([at - 1, token] for at, token in found.items())))
         return found
 
-    def opened(self, state: Any, rows: np.ndarray) -> None:
+    def on_start(self, state: Any, rows: np.ndarray) -> None:
         """As recorded at every temperature: the reference leaves what it writes here out of the weight."""
         self.log.append(("opened", None))
         self.write_certain(state, rows)
 
-    def decided(self, state: Any, proposal: Any, decision: Any) -> None:
+    def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
         chosen = decision.selected[0].nonzero()[:, 0]
         entries = zip(
             proposal.positions[0, chosen].tolist(),
@@ -80,7 +80,7 @@ class Recorded(Constrained):
             strict=True,
         )
         self.log.append(("step", (self.z, sorted([at - 1, token, score] for at, token, score in entries))))
-        super().decided(state, proposal, decision)
+        super().on_commit(state, proposal, decision)
 
     def steps(self) -> list[dict[str, Any]]:
         """What happened, as it was recorded."""
@@ -180,8 +180,8 @@ def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, model, state = begun(case)
     while not state.done:
         sampler.commit(state, sampler.step(model, state))
-    tracker = next(each for each in state.trackers if isinstance(each, Recorded))
-    steps, expected = tracker.steps(), case["expected"]
+    feature = state.features["constraint"]
+    steps, expected = feature.steps(), case["expected"]
     assert_same_steps(case, steps)
     assert text_of(state, case) == expected["tokens"]
     assert_reads(case)

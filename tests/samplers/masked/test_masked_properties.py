@@ -17,7 +17,7 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Proposal
 from paradec.models.adapter import Model
-from paradec.samplers.masked.pipeline import check_pipelined
+from paradec.samplers.features.pipelined_blocks import check_pipelined
 from paradec.samplers.masked.state import MaskedState
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

@@ -20,9 +20,9 @@ from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
 from paradec.caches.delayed import DelayedCache
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
+from paradec.samplers.features.pipelined_blocks import best_of_blocks, with_progress
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.commit import view_of
-from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
 from paradec.tools.traces.payload import run_data
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]

@@ -145,7 +145,7 @@ def batch_query(state: MaskedState, query: WindowQuery, drafts: list[Ahead], cop
         origin=None if query.origin is None else query.origin[called],
         store=store,
         forwarded=query.forwarded * copies,
-        decided_at=None if state.decided_at is None else _decided_at(state, query, drafts, step, owner),
+        decided_at=None if query.decided_at is None else _decided_at(state, query, drafts, step, owner),
         window=DraftLogits(query.window.index, query.window.available, copies=copies, drafts=drafts),
     )
 
@@ -155,9 +155,9 @@ def _decided_at(
 ) -> Tensor:
     """[branches * D, Q] int64: `WindowQuery.decided_at` of D drafts. What a draft holds and the one before it does
     not was decided between them."""
-    assert state.decided_at is not None
+    order: Any = state.features["decision_order"]
     window, found = state.window, []
-    when = window.read(state.decided_at)
+    when = window.read(order.decided_at)
     row_step = torch.as_tensor(state.row_step[window.rows, None], device=when.device)
     for number, ahead in enumerate(drafts):
         if number:
@@ -167,7 +167,7 @@ def _decided_at(
     running = torch.as_tensor(query.window.index[owner], device=device)
     rows = torch.as_tensor(query.rows[owner], device=device)
     own = torch.stack(found)[torch.as_tensor(step, device=device), running]
-    whole = state.decided_at.index_select(0, rows).scatter(1, window.positions[running], own)
+    whole = order.decided_at.index_select(0, rows).scatter(1, window.positions[running], own)
     positions = query.positions[: len(query.rows)][torch.as_tensor(owner, device=device)]
     return whole.gather(1, positions).repeat(query.branches, 1)
 

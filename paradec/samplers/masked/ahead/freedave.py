@@ -30,6 +30,7 @@ from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part,
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
 from paradec.samplers.masked.commit import to_host, trim_rows
 from paradec.samplers.masked.stopping import NEVER, first_end
+from paradec.samplers.masked.views import Decision
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
@@ -240,8 +241,8 @@ class FreeDave(MaskedSampler):
             here = logits
             if len(drafts) > 1 or (index != whole.index).any():
                 here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
-            if state.holes is not None:
-                state.holes.keep_ends_out(state, here, None)
+            if (holes := state.features.get("holes")) is not None:
+                holes.exclude_ends(state, here, None)
             updates: Mapping[str, Tensor] = {}
             plain = here
             if base.needs.processes_logits:
@@ -310,18 +311,6 @@ class FreeDave(MaskedSampler):
             state.memory.write(name, rows, picked([step.memory[name] for step in steps], last))
         if self.draft_steps > 1:
             self._carry(state, rows, steps, last)
-        for tracker in state.trackers:
-            tracker.committed(state, proposal, found)
-        state.count(proposal.cost)
-        state.cache.committed(state, final)
-        committed = (final != drafts[0]).sum(-1)
-        state.advance(rows, committed)
-        state.row_step[rows] += taken - 1
-        state.block_step[rows] += taken - 1
-        moved = bool(shorter[taken - 1, index].any())
-        if moved:
-            trim_rows(state, cut[taken - 1, index], final)
-        state.close(rows, ends, moved=moved)
         # each token with the score that it had when the base took it
         when = (changed & (depth < taken)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
@@ -329,16 +318,27 @@ class FreeDave(MaskedSampler):
             torch.as_tensor(array, device=scores.device)
             for array in (judge[when, index[:, None]], final, final != drafts[0])
         )
-        if state.decided_at is not None:
-            noted = torch.as_tensor(began[:, None] + when, device=scores.device)
-            window.write(state.decided_at, torch.where(selected, noted, window.read(state.decided_at)))
-        said = None
-        if state.logprobs is not None:
-            every = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
-            said = StepLogProbs.picked(every, judged)
-            state.logprobs.write(rows, window.positions, selected, said, began[:, None] + when)
+        every = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
+        decision = Decision(
+            values=values,
+            selected=selected,
+            filled=selected,
+            logprobs=StepLogProbs.picked(every, judged) if every else None,
+            steps=torch.as_tensor(began[:, None] + when, device=scores.device),
+        )
+        state.count(proposal.cost)
+        state.cache.committed(state, final)
+        state.advance(rows, (final != drafts[0]).sum(-1))
+        moved = bool(shorter[taken - 1, index].any())
+        for feature in state.features.values():
+            moved |= feature.on_close(state, proposal, decision, final, ends)
+        state.row_step[rows] += taken - 1
+        state.block_step[rows] += taken - 1
+        if shorter[taken - 1, index].any():
+            trim_rows(state, cut[taken - 1, index], final)
+        state.close(rows, ends, moved=moved)
         score = scores.gather(0, judged[None])[0]
-        return Commit(rows, values, window.positions, selected, score, proposal.kind, said)
+        return Commit(rows, values, window.positions, selected, score, proposal.kind, decision.logprobs)
 
     def _check(
         self, state: MaskedState, rows: np.ndarray, finite: np.ndarray, counts: np.ndarray, within: np.ndarray

@@ -25,6 +25,7 @@ from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
+from paradec.samplers.masked.views import Decision
 
 TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
 """In the memory, each [B, window]: what the last winner's logits said, and where something was open then."""
@@ -191,8 +192,8 @@ class LoPA(MaskedSampler):
         taken, promises = [], []
         for number, (branch, index) in enumerate(zip(branches, at, strict=True)):
             here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
-            if state.holes is not None:
-                state.holes.keep_ends_out(state, here, None)
+            if (holes := state.features.get("holes")) is not None:
+                holes.exclude_ends(state, here, None)
             updates: Mapping[str, Tensor] = {}
             if base.needs.processes_logits:
                 here, updates = base.process_logits(
@@ -260,17 +261,16 @@ class LoPA(MaskedSampler):
         if 0 in committed.tolist():
             raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
-        state.write(written)
+        window.write(state.canvas, written)
         for name in self.base.memory():
             state.memory.write(name, rows, picked([step.memory[name] for step in taken], best))
         if self.branches:
             self._carry(state, proposal, best, written)
         scores = picked([step.proposal.scores for step in taken], best)
-        for tracker in state.trackers:
-            tracker.committed(state, proposal, found)
+        changed = written != proposal.current
         stages.count(state, rows, proposal.cost, found["tokens"], committed)
-        stages.close(self, state, proposal, found)
-        return Commit(rows, written, window.positions, written != proposal.current, scores, proposal.kind)
+        stages.close(self, state, proposal, Decision(written, changed, changed), found)
+        return Commit(rows, written, window.positions, changed, scores, proposal.kind)
 
     def _carry(self, state: MaskedState, proposal: BranchProposal, best: Tensor, written: Tensor) -> None:
         """Keep what the winners' logits say of what is undecided: the next branches are made of it."""

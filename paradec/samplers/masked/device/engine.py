@@ -14,9 +14,9 @@ from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
 from paradec.core.rows import replace_rows, select_rows
+from paradec.samplers.features.holes import exclude_ends
 from paradec.samplers.masked.commit import view_of
 from paradec.samplers.masked.device.graphs import StepLayout, captured
-from paradec.samplers.masked.features import keep_ends_out
 from paradec.samplers.masked.logits import guide
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import MaskedProposal, selection
@@ -80,7 +80,7 @@ class DeviceEngine(CanvasState):
         self.live = torch.ones((), dtype=torch.bool, device=device)
         """False makes every step one that no row needs: graphs are warmed up and captured so."""
         self.flags = numbers(4)
-        self.pipelined = False  # these rows are decoded by the plain loop
+        self.features: dict[str, Any] = {}  # none changes what a step on the device does
         self.longest_plan = layout.planned
         self.generator = None
         self.model: Any = None
@@ -258,7 +258,7 @@ class DeviceEngine(CanvasState):
         sampler = self.sampler
         logits = guide(sampler, self, logits, query)
         if self.layout.holes:
-            keep_ends_out(self, logits, window.positions < self.first[rows].unsqueeze(1))
+            exclude_ends(self, logits, window.positions < self.first[rows].unsqueeze(1))
         tokens, quantities = sampler.read(self, logits, query, None)
         self.nothing = torch.zeros_like(undecided)
         proposal = MaskedProposal(

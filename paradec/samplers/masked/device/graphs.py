@@ -73,7 +73,7 @@ class StepLayout:
             level=state.level and columns == exact,
             stops=bool(state.stop_rules),
             suppressed=() if state.suppressed is None else tuple(state.suppressed.tolist()),
-            holes=state.holes is not None,
+            holes="holes" in state.features,
             device=state.canvas.device,
             capture=capture,
         )

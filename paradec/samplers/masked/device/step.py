@@ -66,9 +66,9 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return f"cache {state.cache.name!r} chooses on the host what to evaluate"
     if model.kind != "decoder" or state.facts.topology != "bidirectional":
         return f"{state.facts.name} is not a bidirectional transformers decoder"
-    for tracker in state.trackers:
-        if tracker.host_only is not None:
-            return tracker.host_only.format(state=state)
+    for feature in state.features.values():
+        if feature.host_only is not None:
+            return feature.host_only.format(state=state)
     if state.branches > 1:
         return "guidance evaluates two rows for one"
     if not all(isinstance(rule, EndOfText) for rule in state.stop_rules):

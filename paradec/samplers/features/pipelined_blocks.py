@@ -15,21 +15,17 @@ from torch import Tensor
 
 from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
-from paradec.core.contract import CanvasState
-from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.stopping import NEVER, EndOfText
-from paradec.samplers.masked.trackers import Ends, Tracker
 
 
 @dataclass
-class OpenBlocks(Tracker):
+class OpenBlocks(Feature):
     """Moves the windows of several open blocks."""
-
-    pipelined: bool = True
 
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
-    def closing(self, state: MaskedState, proposal: Any, tokens: np.ndarray, ends: Ends) -> bool:
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         return proposal.early is None and slide(state, tokens, ends)
 
 
@@ -60,14 +56,14 @@ def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, pro
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
 
-def open_starts(state: CanvasState, row: int, start: int, end: int) -> list[int]:
+def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
     """Where the open blocks of a row begin, whose window is [start, end)."""
     first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
     length = state.blocks.length
     return [start, *range(start + length - (start - first) % length, end, length)]
 
 
-def leading_blocks(state: CanvasState, current: Tensor) -> Tensor:
+def leading_blocks(state: Any, current: Tensor) -> Tensor:
     """[R, W] int64: for positions in blocks that must make progress, the number of the block; -1 for others.
 
     Args:
@@ -87,7 +83,7 @@ def leading_blocks(state: CanvasState, current: Tensor) -> Tensor:
     return torch.where((numbers >= 0) & active.gather(1, numbers.clamp(min=0)), numbers, -1)
 
 
-def _numbers(state: CanvasState) -> tuple[Tensor, Tensor]:
+def _numbers(state: Any) -> tuple[Tensor, Tensor]:
     """[R, W] int64, each position's block, -1 outside the open ones; and [R, K] int64, how many positions of each block
     were to be decided."""
     window, policy = state.window, state.blocks
@@ -131,7 +127,7 @@ def with_progress(selected: Tensor, view: Any) -> Tensor:
     return selected | best_of_blocks(view.scores, torch.where(has, -1, leading), view.candidates)
 
 
-def slide(state: MaskedState, tokens: np.ndarray, ends: Ends) -> bool:
+def slide(state: Any, tokens: np.ndarray, ends: Ends) -> bool:
     """Move the windows [R, W], which hold `tokens` now: full blocks in front leave, and the next block is added where
     the last one is decided far enough. Returns whether any window is another one.
 
@@ -173,12 +169,12 @@ def slide(state: MaskedState, tokens: np.ndarray, ends: Ends) -> bool:
         adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
     began = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
     state.masks_at_open[rows] = np.where(moved, began, state.masks_at_open[rows])
-    for tracker in state.trackers:
-        tracker.opened(state, rows[adds])
+    for feature in state.features.values():
+        feature.on_start(state, rows[adds])
     return True
 
 
-def _ended(state: MaskedState, tokens: np.ndarray) -> np.ndarray:
+def _ended(state: Any, tokens: np.ndarray) -> np.ndarray:
     """[R] bool: rows whose window [R, W] holds an end of the text. What comes after it will not be read."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)

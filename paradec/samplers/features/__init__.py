@@ -1,0 +1,1 @@
+"""Optional features of a request, a file each, which the loops of the families call (`Feature`)."""

@@ -1,0 +1,36 @@
+"""When each position was decided, for models whose answers depend on it (`Model.reads_order`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.rows import row_layout
+from paradec.samplers.features.feature import Ends, Feature
+
+
+@dataclass
+class DecisionOrder(Feature):
+    """The row's step after which each position took its token."""
+
+    decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
+    """[B, L] int64; -1 where the token was given, or the position is undecided."""
+
+    def on_query(self, state: Any, part: Any, query: Any, changes: dict[str, Any]) -> None:
+        rows = self.decided_at.index_select(0, torch.as_tensor(query.rows, device=self.decided_at.device))
+        positions = query.positions[: len(query.rows)]
+        read = rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
+        changes["decided_at"] = read.repeat(state.branches, 1)
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        step = decision.steps
+        if step is None:
+            step = torch.as_tensor(state.row_step[proposal.rows, None] - 1, device=self.decided_at.device)
+        window, held = state.window, torch.as_tensor(tokens, device=self.decided_at.device)
+        when = torch.where(held == state.mask_id, -1, step)
+        window.write(self.decided_at, torch.where(held == proposal.current, window.read(self.decided_at), when))
+        return False

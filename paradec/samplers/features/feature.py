@@ -1,0 +1,55 @@
+"""The base of optional features of a request: at most five callbacks of the decode loop."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+Ends: TypeAlias = np.ndarray | None
+"""Where stop rules end rows: [R] int64 positions, or None where no row ends."""
+
+
+class Feature:
+    """An optional feature of a request, made where the request asks for it and kept in `state.features[name]`.
+
+    The loop calls the features of a request in the order in which the dict holds them. Here, the callbacks do nothing.
+    `R` are the running rows, `W` the positions of the window. Fields with rows say so in their metadata
+    (`paradec.core.rows`).
+
+    Class attributes:
+        why_rows_stay: why rows of a state with it cannot leave, and others take their place; None where they can.
+        host_only: why the device step cannot serve it; `{state}` is filled in. None where it can.
+    """
+
+    why_rows_stay: ClassVar[str | None] = None
+    host_only: ClassVar[str | None] = None
+
+    def reads_window(self, state: Any) -> bool:
+        """Whether this step needs the logits of decided positions as well."""
+        return False
+
+    def on_start(self, state: Any, rows: np.ndarray) -> None:
+        """`rows` [N], which run, have opened a block; first when the request starts, then in commits."""
+
+    def on_query(self, state: Any, part: Any, query: Any, changes: dict[str, Any]) -> None:
+        """Complete the model call of one part of the cache's plan: `changes` holds the fields in which it differs from
+        `query`, which is reused from step to step."""
+
+    def on_propose(self, state: Any, proposal: Any) -> None:
+        """Complete a proposal. The state does not change."""
+
+    def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
+        """Complete a decision before it is written. The state does not change."""
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        """The window holds the decision, and the step was counted; full blocks and ended rows are about to close.
+
+        Args:
+            tokens: [R, W] int64, the window after the write.
+            ends: where stop rules end rows.
+
+        Returns:
+            Whether any block ends elsewhere than before.
+        """
+        return False

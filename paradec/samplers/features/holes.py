@@ -1,0 +1,40 @@
+"""Holes without end tokens (`holes_eos_inf`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.samplers.features.feature import Feature
+
+
+class Holes(Feature):
+    """Keeps end tokens out of holes: masks with something given after them."""
+
+    def reads_window(self, state: Any) -> bool:
+        return True
+
+    def exclude_ends(self, state: Any, logits: Tensor, index: np.ndarray | None) -> None:
+        """Exclude end tokens of logits [N, W, V] in the holes of the running rows `index` [N] (None: all), in place."""
+        holes = state.while_blocks_stay("holes", lambda: self._inside(state))
+        if holes is not None and index is not None and len(index) < len(holes):
+            holes = holes.index_select(0, torch.as_tensor(index, device=holes.device))
+        if holes is not None:
+            exclude_ends(state, logits, holes)
+
+    def _inside(self, state: Any) -> Tensor | None:
+        """[R, W] bool: where windows lie in holes; None where they do nowhere."""
+        # that takes in what was given between them, for which nothing is proposed
+        inside = state.window.host_positions < state.answer_start[state.window.rows, None]
+        return torch.as_tensor(inside, device=state.canvas.device) if inside.any() else None
+
+
+def exclude_ends(state: Any, logits: Tensor, holes: Tensor) -> None:
+    """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
+    if holes.shape[1] < logits.shape[1]:
+        holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
+    ends = logits.index_select(-1, state.ends)
+    logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))

@@ -1,0 +1,49 @@
+"""Keys and values of a prefix: taken over from an earlier request, or kept for the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paradec.caches.kept import Reuse
+from paradec.caches.parts import outward
+from paradec.core.query import CallCost
+from paradec.core.trace import TraceStep
+from paradec.samplers.features.feature import Ends, Feature
+
+
+@dataclass
+class PrefixReuse(Feature):
+    """What a request takes over, and how much of it the next one can; one of the two may be None."""
+
+    reuse: Reuse | None
+    settled: np.ndarray | None
+    """[B] int64: on block-causal models, all before it was evaluated after its blocks were full."""
+
+    why_rows_stay = "a prefix that is taken over or kept is laid out for all rows"
+    host_only = "a prefix that is taken over or kept is laid out on the host"
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        if self.settled is not None:
+            rows = proposal.rows
+            self.settled[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
+        return False
+
+    def fill_store(self, state: Any, model: Any) -> None:
+        """Put the prefix that is taken over into the store. One that is evaluated for that is a forward of all rows,
+        whose positions are the first row's."""
+        reuse = self.reuse
+        if reuse is None:
+            return
+        called = reuse.fill(state.store, model, state.stored_cache, state.causal_keys)
+        state.reused, state.reuses = reuse.counts, True
+        if not called:
+            return
+        first = (np.arange(state.batch) == 0).astype(np.int64)
+        state._calls.append(
+            CallCost(np.arange(state.batch), 1, first, np.full(state.batch, reuse.start) * first, False)
+        )
+        if state.trace is not None:
+            state.trace.steps.append(TraceStep([], (reuse.start * first).tolist(), "prefix", [1] * state.batch))
