@@ -41,7 +41,7 @@ class ScaleState(State):
     """Sides of the code maps."""
     tokens: Tensor
     """[B, L] int64: the scales one after the other, each row by row; -1 where nothing is decided."""
-    features: Tensor
+    feature_map: Tensor
     """[B, C, s, s]: the sum of what is decided."""
     inputs: Tensor
     """[B, L - 1, C]: inputs of all scales but the first; zeros where nothing is decided."""
@@ -199,7 +199,7 @@ class VAR(Sampler):
             memory=Memory({}, len(labels), {}, device),
             scales=facts.scales,
             tokens=torch.full((len(labels), length), -1, device=device),
-            features=torch.zeros(len(labels), facts.code_dim, side, side, dtype=dtype, device=device),
+            feature_map=torch.zeros(len(labels), facts.code_dim, side, side, dtype=dtype, device=device),
             inputs=torch.zeros(len(labels), length - 1, facts.code_dim, dtype=dtype, device=device),
             labels=torch.tensor(labels, device=device),
             keys=keys,
@@ -248,7 +248,7 @@ class VAR(Sampler):
         p = (guided if logits is None else logits).softmax(-1)
         scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         codes = answer.codes[tokens] if not self.smooth else self.blended(state, filtered, answer.codes)
-        features, following = answer.place(state.features, codes, state.index)
+        features, following = answer.place(state.feature_map, codes, state.index)
         return ScaleProposal(
             rows=query.rows,
             values=tokens,
@@ -325,7 +325,7 @@ class VAR(Sampler):
         check_finite(sound, proposal.rows, message)
         begin, stop = state.begin(state.index), state.ends[state.index]
         state.tokens = torch.cat((state.tokens[:, :begin], proposal.values, state.tokens[:, stop:]), 1)
-        state.features = proposal.features
+        state.feature_map = proposal.features
         if proposal.following is not None:
             after = stop + proposal.following.shape[1] - 1
             state.inputs = torch.cat((state.inputs[:, : stop - 1], proposal.following, state.inputs[:, after:]), 1)

@@ -114,7 +114,7 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             sampler.commit(state, proposal)
             assert state.index == before + 1
             if not smooth:
-                assert_checksum(state.features, step["f_hat"])
+                assert_checksum(state.feature_map, step["f_hat"])
             if proposal.following is not None and not smooth:
                 side = state.scales[state.index]
                 assert_checksum(proposal.following.mT.unflatten(-1, (side, side)), step["next_input"])
@@ -123,7 +123,7 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
                 distribution = sampler.blended(state_before, filtered, torch.eye(filtered.shape[-1]))
                 assert_checksum(distribution, step["soft_codes"], 1e-3)
     assert state.done and state.store is None
-    torch.testing.assert_close(state.features.float(), arrays["f_hat"], atol=atol, rtol=0)
+    torch.testing.assert_close(state.feature_map.float(), arrays["f_hat"], atol=atol, rtol=0)
     tokens = state.tokens if state.codes is None else state.codes
     images = network.decode(tokens)
     assert list(images.shape) == record["image_shape"]

@@ -128,7 +128,7 @@ def test_a_step_repeated_changes_nothing(name: str) -> None:
         before = copy.deepcopy(state)
         first, second = sampler.step(model, state), sampler.step(model, state)
         assert torch.equal(first.values, second.values) and torch.equal(first.features, second.features)
-        for field in ("tokens", "features", "inputs", "codes", "index", "stored"):
+        for field in ("tokens", "feature_map", "inputs", "codes", "index", "stored"):
             ours, theirs = getattr(state, field), getattr(before, field)
             assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
         commit = sampler.commit(state, first)
@@ -151,7 +151,7 @@ def test_rows_are_alone(name: str, smooth: bool) -> None:
             sampler, model, sampler.start(model, [LABELS[row]], **(request | {"seed": request["seed"][row]}))
         )
         assert torch.equal(alone.tokens[0], together.tokens[row])
-        torch.testing.assert_close(alone.features[0], together.features[row], atol=1e-10, rtol=0)
+        torch.testing.assert_close(alone.feature_map[0], together.feature_map[row], atol=1e-10, rtol=0)
     assert not torch.equal(together.tokens[0], together.tokens[2])
 
 
