@@ -34,13 +34,13 @@ from paradec.core.query import Query
 from paradec.models.images.grid import Grid
 from paradec.models.own_drafts import OwnDrafts
 from paradec.request import Request
-from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafts.stopping import Unsure
-from paradec.samplers.causal.recycling import TokenRecycling
+from paradec.samplers.causal.drafts.text import TokenRecycling
+from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import probability, token_distribution
-from paradec.samplers.causal.window import INITS, REFRESHES
+from paradec.samplers.causal.window import INITS, REFRESHES, read_window
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])
@@ -212,7 +212,7 @@ def within(prompt: list[int], model: TableModel) -> list[int]:
 
 
 def sample(
-    sampler: ChainSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
+    sampler: CausalSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
 ) -> tuple[Tensor, CausalState]:
     """Answers of rows whose prompts alternate: [rows, L] int64, and the final state."""
     prompts = [within(PROMPTS[i % 2], model) for i in range(rows)]
@@ -253,7 +253,7 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
 
 
 def test_case(
-    sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0, target: float | None = None, **request: Any
+    sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0, target: float | None = None, **request: Any
 ) -> dict[str, Any]:
     """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer.
 
@@ -297,7 +297,7 @@ TREES: dict[str, Any] = {
 }
 
 
-def samplers(drafter: TableModel) -> dict[str, ChainSampler]:
+def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
     """Every exact method with the settings that change its steps."""
     create = paradec.samplers.create
     found = {"token by token": create("sjd", window=1)}
@@ -319,7 +319,7 @@ def samplers(drafter: TableModel) -> dict[str, ChainSampler]:
     return found
 
 
-def branching(drafter: TableModel) -> dict[str, ChainSampler]:
+def branching(drafter: TableModel) -> dict[str, CausalSampler]:
     """Several drafts in a slot, drafts that the answers leave, and chains that end early."""
     create = paradec.samplers.create
     return {
@@ -331,7 +331,7 @@ def branching(drafter: TableModel) -> dict[str, ChainSampler]:
     }
 
 
-def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
+def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
     """(name, sampler, model, request) of the whole grid."""
     model = TableModel.random(5, seed=0)
     drafter = TableModel.random(5, seed=1, near=model)
@@ -377,13 +377,13 @@ def block_table() -> BlockTable:
     return BlockTable(table, (table[:6].mean(0).unsqueeze(1) + noise) / 2)
 
 
-def watched(sampler: ChainSampler) -> tuple[ChainSampler, list[np.ndarray]]:
+def watched(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
     """The sampler, and a list that gets the rows of every step in which a draft was not verified by p / q."""
     deviating: list[np.ndarray] = []
 
     class Watched(type(sampler)):  # type: ignore[misc]
         def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-            window = self._window(state, proposal)
+            window, _ = read_window(state, proposal)
             drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
             noise = proposal.quantities["uniform"][..., 0]
             own, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
@@ -395,7 +395,7 @@ def watched(sampler: ChainSampler) -> tuple[ChainSampler, list[np.ndarray]]:
     return Watched(**{key: getattr(sampler, key) for key in sampler.settings()}), deviating
 
 
-def lossy() -> Iterator[tuple[str, ChainSampler, TableModel]]:
+def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
     """(name, sampler, model) of the methods that trade exactness for steps."""
     model = TableModel.random(5, seed=0)
     create = paradec.samplers.create
@@ -427,7 +427,7 @@ def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "s2d2, never verified", create("s2d2", route="span", min_span=99), {"temperature": 1.0}
 
 
-def bias(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
+def bias(sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
     """Total variation of a lossy method's answers, and the bound."""
     method, deviating = watched(sampler)
     found = test_case(method, model, rows, seed)

@@ -225,7 +225,7 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     without weights. options: as for `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
     from paradec.models.load_drafter import load_drafter
-    from paradec.samplers.causal.drafting import NamedDrafter
+    from paradec.samplers.causal.drafts.text import NamedDrafter
 
     if not os.path.exists(source):
         if source in NamedDrafter.kinds:

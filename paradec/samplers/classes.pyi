@@ -43,7 +43,7 @@ from paradec.samplers.causal.sjd_pac import SJDPAC as SJDPAC
 from paradec.samplers.causal.gsd import GSD as GSD
 from paradec.samplers.causal.lantern import Lantern as Lantern
 from paradec.samplers.causal.lantern import LanternPlusPlus as LanternPlusPlus
-from paradec.samplers.causal.window import Jacobi as Jacobi
+from paradec.samplers.causal.jacobi import Jacobi as Jacobi
 from paradec.samplers.causal.speculative import Speculative as Speculative
 from paradec.samplers.causal.self_speculative import SelfSpeculative as SelfSpeculative
 from paradec.samplers.causal.zipar import ZipAR as ZipAR

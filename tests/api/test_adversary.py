@@ -24,9 +24,9 @@ from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.gsd import GSD
 from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.scd import SCD
-from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.trees import Tree, normalized, walk
-from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, verify
+from paradec.samplers.causal.verification import DraftDistributions, DraftWindow
 
 Calls = list[tuple[int, list[int]]]
 """Per model call: positions evaluated, and what was committed after it."""

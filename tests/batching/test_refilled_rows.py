@@ -22,11 +22,10 @@ from paradec.core.rows import select_rows
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers.causal.drafts.stopping import Unsure
-from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.recycling import TokenRecycling
+from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling
+from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.speculative import Speculative
-from paradec.samplers.causal.window import Jacobi
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name != "mar"]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]

@@ -232,7 +232,7 @@ def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
     with torch.inference_mode():
         for _ in range(3):
             sampler.commit(state, sampler.step(base, state))
-            layout = sampler._layout(state)
+            layout = sampler.tree_layout(state)
             for row in state.rows.tolist():
                 ids = state.context[row, : state.committed[row]]
                 room = int(state.end[row] - state.committed[row]) - 1
@@ -386,7 +386,7 @@ def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
             outputs = [model(query, state.store) for query in queries]
             found = sampler.propose(state, outputs, queries)
             left = torch.as_tensor(state.end - state.committed)[rows, None]
-            tree = sampler._layout(state)
+            tree = sampler.tree_layout(state)
             drafts = state.memory["drafts"][rows].masked_fill(tree.depths >= left, -1)
             uniform = state.uniform(state.rows, found.positions, tree.widest + 1, 0)
             distribution = outputs[0].softmax(-1)
@@ -448,7 +448,7 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
         queries = sampler.query(state)
         outputs = [model(query, state.store) for query in queries]
         found = sampler.propose(state, outputs, queries)
-        tree = sampler._layout(state)
+        tree = sampler.tree_layout(state)
         p, q = outputs[0].softmax(-1).numpy(), state.memory["draft_distribution"][torch.as_tensor(rows)].numpy()
         uniform = state.uniform(rows, found.positions, tree.widest + 1, 0).numpy()
         for i, row in enumerate(rows):

@@ -20,7 +20,7 @@ from paradec.core import orders, rng
 from paradec.core.protocol import Sampler, decode
 from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.request import Request
-from paradec.samplers.causal.base import NOISE_STREAM
+from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.pictures.groups import Groups
 

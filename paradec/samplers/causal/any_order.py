@@ -6,7 +6,7 @@ the ranks below it, whichever positions they are. With fixed noise the tokens dr
 point, which Jacobi steps reach in a few calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629);
 with verification the drafts are the model's own (any-subset models: arXiv 2504.20456).
 
-Here is the state of such a request alone; the loop is `paradec.samplers.causal.chain`. It counts `committed` and the
+Here is the state of such a request alone; the loop is `paradec.samplers.causal.loop`. It counts `committed` and the
 window's slots by rank. Positions are positions: of the canvas, of draws and noise, of what is proposed and committed,
 of logprobs and traces; ends and streamers see the text from left to right. What is given has the lowest ranks. The
 model answers beyond the drafts, too: every step says something of all undecided positions, from which the next drafts
@@ -79,7 +79,7 @@ def start(
     lengths = np.array([len(row) for row in rows], np.int64)
     starts = np.array([row.index(mask) for row in rows], np.int64)
     shift, width = np.zeros((1, len(rows)), np.int64), int(lengths.max())
-    state = sampler._state(model, request, encoded, rows, shift, starts, lengths, width, kind=kind or OrderedState)
+    state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, kind=kind or OrderedState)
     undecided = [np.array(row) == mask for row in rows]
     state.order = np.tile(np.arange(width), (len(rows), 1))
     for row, places in enumerate(_orders(request.order, state.keys, undecided, model.first_place)):
@@ -95,7 +95,7 @@ def start(
     state.store = model.keep_decided(len(rows), width)
     filled = [_runs(np.flatnonzero(row)) for row in undecided]
     state.trace = trace_of(sampler, request, state.canvas, state.length, score="probability", filled=filled)
-    sampler._open(state, model)
+    sampler.open(state, model)
     return state
 
 

@@ -2,8 +2,8 @@
 
 The base of the methods that can take a drafter (`speculative.py`, `lantern.py`). Where drafts come from is a file each
 in `paradec.samplers.causal.drafts`. The model evaluates all drafts in one
-forward; a chain is verified by the loop of `chain.py` and the method's `accept`, a tree by its `node_rule` and the walk
-of `trees.py`.
+forward; a chain is verified as SJD's window and by the method's `accept`, a tree by its `node_rule` and the walk of
+`trees.py`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from paradec.core import rng
 from paradec.core.checks import check_model, shown
 from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
-from paradec.core.protocol import Commit, Proposal
-from paradec.request import Request
-from paradec.samplers.causal.base import check_causal, proposed, read_logits
-from paradec.samplers.causal.chain import ChainSampler
+from paradec.core.protocol import Proposal
+from paradec.models.images.grid import Grid
 from paradec.samplers.causal.drafts.block import DraftBlock, DraftWalk
 from paradec.samplers.causal.drafts.chain import DraftChain, DraftLayers
-from paradec.samplers.causal.drafts.source import DraftSource, NamedDrafter, drafting_of, drafts_left
+from paradec.samplers.causal.drafts.source import DraftSource, drafts_left
 from paradec.samplers.causal.drafts.stopping import Unconfident, cut
+from paradec.samplers.causal.drafts.text import NamedDrafter, PromptLookup, TokenRecycling
 from paradec.samplers.causal.drafts.trees import GrownTree, RecurrentChain, StaticTree
-from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.recycling import TokenRecycling
-from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting
-from paradec.samplers.causal.tree_query import tree_query
-from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.verification import DraftWindow, Verified
+from paradec.samplers.causal.loop import CausalSampler, check_causal
+from paradec.samplers.causal.sjd import verify
+from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting, make_proposal, read_logits
+from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, tree_query, walk
+from paradec.samplers.causal.verification import Verified
+from paradec.samplers.causal.window import read_window, real_nodes
 
 FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
 """How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""
@@ -44,7 +43,7 @@ PROBED = 256
 
 
 @dataclass(frozen=True)
-class DraftingSampler(ChainSampler):
+class DraftingSampler(CausalSampler):
     """Base of the methods whose drafts another model can make: a chain of `window - 1`, or a `tree`. A subclass says
     how the nodes of a tree are verified (`node_rule`); a chain is verified by `accept`.
 
@@ -57,8 +56,8 @@ class DraftingSampler(ChainSampler):
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
             of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
             `paradec.load_drafter`. `to_dict` names it only. For methods that say so (`window_drafters`) also one that
-            fills a window by itself: "prompt_lookup" or a `paradec.samplers.causal.lookup.PromptLookup`; or a
-            `paradec.samplers.causal.recycling.TokenRecycling`, which has a tree of its own.
+            fills a window by itself: "prompt_lookup" or a `paradec.samplers.causal.drafts.text.PromptLookup`; or a
+            `paradec.samplers.causal.drafts.text.TokenRecycling`, which has a tree of its own.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
             (`paradec.samplers.causal.trees.TREES`), or a `DynamicTree`; None is a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
@@ -151,34 +150,28 @@ class DraftingSampler(ChainSampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
-    @torch.no_grad()
-    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
-        """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: no drafter, one with another vocabulary, an EAGLE drafter of
-                another model, or a tree over a model without a store.
-        """
+    def check_request(self, model: Any, grid: Grid | None) -> None:
+        """As for all; ValueError without a drafter, for one with another vocabulary, an EAGLE drafter of another model,
+        or a tree over a model without a store."""
+        super().check_request(model, grid)
         if self.drafter is None and self.needs_drafter:
             raise ValueError(
                 f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
             )
-        if self._named and self.tree is not None:
-            self.check_model(model)
+        if self.drafter is None:
+            return
+        if self._named:
             self._check_tree(model)
-        elif self.drafter is not None and not self._named:
-            self.check_model(model)
-            own, small = model.facts, self.drafter.facts
-            if small.vocab_size != own.vocab_size:
-                raise ValueError(
-                    f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
-                    "a drafter must have the same"
-                )
-            _check_vocabulary(model, self.drafter)
-            self._bound(model)
-            self._check_tree(model, self.drafter)
-        return super().start(model, prompt, request, **arguments)
+            return
+        own, small = model.facts, self.drafter.facts
+        if small.vocab_size != own.vocab_size:
+            raise ValueError(
+                f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
+                "a drafter must have the same"
+            )
+        _check_vocabulary(model, self.drafter)
+        self._bound(model)
+        self._check_tree(model, self.drafter)
 
     def _check_tree(self, *models: Any) -> None:
         for each in models if self.tree is not None else ():
@@ -189,9 +182,9 @@ class DraftingSampler(ChainSampler):
         """The drafter, over this request's model where it reads that one's features."""
         return self.drafter.bound(model) if self._reads_features else self.drafter
 
-    def _width(self, new: int) -> int:
+    def num_slots(self, model: Any, new: int) -> int:
         if self.tree is None:
-            return super()._width(new) if self._own_slots is None else min(self._own_slots, new)
+            return super().num_slots(model, new) if self._own_slots is None else min(self._own_slots, new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
     def memory(self) -> dict[str, MemorySpec]:
@@ -205,20 +198,18 @@ class DraftingSampler(ChainSampler):
         more = self.drafter.memory() if isinstance(self.drafter, TokenRecycling) else {}
         return {name: specs[name] for name in ("drafts", "draft_distribution")} | more
 
-    def _layout(self, state: CausalState) -> TreeLayout:
+    def tree_layout(self, state: CausalState) -> TreeLayout:
         """Of the running rows' trees."""
         if isinstance(self.tree, DynamicTree):
             widest = min(self.tree.top_k, state.facts.vocab_size)
-            parents = drafting_of(state).parents
-            assert parents is not None
-            return TreeLayout(parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
+            return TreeLayout(state.drafting.parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
         return tree_of(self.tree).layout
 
     # ---- drafts ---------------------------------------------------------------------------------------------------
 
-    def _first_drafts(self, state: CausalState, model: Any) -> None:
+    def open(self, state: CausalState, model: Any) -> None:
         if self.drafter is None:
-            super()._first_drafts(state, model)
+            super().open(state, model)
             return
         if isinstance(self.drafter, PromptLookup):
             self._draft_next(state, state.rows, None)
@@ -226,7 +217,7 @@ class DraftingSampler(ChainSampler):
         limit = None if self._named else self.drafter.facts.max_length
         if limit is not None and limit < state.context.shape[1]:
             raise ValueError(f"drafter {self.drafter.facts.name} takes {limit} positions of {state.context.shape[1]}")
-        own = state.drafting = Drafting(self._bound(model), *np.zeros((3, state.batch), np.int64))
+        own = state.drafting = Drafting(self._bound(model), *np.zeros((2, state.batch), np.int64))
         if not self._named and self.drafter.supports_store:
             own.store = self.drafter.make_store(*state.context.shape)
         if self.tree is not None:
@@ -241,13 +232,13 @@ class DraftingSampler(ChainSampler):
         else:
             self._draft_next(state, state.rows, None)
 
-    def _draft(
-        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
-    ) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
         if self.drafter is None:
-            super()._draft(state, proposal, window, found, count)
-        else:
-            self._draft_next(state, proposal.rows, proposal.quantities.get("features"))
+            super().draft_window(state, proposal, found, count)
+            return
+        if "node_logits" in proposal.quantities:
+            self.drafter.observe(state, proposal)
+        self._draft_next(state, proposal.rows, proposal.quantities.get("features"))
 
     def _draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows. features: [branches * R, F, D], hidden states for a drafter that reads them: of the tokens
@@ -280,20 +271,20 @@ class DraftingSampler(ChainSampler):
 
     def query(self, state: CausalState) -> list[CausalQuery]:
         """The drafts, and before them the final tokens that the store does not hold."""
-        queries = super().query(state) if self.tree is None else [self._tree_query(state)]
+        if self.tree is None:
+            queries = super().query(state)
+        else:
+            rows, held = state.rows, state.num_stored()[state.rows]
+            begin = np.where(held > 0, held + state.shift[:, rows], 0)
+            wanted = np.arange(state.width) * state.drafted[rows].any()
+            layout, drafts = self.tree_layout(state), state.memory.read(rows)["drafts"]
+            queries = [tree_query(state, state.store, rows, layout, drafts, begin, int(wanted.max()), wanted)]
         if not self._reads_features:
             return queries
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
-    def _tree_query(self, state: CausalState) -> CausalQuery:
-        rows, held = state.rows, np.maximum(drafting_of(state).held, state.reused)[state.rows]
-        begin = np.where(held > 0, held + state.shift[:, rows], 0)
-        wanted = np.arange(state.width) * state.drafted[rows].any()
-        drafts = state.memory.read(rows)["drafts"]
-        return tree_query(state, state.store, rows, self._layout(state), drafts, begin, int(wanted.max()), wanted)
-
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """As `ChainSampler.propose`; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of its
+        """As for all; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of its
         nodes are. For drafters that read them, "features" [branches * R, F, D] are the hidden states of the tokens
         before those that become final, from the first that the drafter has not read."""
         if self._reads_features and any(query.hidden is None for query in queries):
@@ -306,7 +297,7 @@ class DraftingSampler(ChainSampler):
         return proposal
 
     def _propose_tree(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        tree, rows, logits = self._layout(state), state.rows, read_logits(state, outputs, queries)
+        tree, rows, logits = self.tree_layout(state), state.rows, read_logits(state, outputs, queries)
         device = logits.device
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
@@ -320,7 +311,7 @@ class DraftingSampler(ChainSampler):
             return state.distribution(*own).squeeze(1)
 
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
-        drafts = memory["drafts"].masked_fill(depths >= left, -1)
+        drafts = real_nodes(state, tree, memory["drafts"])
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
         q = memory["draft_distribution"].expand(len(rows), *logits.shape[1:])
@@ -328,17 +319,12 @@ class DraftingSampler(ChainSampler):
         node = found.nodes.clamp(min=0)
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
         if self._named:
-            quantities["node_logits"] = logits
-        if state.logprobs is not None:
-            reached, at = logits.take_along_dim(node.unsqueeze(-1), 1), places.gather(1, node)
-            p = state.distribution(reached, rows, at)
-            quantities["log_p"] = state.log_distribution(p, reached, rows, at)
-        if state.rollout is not None:
-            quantities["logits"] = guided.take_along_dim(node.unsqueeze(-1), 1)
+            quantities |= {"node_logits": logits, "nodes": drafts}
+        quantities |= state.recorded(None, logits, guided, rows, places.gather(1, node), node)
         if self._reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left
-        return proposed(state, queries, found.tokens, positions, found.scores, available, quantities)
+        return make_proposal(state, queries, found.tokens, positions, found.scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """[branches * R, F, D]: of a tree's call, the hidden states of the prompts of rows that begin, and those of the
@@ -352,34 +338,14 @@ class DraftingSampler(ChainSampler):
         begins = torch.as_tensor(np.tile(fresh, state.branches), device=hidden.device).unsqueeze(1)
         return hidden.take_along_dim(torch.where(begins, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
 
-    def _evaluated_nodes(self, state: CausalState) -> Tensor:
-        """[R, N] int64: the tokens of a step over a tree, the last final one and the drafts before the row's end."""
-        rows, device = state.rows, state.context.device
-        left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
-        tokens = state.memory.read(rows)["drafts"].masked_fill(self._layout(state).depths.to(device) >= left, -1)
-        at = torch.as_tensor(state.committed[rows] - 1, device=device)
-        tokens[:, 0] = state.canvas[torch.as_tensor(rows, device=device), at]
-        return tokens
-
-    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-        """As `ChainSampler.commit`."""
-        if self.tree is None:
-            return super().commit(state, proposal)
-        state.check_current(proposal)
-        rows, tokens = proposal.rows, proposal.values
-        evaluated = self._evaluated_nodes(state) if self._named else tokens
-        count, written = self._written(state, proposal, tokens, proposal.quantities["accepted"] + 1)
-        selected = torch.arange(tokens.shape[1], device=tokens.device) < count
-        self._write(state, proposal.positions, rows, torch.where(selected, tokens, -1))
-        drafting_of(state).held[rows] = state.committed[rows]
-        state.committed[rows] += written
-        said = self._note(state, proposal, tokens, selected)
-        self._advance(state, proposal)
-        if self._named:
-            self.drafter.observe(state, rows, evaluated, proposal.quantities["node_logits"])
-        self._draft_next(state, rows, proposal.quantities.get("features"))
-        state.rows = np.flatnonzero(state.committed < state.end)
-        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)
+    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+        """As for all; a tree is verified when the step is proposed."""
+        if self.tree is not None:
+            return Verified(proposal.values, proposal.quantities["accepted"])
+        if self.drafter is None:
+            return super().verify(state, proposal)
+        window, drafted = read_window(state, proposal)
+        return verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
 
 
 def _side_by_side(state: CausalState, queries: list[CausalQuery]) -> Tensor:

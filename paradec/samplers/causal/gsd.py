@@ -53,7 +53,7 @@ class GSD(SJD):
         group_half_width, p_threshold, d_threshold: define the group. With d_threshold None no embeddings are compared;
             those of ids from 10000 on never are (as in the public code).
         guess_distribution: "one_hot" gives a random guess q(G) = 1, from which most of the gain comes.
-        window, init, refresh: see `JacobiSampler` in `window.py`.
+        window, init, refresh: see `SJD`.
     """
 
     guess_distribution: str = "one_hot"

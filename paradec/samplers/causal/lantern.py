@@ -6,7 +6,6 @@ in a picture, so that the model's probability of a draft may count that of its n
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
 from paradec.samplers.causal.verification import DraftWindow, probability
-from paradec.samplers.causal.window import JacobiSampler
 
 
 def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
@@ -49,7 +48,7 @@ def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) ->
 
 
 @dataclass(frozen=True)
-class Lantern(DraftingSampler, JacobiSampler):
+class Lantern(DraftingSampler, SJD):
     """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of as many of the
     `k` codes nearest to x as stay within `delta` together. A rejected one is resampled from norm(max(0, p - q)).
 
@@ -70,7 +69,7 @@ class Lantern(DraftingSampler, JacobiSampler):
         tree: of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None is a chain of `window - 1`.
         guess_distribution: "one_hot" lets a random guess be accepted with m(x). Under the uniform distribution nearly
             every guess would be, since `delta` is far above one token's share.
-        window, init, refresh: see `JacobiSampler` in `window.py`. If a model drafts, `init`, `refresh` and
+        window, init, refresh: see `SJD`. If a model drafts, `init`, `refresh` and
             `guess_distribution` have no meaning, and must not be given.
     """
 
@@ -90,7 +89,7 @@ class Lantern(DraftingSampler, JacobiSampler):
         check_int("k", self.k, low=1)
         check_number("delta", self.delta, low=0, high=1)
         if self.drafter is not None:
-            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            defaults = self.settings()
             for name in ("init", "refresh", "guess_distribution"):
                 if getattr(self, name) != defaults[name]:
                     raise ValueError(
@@ -133,7 +132,7 @@ class LanternPlusPlus(Lantern):
         k: neighbours looked at.
         lam: the paper's lambda.
         delta: takes no part.
-        drafter, tree, guess_distribution: see `Lantern`. window, init, refresh: see `JacobiSampler` in `window.py`.
+        drafter, tree, guess_distribution: see `Lantern`. window, init, refresh: see `SJD`.
     """
 
     k: int = 10

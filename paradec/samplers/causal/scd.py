@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paradec.core.checks import check_choice
-from paradec.samplers.causal.siblings import SiblingChain
+from paradec.samplers.causal.siblings import Siblings
 from paradec.samplers.causal.sjd import SJD
-
-COUPLINGS = ("gumbel", "maximal")
 
 
 @dataclass(frozen=True)
-class SCD(SiblingChain, SJD):
+class SCD(SJD):
     """SJD with coupled drafts: "gumbel" keeps one noise vector per position, "maximal" keeps the draft of every slot
     with probability min(1, p / q) (`paradec.samplers.causal.verification.coupled`).
 
@@ -28,11 +25,13 @@ class SCD(SiblingChain, SJD):
     `paradec.samplers.causal.siblings`).
 
     Args:
-        refresh: the coupling. See `JacobiSampler` in `window.py` for the rest.
-        siblings, branching: see `paradec.samplers.causal.siblings.SiblingChain`.
+        refresh: the coupling. See `SJD` for the rest.
+        siblings, branching: see `paradec.samplers.causal.siblings.Siblings`.
     """
 
     refresh: str = "gumbel"
+    siblings: int = 1
+    branching: int = 1
 
     name = "scd"
     paper = "SCD / MC-SJD"
@@ -41,4 +40,8 @@ class SCD(SiblingChain, SJD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("refresh", self.refresh, COUPLINGS)
+        Siblings(self.siblings, self.branching, self.refresh)  # checks them
+
+    @property
+    def branches(self) -> Siblings | None:
+        return Siblings(self.siblings, self.branching, self.refresh) if self.siblings > 1 else None

@@ -10,7 +10,8 @@ made exact at every temperature; `paradec.samplers.masked.rules.s2d2` follows th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,20 +19,24 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_number
-from paradec.core.family_queries import CausalQuery
+from paradec.core.family_queries import CausalQuery, VisibleQuery
 from paradec.core.protocol import Proposal, Sampler
+from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
-from paradec.request import Request
-from paradec.samplers.causal.chain import ChainSampler
-from paradec.samplers.causal.drafts.own_block import OwnBlock, verifying
-from paradec.samplers.causal.state import CausalState, Drafting
-from paradec.samplers.causal.verification import DraftWindow, Verified, verify
+from paradec.kernels.token_stats import draw
+from paradec.samplers.causal.drafts.block import in_turn
+from paradec.samplers.causal.drafts.source import checked
+from paradec.samplers.causal.loop import CausalSampler
+from paradec.samplers.causal.sjd import verify
+from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Drafting, read_logits
+from paradec.samplers.causal.verification import ONE_HOT, DraftWindow, Verified, probability
+from paradec.samplers.causal.window import read_window
 
 RULES = ("ratio", "match")
 
 
 @dataclass(frozen=True)
-class SelfSpeculative(ChainSampler):
+class SelfSpeculative(CausalSampler):
     """The model drafts a block of masks, and verifies the drafts itself.
 
     Lossless at any temperature, top-k and top-p: the output has the distribution of the model's causal mode, of a
@@ -102,36 +107,30 @@ class SelfSpeculative(ChainSampler):
         if self.adapter and (own is None or own.adapter is None):
             raise ValueError(f"adapter=True: {facts.name} has no adapter for drafts")
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
-    @torch.no_grad()
-    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
-        """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
-
-        Raises:
-            TypeError, ValueError: a model that cannot do this, or a prompt with masks.
-        """
-        self.check_model(model)
+    def num_slots(self, model: Any, new: int) -> int:
         own = getattr(model, "own_drafts", None)
         block = model.facts.block_length if own is None else own.block_length
-        method = self if self.window is not None else replace(self, window=block)
-        state = super(SelfSpeculative, method).start(model, prompt, request, **arguments)
+        return min(self.window or block, new)
+
+    def open(self, state: CausalState, model: Any) -> None:
+        """Draft nothing: the first step evaluates the prompt, and makes one token.
+
+        Raises:
+            ValueError: a prompt with masks.
+        """
         mask = model.facts.mask_id
         if bool(((state.canvas == mask) & state.given).any()):
             raise ValueError(f"the prompt holds the mask id {mask}; sampler {self.name!r} goes on after prompts alone")
-        return state
-
-    def _first_drafts(self, state: CausalState, model: Any) -> None:
-        """None: the first step evaluates the prompt, and makes one token."""
-        state.drafting = Drafting(model, *np.zeros((3, state.batch), np.int64))
+        state.drafting = Drafting(model, *np.zeros((2, state.batch), np.int64))
         state.drafted[:] = 0
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """As `ChainSampler.query`; of block-causal models the tokens, and masks beside them."""
+        """As for all; of block-causal models the tokens, and masks beside them."""
         if state.facts.topology != "block_causal":
             return super().query(state)
-        return verifying(state, self._evaluated(state))
+        return verifying(state, state.num_evaluated())
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         notes, mask = super().observe(state, proposal), state.facts.mask_token_id
@@ -139,13 +138,165 @@ class SelfSpeculative(ChainSampler):
             notes.drafts = {draft for draft in notes.drafts if draft[2] != mask}
         return notes
 
-    def _verify(self, window: DraftWindow, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
-        return verify(window, drafted, chance, uniform, resample=self.rule == "ratio")
+    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+        window, drafted = read_window(state, proposal)
+        uniform = proposal.quantities["uniform"]
+        return verify(window, drafted, self.accept(window), uniform, resample=self.rule == "ratio")
 
-    def _draft(
-        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
-    ) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
         rows = proposal.rows[state.end[proposal.rows] - state.committed[proposal.rows] > 1]
         state.drafted[proposal.rows] = 0
         if len(rows) and state.width > 1:
             OwnBlock(self.threshold, self.adapter is not False).fill(state, rows, None)
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """A window of masks after the last final token that the model fills in one call over its own store, to which it
+    writes nothing. Each mask's logits are the distribution q of its token; given the text so far, the drafts are drawn
+    independently of each other.
+
+    Args:
+        threshold: None fills it in one call; else in each call the masks whose token has at least this probability,
+            and the surest. adapter: whether the model's adapter for drafts acts in these calls.
+    """
+
+    threshold: float | None
+    adapter: bool
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """See `DraftSource.fill`."""
+        masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
+        slot = torch.arange(state.width, device=masks.device).expand(len(rows), -1)
+        if self.threshold is None:
+            positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
+            if state.masks is None:
+                q = checked(state.drafting, rows, state.distribution(logits, rows, positions))
+                drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+            else:
+                drafts, q = in_turn(state, rows, positions, lambda at, before: logits[:, at])
+            state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
+        else:
+            drafts, slot = self._one_by_one(state, rows, masks), torch.full_like(slot, ONE_HOT)
+        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
+        state.memory.write("draft_source", rows, slot)
+        state.drafted[rows] = state.width - 1
+        if state.masks is not None:
+            state.masks.put_certain(state, rows)
+
+    def _one_by_one(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+        """Tokens [R, W - 1] in the place of masks, those that are surest first."""
+        assert self.threshold is not None
+        left, tokens = torch.ones_like(tokens, dtype=torch.bool), tokens.clone()
+        while len(going := np.flatnonzero(left.any(1).cpu().numpy())):
+            index = torch.as_tensor(going, device=tokens.device)
+            logits = self._logits(state, rows[going], tokens[index])
+            positions = state.positions(rows[going])[:, :-1]
+            q = checked(state.drafting, rows[going], state.distribution(logits, rows[going], positions))
+            found = draw(q, state.uniform(rows[going], positions, 1, DRAFT_STREAM).squeeze(-1))
+            sure = probability(logits.double().softmax(-1), found).masked_fill(~left[index], -1)
+            write = (sure >= self.threshold) | (sure == sure.amax(1, keepdim=True))
+            write &= left[index]
+            tokens[index] = torch.where(write, found, tokens[index])
+            left[index] &= ~write
+        return tokens
+
+    def _logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+        """Guided logits [R, W - 1, V] of the window, of which tokens [R, W - 1] are known so far."""
+        drafting = state.drafting
+        model: Any = drafting.model
+        query = _drafting(state, rows, tokens)
+        own = getattr(model, "own_drafts", None)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.adapter and own is not None and own.adapter is not None:
+                stack.enter_context(own.adapter.on(model.module))
+            logits = model(query, state.store)
+        drafting.nfe += Cost([query], state.batch).nfe
+        return read_logits(state, [logits], [query])
+
+
+def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
+    """The last final token and the window's tokens [R, W - 1], which see each other and all that is stored. The window
+    is evaluated whole, also where the row ends in it: what it is filled with does not hang on where a row ends, and all
+    drafts of before that were rejected, which the store still has, are hidden."""
+    device, every = state.context.device, state.every(rows)
+    last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
+    at, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
+    known = state.context[at, torch.as_tensor(last, device=device)].unsqueeze(1)
+    # where the model predicts shifted, the last final token's row is the first draft's
+    first = 0 if _shifted_blocks(state) else 1
+    wanted = torch.arange(first, first + state.width - 1, device=device).expand(len(every), -1)
+    return VisibleQuery(
+        rows=rows,
+        tokens=torch.cat((known, tokens.repeat(state.branches, 1)), 1),
+        positions=torch.as_tensor(position, device=device),
+        wanted=wanted,
+        store=StoreCall(at, None, every, int(last.max()), step=state.commits),
+        branches=state.branches,
+        forwarded=np.full(len(rows), state.width),
+        index=np.arange(len(rows)),
+        kind="window",
+    )
+
+
+def _shifted_blocks(state: CausalState) -> bool:
+    """Whether masks are predicted by the row before theirs: block-causal models that were made of causal ones."""
+    return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
+
+
+def verifying(state: CausalState, evaluated: np.ndarray) -> list[CausalQuery]:
+    """What a block-causal model verifies the running rows' windows by, as one with blocks of one: final tokens that are
+    not stored and drafts, causal and stored; and for each slot a mask, which sees the tokens before it and itself.
+    Where the model predicts shifted, the tokens answer for themselves.
+
+    Args:
+        evaluated: [R] int64: slots of each row's window.
+    """
+    fresh = state.row_step[state.rows] == 0  # prompts have a call of their own
+    return [
+        _verifying(state, chosen, evaluated[chosen])
+        for chosen in (np.flatnonzero(fresh), np.flatnonzero(~fresh))
+        if len(chosen)
+    ]
+
+
+def _verifying(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
+    rows, device = state.rows[index], state.context.device
+    every, shift, count = state.every(rows), state.shift[:, rows], np.tile(evaluated, state.branches)[:, None]
+    last = (state.committed[rows] - 1 + shift).reshape(-1, 1)
+    begin = np.where(state.row_step[rows] == 0, 0, state.committed[rows] - 1 + shift).reshape(-1, 1)
+    column = begin + np.arange(int((last + count - begin).max()))
+    masks = 0 if _shifted_blocks(state) else int(count.max())
+    slot = np.arange(masks)
+    position = np.concatenate((column, last + 1 + slot[None]), 1)
+    valid = np.concatenate((column < last + count, np.broadcast_to(slot < count, (len(every), masks))), 1)
+    of_masks = np.arange(position.shape[1]) >= column.shape[1]
+    sees = (position[:, :, None] - of_masks[:, None] >= position[:, None, :]) & ~of_masks
+    sees |= np.eye(len(of_masks), dtype=bool)
+    at = torch.as_tensor(every, device=device)
+    drafted = state.memory.read(rows)["drafts"].repeat(state.branches, 1)
+    ahead = torch.as_tensor(column - last - 1, device=device)
+    final = state.context[at.unsqueeze(1), torch.as_tensor(np.minimum(column, last), device=device)]
+    tokens = torch.where(ahead < 0, final, drafted.gather(1, ahead.clamp(0, drafted.shape[1] - 1)))
+    first = column.shape[1] if masks else last - begin
+    wanted = first + np.minimum(np.arange(state.width), count - 1)
+    return VisibleQuery(
+        rows=rows,
+        tokens=torch.cat((tokens, tokens.new_full((len(every), masks), state.facts.mask_id)), 1),
+        positions=torch.as_tensor(position, device=device),
+        wanted=torch.as_tensor(wanted, device=device),
+        valid=torch.as_tensor(valid, device=device),
+        visible=torch.as_tensor(sees, device=device),
+        store=StoreCall(
+            at,
+            torch.as_tensor(np.where(valid & ~of_masks, position, -1), device=device),
+            every,
+            int(begin.max()),
+            step=state.commits,
+        ),
+        branches=state.branches,
+        forwarded=-(-valid.sum(1).reshape(state.branches, -1).sum(0) // state.branches),
+        index=index,
+        kind="window" if begin.any() else "full",
+    )

@@ -28,17 +28,15 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_int
+from paradec.core.checks import check_choice, check_int
 from paradec.core.memory import MemorySpec
-from paradec.core.protocol import Proposal
-from paradec.samplers.causal.base import DRAFT_STREAM
-from paradec.samplers.causal.branches import BranchedChain, Path
-from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.state import DRAFT_STREAM, CausalState
 from paradec.samplers.causal.trees import MOST_NODES, RULES, Tree, TreeLayout, tree_of, walk
-from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, Verified, at_slots
-from paradec.samplers.causal.window import JacobiSampler
+from paradec.samplers.causal.verification import at_slots
+from paradec.samplers.causal.window import Path, check_branches, draw_fresh, draw_uniform, read_drafts
 from paradec.samplers.distributions import log_of
 
+COUPLINGS = ("gumbel", "maximal")
 RULE = RULES["without_replacement"]
 
 
@@ -68,21 +66,23 @@ def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
 
 
 @dataclass(frozen=True)
-class SiblingChain(BranchedChain, JacobiSampler):
-    """A window whose first slots have siblings.
+class Siblings:
+    """Siblings as branches beside a window (`paradec.samplers.causal.window.Branches`).
 
     Args:
         siblings: drafts of each of the first slots; 1 is the window alone, and so is temperature 0, where a
             distribution has one token.
         branching: slots that have siblings, as far as the window has so many drafts. siblings + siblings**2 + ... up to
             this power is at most 255, and so many nodes more than the window's drafts in these slots are evaluated.
+        refresh: the coupling, "gumbel" or "maximal".
     """
 
-    siblings: int = 1
-    branching: int = 1
+    siblings: int
+    branching: int
+    refresh: str
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_choice("refresh", self.refresh, COUPLINGS)
         check_int("siblings", self.siblings, low=1, high=MOST_NODES - 1)
         check_int("branching", self.branching, low=1, high=MOST_NODES - 1)
         if self.siblings > 1:
@@ -94,31 +94,32 @@ class SiblingChain(BranchedChain, JacobiSampler):
                 )
 
     def check_model(self, model: Any) -> None:
-        """As for all; ValueError for siblings on a model whose queries cannot hold branches."""
-        super().check_model(model)
-        if self.siblings > 1:
-            if getattr(model, "any_order", False):
-                raise ValueError(
-                    f"siblings={self.siblings} belong to a text's next positions; {model.facts.name} is a model of any "
-                    "order: leave it at 1"
-                )
-            self._check_branches("siblings", model)
+        """See `Branches.check_model`."""
+        if getattr(model, "any_order", False):
+            raise ValueError(
+                f"siblings={self.siblings} belong to a text's next positions; {model.facts.name} is a model of any "
+                "order: leave it at 1"
+            )
+        check_branches("siblings", self.siblings, model)
 
     def memory(self) -> dict[str, MemorySpec]:
-        own = {"siblings": MemorySpec((self.branching, self.siblings - 1), torch.int64, -1, reset="sequence")}
-        return super().memory() | (own if self.siblings > 1 else {})
+        """See `Branches.memory`."""
+        return {"siblings": MemorySpec((self.branching, self.siblings - 1), torch.int64, -1, reset="sequence")}
 
-    def _siblings_of(self, state: CausalState) -> SiblingTree | None:
+    def tree(self, state: CausalState) -> SiblingTree | None:
+        """The window's chain with siblings; None where there are none."""
         branching = min(self.branching, state.width - 1)
-        if self.siblings == 1 or branching < 1 or state.request.temperature == 0:
+        if branching < 1 or state.request.temperature == 0:
             return None
         return sibling_tree(state.width, self.siblings, branching)
 
-    def _tree(self, state: CausalState) -> TreeLayout | None:
-        return None if (tree := self._siblings_of(state)) is None else tree.layout
+    def layout(self, state: CausalState) -> TreeLayout | None:
+        """See `Branches.layout`."""
+        return None if (tree := self.tree(state)) is None else tree.layout
 
-    def _nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
-        memory, own = state.memory.read(state.rows), self._siblings_of(state)
+    def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
+        """See `Branches.nodes`."""
+        memory, own = state.memory.read(state.rows), self.tree(state)
         assert own is not None
         drafts, depth = memory["drafts"], own.first.depth
         every = torch.cat((drafts[:, :depth, None], memory["siblings"][:, :depth]), 2)
@@ -128,37 +129,36 @@ class SiblingChain(BranchedChain, JacobiSampler):
 
     # ---- verification ---------------------------------------------------------------------------------------------
 
-    def _path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+    def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """That of the accepted siblings, then of the first ones; from slot B on the chain."""
-        own = self._siblings_of(state)
+        own = self.tree(state)
         assert own is not None
-        own_positions = positions[:, : state.width]
-        uniform, guesses = self._uniform(state, own_positions)
-        verified = self._verified_path if self.refresh == "maximal" else self._drawn_path
-        path = verified(state, own, nodes, p, own_positions, uniform)
-        path.quantities["guesses"] = guesses
+        positions = positions[:, : state.width]
+        uniform, guesses = draw_uniform(state, positions, True)
+        find_path = self._verified_path if self.refresh == "maximal" else self._drawn_path
+        path = find_path(state, own, nodes, p, positions, uniform)
+        path.quantities |= guesses
         return path
 
     def _verified_path(
         self, state: CausalState, own: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
         rows, depth, place = state.rows, own.first.depth, own.place.to(p.device)
-        memory = state.memory.read(rows)
-        q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
+        window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
         at = torch.tensor(own.first.depths, device=p.device).clamp(max=depth - 1)
         # per slot: u of the first sibling, u of the others, and the number of the draw when none is accepted
         more = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
         numbers = torch.cat((uniform[:, : depth + 1, 1:2], more, uniform[:, : depth + 1, 2:]), 2)
-        found = walk(own.first, nodes[:, place], p[:, place], q.at(slot)[:, at], RULE, numbers, hits=False)
+        found = walk(own.first, nodes[:, place], p[:, place], window.at(slot)[:, at], RULE, numbers, hits=False)
         path, last = followed(own, found.nodes, found.accepted)
         taken = p.take_along_dim(path.unsqueeze(-1), 1)
-        fresh = self._fresh(state, taken, positions, uniform[..., 0])
+        fresh = draw_fresh(state, taken, positions, uniform[..., 0])
         column = torch.arange(state.width, device=p.device)
         stops = (column == found.accepted.unsqueeze(1)) & ~last.unsqueeze(1)
         done = column < found.accepted.unsqueeze(1)
         walked = torch.nn.functional.pad(found.tokens, (0, state.width - depth - 1))
-        drafts = torch.where(done, walked, memory["drafts"]).masked_fill(stops, -1)
+        drafts = torch.where(done, walked, window.tokens).masked_fill(stops, -1)
         fresh = torch.where(stops, walked, fresh)
         return Path(path, taken, fresh, drafts, uniform[..., 1:].masked_fill(done.unsqueeze(-1), 0))
 
@@ -172,7 +172,7 @@ class SiblingChain(BranchedChain, JacobiSampler):
         reached, hits = [node], []
         for depth in range(first.depth):
             here = p[row, place[node]].unsqueeze(1)
-            token = self._fresh(state, here, positions[:, depth : depth + 1], uniform[:, depth : depth + 1, 0])
+            token = draw_fresh(state, here, positions[:, depth : depth + 1], uniform[:, depth : depth + 1, 0])
             same = near.gather(1, children[node]) == token
             going = going & same.any(1)
             hits.append(going)
@@ -182,7 +182,7 @@ class SiblingChain(BranchedChain, JacobiSampler):
         accepted = torch.stack(hits, 1).sum(1)
         path, last = followed(own, torch.stack(reached, 1), accepted)
         taken = p.take_along_dim(path.unsqueeze(-1), 1)
-        fresh = self._fresh(state, taken, positions, uniform[..., 0])
+        fresh = draw_fresh(state, taken, positions, uniform[..., 0])
         # the chain goes on where its drafts are what is drawn
         right = state.memory.read(state.rows)["drafts"] == fresh
         right[:, : first.depth] = torch.stack(hits, 1)
@@ -192,27 +192,17 @@ class SiblingChain(BranchedChain, JacobiSampler):
 
     # ---- the next siblings ----------------------------------------------------------------------------------------
 
-    def _first_drafts(self, state: CausalState, model: Any) -> None:
-        super()._first_drafts(state, model)
-        self._put_siblings(state, state.rows)
-
-    def _draft(
-        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
-    ) -> None:
-        super()._draft(state, proposal, window, found, count)
-        self._put_siblings(state, proposal.rows)
-
-    def _put_siblings(self, state: CausalState, rows: np.ndarray) -> None:
-        """Siblings of the first drafts of rows."""
-        if (own := self._siblings_of(state)) is None or not len(rows):
+    def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
+        """See `Branches.draft`."""
+        if (own := self.tree(state)) is None or not len(rows):
             return
-        memory, depth = state.memory.read(rows), own.first.depth
+        window, depth = read_drafts(state, rows), own.first.depth
         positions = state.positions(rows)[:, :depth]
-        q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
         slot = torch.arange(depth, device=positions.device).expand(len(rows), -1)
-        rest = q.at(slot).scatter(-1, memory["drafts"][:, :depth, None], 0)
+        rest = window.at(slot).scatter(-1, window.tokens[:, :depth, None], 0)
         if self.refresh == "gumbel":
-            drawn = nearest(rest, at_slots(memory["noise"], positions % state.width), self.siblings - 1)
+            noise = at_slots(state.memory.read(rows)["noise"], positions % state.width)
+            drawn = nearest(rest, noise, self.siblings - 1)
         else:
             # number 0 is the guess's
             uniform = state.uniform(rows, positions, self.siblings, DRAFT_STREAM)[..., 1:]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.siblings import Siblings
+from paradec.samplers.causal.sjd import SJD
 
 
 @dataclass(frozen=True)
-class SJDPAC(SCD):
+class SJDPAC(SJD):
     """SCD with siblings in the first slots of each window.
 
     Lossless. The public code is not: docs/fidelity.md says in which four ways. Not the paper's numbers but a wide,
@@ -20,8 +21,9 @@ class SJDPAC(SCD):
     measurement). The paper's are siblings=4, branching=3, window=64.
 
     Args:
-        siblings, branching: see `paradec.samplers.causal.siblings.SiblingChain`.
-        window, init, refresh, guess_distribution: see `JacobiSampler` in `window.py`.
+        refresh: the coupling, as in `paradec.samplers.causal.scd.SCD`.
+        siblings, branching: see `paradec.samplers.causal.siblings.Siblings`.
+        window, init, guess_distribution: see `SJD`.
     """
 
     refresh: str = "maximal"
@@ -32,3 +34,11 @@ class SJDPAC(SCD):
     paper = "SJD-PAC"
     arxiv = "2603.18599"
     summary = "SCD whose next drafts have siblings, all verified in one forward; lossless"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Siblings(self.siblings, self.branching, self.refresh)  # checks them
+
+    @property
+    def branches(self) -> Siblings | None:
+        return Siblings(self.siblings, self.branching, self.refresh) if self.siblings > 1 else None

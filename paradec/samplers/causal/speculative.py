@@ -4,7 +4,7 @@ Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", a
 2302.01318. With trees of drafts: SpecInfer, arXiv 2305.09781, and the rules of `paradec.samplers.causal.trees`. With a
 drafter that goes on from the model's own hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858. With
 one that fills a block of masks: DFlash, arXiv 2602.06036. With the model's own heads: MTP, arXiv 2412.19437. Without a
-network: `paradec.samplers.causal.lookup`.
+network: `paradec.samplers.causal.drafts.text`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Speculative(DraftingSampler):
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
             of transformers as it is, or one of the same image family; or an EAGLE, DFlash, DSpark or MTP drafter of
             this very model, from `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what
-            followed the same tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
+            followed the same tokens earlier in the row; `paradec.samplers.causal.drafts.text.PromptLookup` has its
+            settings.
             Or "token_recycling" with rule="naive", the likeliest tokens after each token as the model last said them:
-            `paradec.samplers.causal.recycling.TokenRecycling`.
+            `paradec.samplers.causal.drafts.text.TokenRecycling`.
             Or "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
             window by themselves (prompt lookup, DFlash, DSpark, several MTP layers) set their number; leave `window`

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,18 +17,22 @@ from torch import Tensor
 from paradec.core import rng
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
-from paradec.core.protocol import State
-from paradec.core.query import StoreCall
+from paradec.core.protocol import Proposal, State
+from paradec.core.query import Cost, StoreCall
 from paradec.core.rows import ROWS, RowLayout, branch_rows, row_layout
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.distributions import log_of
+from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
 
 
+DRAFT_STREAM, NOISE_STREAM = 2, 3
+"""Draws that make drafts, and noise that belongs to a position; streams 0 and 1 are named in `paradec.core.rng`.
+Verification draws from TOKEN_STREAM."""
 ALL_SLOTS = np.iinfo(np.int64).max - 1
 """Instead of a number of drafts: as many as there are slots for."""
 
@@ -50,38 +54,16 @@ class Spans(NamedTuple):
     """[R] bool: rows whose prompts are evaluated, which over a store have a call of their own."""
 
 
-class DraftModel(Protocol):
-    """A model that drafts: `paradec.models.adapter.Model`, or a drafter that reads hidden states too
-    (`paradec.models.drafter`)."""
-
-    facts: ModelFacts
-
-    @property
-    def pads(self) -> bool:
-        """Whether its calls may hold rows of several lengths."""
-        ...
-
-    def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """A store of its own."""
-        ...
-
-    def __call__(self, query: CausalQuery, *inputs: Any) -> Any:
-        """Logits [R, W, V]; of an EAGLE drafter also what it made of the columns, [R, W, D]."""
-        ...
-
-
 @dataclass
 class Drafting:
     """What a request knows of the model that drafts for it. `B` rows."""
 
-    model: DraftModel
-    """Bound to this request's model."""
+    model: Any
+    """A model, or a drafter that reads hidden states too (`paradec.models.drafter`), bound to this request's model."""
     nfe: np.ndarray = field(metadata=ROWS)
     """[B] int64: its forwards."""
     fed: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens that it has read."""
-    held: np.ndarray = field(metadata=ROWS)
-    """[B] int64: final tokens that the store of the model that verifies holds, of trees (of chains `committed - 1`)."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     features: Tensor | None = field(default=None, metadata=ROWS)
     """[branches * B, F, D]: hidden states before the last tokens that it has read, for one that reads these again."""
@@ -130,8 +112,8 @@ class CausalState(State):
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     embeddings: Tensor | None = field(init=False, default=None)
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
-    drafting: Drafting | None = field(init=False, default=None, metadata=ROWS)
-    """Of a request whose drafts another model makes."""
+    drafting: Any = field(init=False, default=None, metadata=ROWS)
+    """Of a request whose drafts a model makes: `Drafting`."""
     texts: AnswerTexts | None = field(init=False, default=None, metadata=ROWS)
     """Of a request with stop strings."""
     masks: Any = field(init=False, default=None, metadata=ROWS)
@@ -236,6 +218,15 @@ class CausalState(State):
         """The positions of what comes at `ranks` (int64 of any shape, as `rows`) in the rows' orders, here the same."""
         return ranks
 
+    def num_evaluated(self) -> np.ndarray:
+        """[R] int64: slots of each running row's window that this step evaluates."""
+        return np.minimum(self.slots(self.rows), 1 + self.drafted[self.rows])
+
+    def num_stored(self) -> np.ndarray:
+        """[B] int64: final tokens that the store holds, where it takes in final tokens alone: what the last step made
+        final was evaluated as drafts."""
+        return np.where(self.row_step > 0, self.committed - self.last_accepted, self.reused)
+
     def answered(self, evaluated: np.ndarray) -> np.ndarray:
         """[R] int64: slots of the running rows' windows that a step says something of, which evaluates so many."""
         return evaluated
@@ -305,6 +296,42 @@ class CausalState(State):
             own.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
             p = own.distribution(logits, rows, positions)
         return log_of(p)
+
+    def recorded(
+        self,
+        p: Tensor | None,
+        logits: Tensor,
+        guided: Tensor,
+        rows: np.ndarray,
+        positions: Tensor,
+        node: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """What a proposal holds for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
+
+        Args:
+            p: [R, W, V]: the target distributions at `positions` [R, W]; None takes those of the logits.
+            logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: which of the N; None is all.
+        """
+        found = {}
+        if self.logprobs is not None:
+            reached = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
+            p = self.distribution(reached, rows, positions) if p is None else p
+            found["log_p"] = self.log_distribution(p, reached, rows, positions)
+        if self.rollout is not None:
+            found["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)
+        return found
+
+    def write(self, positions: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
+        """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. A row's positions are distinct,
+        those past its end last."""
+        # a tree can be deeper than the canvas is long: columns that come around again would undo what is written
+        columns = self.context.shape[1]
+        positions, tokens = positions[:, :columns], tokens[:, :columns]
+        begin = torch.as_tensor(self.every(rows).reshape(self.branches, -1, 1) * columns, device=tokens.device)
+        shift = torch.as_tensor(self.shift[:, rows, None], device=tokens.device)
+        # slots past the end wrap around, so that the positions of a row are distinct and can be written to
+        place, context = (positions + shift) % columns + begin, self.context.view(-1)
+        context[place] = torch.where(tokens >= 0, tokens, context.take(place))
 
     def calls(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
         """Evaluate spans of rows: one call, or one per length for models without padding.
@@ -420,6 +447,39 @@ class CausalState(State):
 
     def kept_prefix(self, model: Any) -> None:
         """Nothing is kept for the next request."""
+
+
+def read_logits(state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Tensor:
+    """Logits [R, W, V] of the running rows, guided, in the order of `state.rows`."""
+    if state.branches == 2:
+        outputs = [guided(logits, state.request.guidance_scale) for logits in outputs]
+    if len(outputs) == 1:
+        return outputs[0]
+    order = np.argsort(np.concatenate([query.index for query in queries]))
+    return torch.cat(outputs)[torch.as_tensor(order, device=outputs[0].device)]
+
+
+def make_proposal(
+    state: CausalState,
+    queries: list[CausalQuery],
+    tokens: Tensor,
+    positions: Tensor,
+    scores: Tensor,
+    available: Tensor,
+    quantities: dict[str, Tensor],
+) -> Proposal:
+    """What a step proposes for the running rows; see `Proposal`."""
+    return Proposal(
+        rows=state.rows,
+        values=tokens,
+        cost=Cost(queries, state.batch),
+        positions=positions,
+        scores=scores,
+        available=available,
+        quantities=quantities,
+        made_at=state.commits,
+        kind=queries[0].kind,
+    )
 
 
 @dataclass(init=False, eq=False)

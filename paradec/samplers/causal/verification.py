@@ -1,16 +1,10 @@
-"""Speculative verification over causal models: distributions, draws, and the verification of a window of drafts.
+"""Parts of speculative verification: target distributions, drafts with the distributions that they were drawn from, and
+the residual (`paradec.samplers.causal.sjd.verify` puts them together).
 
-With p the model's target distribution at a slot, given the drafts before it, q the distribution that its draft x was
-drawn from, and u uniform in (0, 1) (Leviathan et al., arXiv 2211.17192, algorithm 1; SJD, arXiv 2410.01699, section 3):
-
-    accept x     if  u < min(1, p(x) / q(x))
-    resample it  else, from the residual norm(max(0, p - q))
-
-Drafts are accepted up to the first rejection. The output has exactly the distribution of token-by-token decoding as
-long as q is what the draft was really drawn from, with a u of its own, and no filter touches the residual again.
-
-Pure functions of tensors, vectorised over rows and slots. Shapes: `R` rows, `W` window slots, `V` tokens of the
-vocabulary.
+The output has exactly the distribution of token-by-token decoding as long as q is what the draft was really drawn from,
+each draft has its own u, and no filter touches the residual again. Pure functions of tensors, vectorised over rows and
+slots.
+Shapes: `R` rows, `W` window slots, `V` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -86,7 +80,7 @@ class DraftWindow:
     fresh: Tensor
     """[R, W] int64: tokens drawn from p."""
     embeddings: Tensor | None = None
-    """[V, d]: of the model's tokens, for methods that compare them (`ChainSampler.compared_by`)."""
+    """[V, d]: of the model's tokens, for methods that compare them (`CausalSampler.compared_by`)."""
 
     def ratio(self) -> Tensor:
         """p(x) / q(x) of the drafts x, [R, W]."""
@@ -99,50 +93,9 @@ class Verified(NamedTuple):
     tokens: Tensor
     """[R, W] int64: the window after the step. Final up to and including slot `accepted`."""
     accepted: Tensor
-    """[R, 1] int64: drafts accepted, those before the first rejection."""
-    kept: Tensor | None
+    """[R, 1] int64: drafts accepted, those before the first rejection; one token more becomes final (-1: none does)."""
+    kept: Tensor | None = None
     """[R, W] bool: slots whose old draft waits on, unverified, with its old q; None when there are none."""
-
-
-def verify(
-    window: DraftWindow,
-    drafted: Tensor,
-    chance: Tensor,
-    uniform: Tensor,
-    refresh: str = "resample",
-    resample: bool = True,
-) -> Verified:
-    """Verify a window of drafts.
-
-    Drafts are accepted up to the first rejection. The rejected one is resampled from norm(max(0, p - q)); what becomes
-    of the slots after it is `refresh`. The slot after the last draft takes its fresh token.
-
-    Args:
-        window: p, the drafts with q, and fresh tokens from p.
-        drafted: [R, W] bool, False where a slot holds no draft (its last one never does).
-        chance: [R, W]: probability that a draft is accepted, given that those before it are: the method's `accept`.
-        uniform: [R, W, 2] in (0, 1): u, and the number that a rejected draft is resampled with.
-        refresh: of the slots after the first rejection: "resample" takes `fresh`, drawn from this step's p; "maximal"
-            is `coupled`; "keep" leaves draft and q alone. "gumbel" is "resample": `fresh` shares its noise with the
-            drafts.
-        resample: False takes the fresh token where a draft is rejected (methods that accept a draft only where it
-            equals it).
-    """
-    p, drafts, fresh = window.p, window.drafts, window.fresh
-    slot = torch.arange(p.shape[1], device=p.device)
-    accept = drafted & (uniform[..., 0] < chance)  # u < min(1, p(x) / q(x))
-    accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # those before the first rejection
-    rejected = drafted & (slot == accepted)
-    tokens = resampled = fresh
-    if refresh == "maximal":
-        tokens, resampled = coupled(window, drafted, uniform)
-    elif resample:
-        left = residual(at_slots(p, accepted), drafts.at(accepted))  # max(0, p - q) of that slot
-        resampled = draw(left, uniform[..., 1].gather(1, accepted))
-    tokens = torch.where(rejected, resampled if resample else fresh, tokens)
-    kept = drafted & (slot > accepted) if refresh == "keep" else None
-    held = slot < accepted if kept is None else (slot < accepted) | kept
-    return Verified(torch.where(held, drafts.tokens, tokens), accepted, kept)
 
 
 def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

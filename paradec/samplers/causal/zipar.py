@@ -16,14 +16,15 @@ from torch import Tensor
 from paradec.core import orders, rng
 from paradec.core.checks import check_int
 from paradec.core.family_queries import CausalQuery
-from paradec.core.protocol import Commit, Proposal
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Proposal, Sampler
 from paradec.core.query import StoreCall
+from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
-from paradec.request import Request
-from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
-from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import probability
+from paradec.samplers.causal.loop import CausalSampler
+from paradec.samplers.causal.state import CausalState, make_proposal, read_logits
+from paradec.samplers.causal.verification import Verified, probability
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ class ZipARState(CausalState):
     schedule: list[Step] = field(init=False, default_factory=list)
     """What each step evaluates."""
 
+    def close(self, rows: np.ndarray) -> None:
+        # all before the first token that some later step chooses is final
+        chosen = [offset for step in self.schedule[self.commits :] for offset in step.chosen]
+        self.committed = self.prompt_length + min(chosen, default=self.max_new_tokens)
+        self._find_rows()
+
 
 @dataclass(frozen=True)
 class ZipAR(CausalSampler):
@@ -102,31 +109,33 @@ class ZipAR(CausalSampler):
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
-    @torch.no_grad()
-    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
-        """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
-
-        Raises:
-            ValueError: no grid, or a model without a store.
-        """
-        self.check_model(model)
-        if arguments.get("grid") is None:
+    def check_request(self, model: Any, grid: Grid | None) -> None:
+        """Raise ValueError without a grid, or for a model without a store."""
+        if grid is None:
             raise ValueError(f"sampler {self.name!r} decodes the rows of an image: it needs a grid")
         if not model.supports_store:
             raise ValueError(
                 f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
             )
-        return super().start(model, prompt, request, **arguments)
 
-    def _open(self, state: CausalState, model: Any) -> None:
-        assert isinstance(state, ZipARState) and state.grid is not None and state.layout is not None  # see `start`
+    def num_slots(self, model: Any, new: int) -> int:
+        return 1
+
+    def memory(self) -> dict[str, MemorySpec]:
+        return {}
+
+    def open(self, state: CausalState, model: Any) -> None:
+        assert isinstance(state, ZipARState) and state.grid is not None and state.layout is not None  # checked
         state.schedule = schedule(state.grid, self.window)
         layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start
-        self._write(state, _columns(state, range(len(state.layout))), state.rows, layout)
+        state.write(_columns(state, range(len(state.layout))), state.rows, layout)
 
-    def query(self, state: ZipARState) -> list[CausalQuery]:
+    def observe(self, state: CausalState, proposal: Proposal) -> Notes:
+        return Sampler.observe(self, state, proposal)  # nothing is drafted
+
+    def query(self, state: CausalState) -> list[CausalQuery]:
         """The last token of every open row, at its place; at first the prompt."""
+        assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
         start = (state.prompt_length + state.shift).reshape(-1)[:, None]
         at, token_at = start + np.array(step.fed), start + np.array(step.token_of)
@@ -153,32 +162,25 @@ class ZipAR(CausalSampler):
             )
         ]
 
-    def propose(self, state: ZipARState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """A token for every open row. Quantities: "top_logit" [R, W]."""
+        assert isinstance(state, ZipARState)
         positions = _columns(state, state.schedule[state.commits].chosen)
         logits = read_logits(state, outputs, queries)
         p = state.distribution(logits, state.rows, positions)
         tokens = draw(p, state.uniform(state.rows, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
         available = torch.ones_like(tokens, dtype=torch.bool)
         quantities = {"top_logit": logits.amax(-1)}
-        if state.logprobs is not None:
-            quantities["log_p"] = state.log_distribution(p, logits, state.rows, positions)
-        return proposed(state, queries, tokens, positions, probability(p, tokens), available, quantities)
+        quantities |= state.recorded(p, logits, logits, state.rows, positions)
+        return make_proposal(state, queries, tokens, positions, probability(p, tokens), available, quantities)
 
-    def commit(self, state: ZipARState, proposal: Proposal) -> Commit:
-        """Write the tokens."""
-        state.check_current(proposal)
-        tokens, rows = proposal.values, proposal.rows
-        self._written(state, proposal, tokens, torch.full_like(tokens[:, :1], tokens.shape[1]))
-        self._write(state, proposal.positions, rows, tokens)
-        selected = torch.ones_like(tokens, dtype=torch.bool)
-        said = self._note(state, proposal, tokens, selected)
-        self._advance(state, proposal)
-        # all before the first token that some later step chooses is final
-        rest = [at for step in state.schedule[state.commits :] for at in step.chosen]
-        state.committed = state.prompt_length + min(rest, default=state.max_new_tokens)
-        state.rows = np.flatnonzero(state.committed < state.end)
-        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)
+    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+        """All tokens are final."""
+        tokens = proposal.values
+        return Verified(tokens, torch.full_like(tokens[:, :1], tokens.shape[1] - 1))
+
+    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+        """Nothing is drafted."""
 
 
 def _columns(state: CausalState, offsets: Iterable[int]) -> Tensor:

@@ -37,11 +37,11 @@ from paradec.models.images.grid import Grid
 from paradec.request import DEFAULTS, Request, request_for
 from paradec.samplers.causal import any_order
 from paradec.samplers.causal.any_order import OrderedState
+from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import Spans
 from paradec.samplers.causal.verification import probability
-from paradec.samplers.causal.window import Jacobi, JacobiSampler
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
 from paradec.samplers.starting import keys_of, padded, trace_of, unsupported_for_pictures
@@ -196,7 +196,7 @@ def _rows(name: str, given: Any) -> list[list[int]]:
     return rows
 
 
-METHODS: dict[str, type[JacobiSampler]] = {"jacobi": Jacobi, "sjd": SJD, "scd": SCD}
+METHODS: dict[str, type[SJD]] = {"jacobi": Jacobi, "sjd": SJD, "scd": SCD}
 """What verifies drafts: by fixed noise, with which tokens are those of one position a step, or by a quotient."""
 
 
@@ -288,7 +288,7 @@ class Groups(GroupWriter):
             raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without lossless=True: leave it out")
 
     @property
-    def exact(self) -> JacobiSampler:
+    def exact(self) -> SJD:
         """The method that verifies drafts."""
         return METHODS[self.verify](window=self.window)
 

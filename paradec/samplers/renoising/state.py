@@ -310,7 +310,7 @@ def annealed(left: Share, t_min: float, t_max: float) -> Share:
 
 FIRST_STREAM, NOISE_STREAM = 4, 5
 """Draws of the tokens that a canvas opens with, and of those that replace what a step does not keep.
-(`paradec.core.rng` and `paradec.samplers.causal.base` have the other streams.)"""
+(`paradec.core.rng` and `paradec.samplers.causal.state` have the other streams.)"""
 
 
 def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:

@@ -20,7 +20,7 @@ from paradec.core.rows import replace_rows
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.rules import DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
-from paradec.samplers.causal.base import NOISE_STREAM
+from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.causal.verification import token_distribution
 
 BOUND = GOLDEN / "ligands"

@@ -26,7 +26,7 @@ from paradec.models.adapter import Opaque
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 from paradec.request import Request
-from paradec.samplers.causal.base import NOISE_STREAM
+from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.causal.verification import token_distribution
 
 UBIQUITIN = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")

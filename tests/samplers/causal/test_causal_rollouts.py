@@ -21,7 +21,7 @@ from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
 from paradec.samplers import create
-from paradec.samplers.causal.recycling import TokenRecycling
+from paradec.samplers.causal.drafts.text import TokenRecycling
 from paradec.samplers.causal.trees import DynamicTree
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]

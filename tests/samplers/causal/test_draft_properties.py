@@ -12,13 +12,12 @@ import torch
 from eagle_drafters import answers, tiny_base
 
 import paradec
-from paradec.samplers.causal.base import CausalSampler
 from paradec.samplers.causal.drafts.stopping import Unsure
-from paradec.samplers.causal.lookup import PromptLookup
-from paradec.samplers.causal.recycling import TokenRecycling
+from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling
+from paradec.samplers.causal.jacobi import Jacobi
+from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.speculative import Speculative
-from paradec.samplers.causal.window import Jacobi
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
 """Unequal, and some repeat themselves, so that there is something to look up."""

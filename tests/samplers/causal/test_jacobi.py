@@ -19,15 +19,15 @@ import paradec
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
-from paradec.samplers.causal import chain
+from paradec.samplers.causal import loop
 from paradec.samplers.causal.gsd import GSD
 from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
 from paradec.samplers.causal.scd import SCD
-from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
-from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, DraftWindow, verify
-from paradec.samplers.causal.window import INITS, REFRESHES, JacobiSampler
+from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, DraftWindow
+from paradec.samplers.causal.window import INITS, REFRESHES, read_drafts
 
 
 def cases(*families: str) -> list[Any]:
@@ -43,7 +43,7 @@ def cases(*families: str) -> list[Any]:
 # ---- the public codes' cases ----------------------------------------------------------------------------------------
 
 
-def sampler_of(case: dict[str, Any]) -> JacobiSampler:
+def sampler_of(case: dict[str, Any]) -> SJD:
     if case["method"] == "gsd":
         settings = case["settings"]
         return GSD(
@@ -226,7 +226,7 @@ class OldDistribution(SCD):
     refresh: str = "maximal"
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-        drafts = self._window(state, proposal).drafts
+        drafts = read_drafts(state, proposal.rows)
         commit = super().commit(state, proposal)
         count = commit.selected.sum(1, keepdim=True)
         slot = torch.arange(state.width)
@@ -247,8 +247,8 @@ class OldDistribution(SCD):
 class WrongGuessDistribution(SJD):
     """Draws its guesses otherwise than it says."""
 
-    def _guess(self, *given: Any) -> tuple[Tensor, Tensor]:
-        guess, source = super()._guess(*given)
+    def guess(self, *given: Any) -> tuple[Tensor, Tensor]:
+        guess, source = super().guess(*given)
         return guess.minimum(guess.roll(1, 1)), source
 
 
@@ -258,8 +258,8 @@ class FilteredResidual(SJD):
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
-            own = sys.modules["paradec.samplers.causal.verification"].residual
-            patch.setattr("paradec.samplers.causal.verification.residual", lambda p, q: own(p, q) ** 2)
+            own = sys.modules["paradec.samplers.causal.sjd"].residual
+            patch.setattr("paradec.samplers.causal.sjd.residual", lambda p, q: own(p, q) ** 2)
             return super().commit(state, proposal)
 
 
@@ -271,7 +271,7 @@ class NewDistribution(SJD):
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paradec.samplers.causal.window.verify", lambda *a: verify(*a)._replace(kept=None))
+            patch.setattr("paradec.samplers.causal.sjd.verify", lambda *a: verify(*a)._replace(kept=None))
             return super().commit(state, proposal)
 
 
@@ -291,7 +291,7 @@ class AllOfQ(WithoutReplacement):
         FilteredResidual(window=4, guess_distribution="one_hot"),
     ],
 )
-def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
+def test_the_chi_square_test_has_power(sampler: SJD) -> None:
     found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
     assert min(found["p_values"]) < 1e-5
 
@@ -514,4 +514,4 @@ def test_presets_have_the_published_settings() -> None:
     assert (Lantern().k, Lantern().delta) == (1000, 0.1)
     assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
     assert Lantern().guess_distribution == LanternPlusPlus().guess_distribution == "one_hot"
-    assert chain.WINDOW == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"
+    assert loop.WINDOW == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"

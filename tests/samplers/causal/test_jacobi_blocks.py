@@ -21,8 +21,8 @@ import paradec
 from paradec.core.protocol import decode
 from paradec.models.adapter import Model
 from paradec.models.cache_argument import cache_keyword
+from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.window import Jacobi
 
 CASES = [(name, next_image.case("ceed", name)[0]) for name in next_image.cases("ceed", "blocks")]
 KEEPING = {name for name, case in CASES if plain(case)["settings"]["mode"].startswith("published")}

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import paradec
+from paradec.samplers.causal.drafts.text import PromptLookup, look_up
 from paradec.samplers.causal.lantern import Lantern
-from paradec.samplers.causal.lookup import PromptLookup, look_up
 from paradec.samplers.causal.speculative import Speculative
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]

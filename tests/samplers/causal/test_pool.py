@@ -11,8 +11,7 @@ from eagle_drafters import NEGATIVE, PROMPTS, answers, exactness, tiny_base
 from image_models import tiny_llamagen
 
 import paradec
-from paradec.samplers.causal.pool import beginning_with, layout, longest, remembered, said
-from paradec.samplers.causal.window import Jacobi
+from paradec.samplers.causal.jacobi import Jacobi, beginning_with, longest_path, pool_layout, pool_with, step_ngrams
 
 
 def test_the_newest_n_grams_that_begin_with_a_token() -> None:
@@ -24,24 +23,24 @@ def test_the_newest_n_grams_that_begin_with_a_token() -> None:
 
 def test_a_draft_and_what_is_said_after_it() -> None:
     drafts, tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
-    found = said(drafts, tokens, torch.tensor([[4], [3]]), 3)
+    found = step_ngrams(drafts, tokens, torch.tensor([[4], [3]]), 3)
     assert found.tolist() == [[[1, 6, 7], [2, 7, 8]], [[1, 6, 7], [-1, -1, -1]]]
-    assert said(drafts, tokens, torch.tensor([[4], [3]]), 5).shape == (2, 0, 5)
+    assert step_ngrams(drafts, tokens, torch.tensor([[4], [3]]), 5).shape == (2, 0, 5)
 
 
 def test_the_pool_is_bounded_and_holds_each_n_gram_once() -> None:
     pool = torch.full((1, 3, 2), -1)
     for new in ([[1, 2], [3, 4]], [[1, 2], [-1, -1]], [[5, 6], [7, 8]]):
-        pool = remembered(pool, torch.tensor([new]))
+        pool = pool_with(pool, torch.tensor([new]))
     assert pool.tolist() == [[[5, 6], [7, 8], [1, 2]]]
 
 
 def test_the_longest_branch_by_a_walk() -> None:
     """Random drafts and draws of three tokens, against following the draws from the root."""
-    generator, tree, width = torch.Generator().manual_seed(0), layout(5, 3, 2), 5
+    generator, tree, width = torch.Generator().manual_seed(0), pool_layout(5, 3, 2), 5
     drafts = torch.randint(-1, 3, (300, 11), generator=generator)
     tokens = torch.randint(0, 3, (300, 11), generator=generator)
-    depth, node = longest(tree, drafts, tokens)
+    depth, node = longest_path(tree, drafts, tokens)
     paths = [[0, *range(1, width)], *([0, at, at + 1] for at in (5, 7, 9))]
     deep = set()
     for row in range(300):

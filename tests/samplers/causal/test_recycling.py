@@ -12,8 +12,8 @@ from jacobi_runs import TableModel, exactness
 
 import paradec
 from paradec.cli.work import load_draft_model
+from paradec.samplers.causal.drafts.text import TokenRecycling
 from paradec.samplers.causal.lantern import Lantern
-from paradec.samplers.causal.recycling import TokenRecycling
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.trees import DynamicTree, tree_of

@@ -105,16 +105,16 @@ def test_recorded_rounds(path: Path) -> None:
                         fed.drafted = int(state.drafted[0])
                     proposal = sampler.step(model, state)
                     if fed is not None:  # before the next drafts draw theirs
-                        draft = sampler._draft
+                        draft = sampler.draft_window
 
                         def noted(state: Any, *args: Any, draft: Any = draft, fed: Fed = fed) -> None:
                             fed.committed(int(state.accepted[-1][0]))
                             draft(state, *args)
 
-                        object.__setattr__(sampler, "_draft", noted)
+                        object.__setattr__(sampler, "draft_window", noted)
                     sampler.commit(state, proposal)
                     if fed is not None:
-                        object.__delattr__(sampler, "_draft")
+                        object.__delattr__(sampler, "draft_window")
                     calls += 1
                 answer = state.canvas[0, begin : int(state.end[0])].tolist()
                 # windows that reach beyond the end use other numbers

@@ -16,11 +16,11 @@ from jacobi_runs import TableModel, exactness
 from recorded import golden, read_json, replays
 
 from paradec.core import rng
-from paradec.samplers.causal.base import DRAFT_STREAM
+from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.siblings import RULE, sibling_tree
 from paradec.samplers.causal.sjd_pac import SJDPAC
-from paradec.samplers.causal.window import Jacobi
+from paradec.samplers.causal.state import DRAFT_STREAM
 
 Weights = list[float]
 Draw = Callable[[Weights, float], int]

@@ -15,7 +15,7 @@ import paradec
 from paradec.core.protocol import decode
 from paradec.core.query import Query, StoreCall
 from paradec.models.images.grid import Grid
-from paradec.samplers.causal.base import CausalSampler, CausalState
+from paradec.samplers.causal.loop import CausalSampler, CausalState
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "sjd": {"window": 5},
@@ -150,7 +150,7 @@ def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> Non
         while len(state.rows) == len(PROMPTS):
             sampler.commit(state, sampler.step(model, state))
             # a tree's accepted drafts are written by the next step
-            held = state.drafting.held if sampler.name == "speculative" and sampler.tree else state.committed - 1
+            held = state.num_stored() if sampler.name == "speculative" and sampler.tree else state.committed - 1
             length = (held + state.shift).reshape(-1)
             assert torch.equal(state.store.valid.sum(1), torch.as_tensor(length))
             fresh = model.make_store(len(length), state.context.shape[1])

@@ -19,9 +19,8 @@ from torch import Tensor
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
-from paradec.samplers.causal.drafts.source import checked, drafting_of, right_aligned, that_fit
-from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.drafts.source import checked, right_aligned, that_fit
+from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, read_logits
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class DraftBlock:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        own = drafting_of(state)
+        own = state.drafting
         drafter: Any = own.model
         assert features is not None  # such drafters read them
         query, fresh = block_query(state, own.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
@@ -54,7 +53,7 @@ class DraftBlock:
         logits = read_logits(state, [found], [query])
         if state.masks is not None:
             return in_turn(state, rows, positions, lambda slot, before: logits[:, slot])
-        q = checked(drafting_of(state), rows, state.distribution(logits, rows, positions))
+        q = checked(state.drafting, rows, state.distribution(logits, rows, positions))
         return draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)), q
 
 
@@ -71,7 +70,7 @@ def in_turn(
         logits: called with a slot and the tokens before it [R]: its logits [R, V]. candidates: called with a slot: the
             ids outside of which these are -inf [R, K]; None for the vocabulary.
     """
-    own, device = drafting_of(state), positions.device
+    own, device = state.drafting, positions.device
     last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
     token = state.context[torch.as_tensor(rows, device=device), last]
     uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
@@ -145,7 +144,7 @@ class DraftWalk(DraftBlock):
     def _drawn(
         self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
     ) -> tuple[Tensor, Tensor]:
-        drafter: Any = drafting_of(state).model
+        drafter: Any = state.drafting.model
         sure: list[Tensor] = []
         with torch.no_grad():
             walk = drafter.walk(found, lambda parts: read_logits(state, [parts], [query]), state.allowed)

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from paradec.core.query import Cost
 from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
-from paradec.samplers.causal.drafts.source import checked, drafting_of, read, softened, that_fit, unread
+from paradec.samplers.causal.drafts.source import checked, read, softened, that_fit, unread
 from paradec.samplers.causal.drafts.stopping import StopRule, ends
-from paradec.samplers.causal.state import CausalState, Spans
-from paradec.samplers.causal.tree_query import tree_query
-from paradec.samplers.causal.trees import tree_of
+from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Spans, read_logits
+from paradec.samplers.causal.trees import tree_of, tree_query
 
 ROOT = tree_of((1,)).layout
 
@@ -29,7 +27,7 @@ class DraftChain:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        own = drafting_of(state)
+        own = state.drafting
         # what the store holds beyond the final tokens before the last belongs to rejected drafts
         fed = own.fed[rows] = np.minimum(own.fed[rows], state.committed[rows] - 1)
         if own.store is not None:
@@ -73,7 +71,7 @@ class DraftLayers:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        own, device = drafting_of(state), state.context.device
+        own, device = state.drafting, state.context.device
         drafter: Any = own.model
         assert features is not None  # such drafters read them
         again = drafter.reads_again
@@ -107,8 +105,8 @@ class DraftLayers:
             goes_on: [branches * R, 1]: the position of the first token that was never read; `features` begin left of
                 it.
         """
-        own, at = drafting_of(state), query.store.rows
-        assert own.features is not None  # `DraftingSampler._first_drafts` has made them
+        own, at = state.drafting, query.store.rows
+        assert own.features is not None  # `DraftingSampler.open` has made them
         again = own.features.shape[1]
         known = torch.cat((own.features[at], features), 1)
         place = (query.positions - goes_on + again).clamp(0, known.shape[1] - 1)

@@ -1,27 +1,22 @@
 """Where the drafts of the next windows come from: the interface, and how a model that drafts is read.
 
-Each source is a file of this folder; prompt lookup, which runs no model, is `paradec.samplers.causal.lookup`. A source
-writes drafts [R, W] or [R, N], and the distributions q that they were drawn from, into the state's memory. Nothing is
-verified here.
+Each source writes drafts [R, W] or [R, N], and the distributions q that they were drawn from, into the state's memory.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import shown
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost
-from paradec.samplers.causal.base import read_logits
-from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.state import CausalState, Drafting, read_logits
 
 
 class DraftSource(Protocol):
@@ -35,12 +30,6 @@ class DraftSource(Protocol):
                 the first that the drafter has not read; None for drafters that read none.
         """
         ...
-
-
-def drafting_of(state: CausalState) -> Drafting:
-    """What the request knows of the model that drafts for it."""
-    assert state.drafting is not None  # a request of a sampler with a drafter has one
-    return state.drafting
 
 
 def checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
@@ -66,7 +55,7 @@ def that_fit(
     `TokenMasks.of_nodes`). Where a drafter, which may have a vocabulary or candidates of its own, has none of the
     others, these are alike likely."""
     masks, allowed = state.masks, state.allowed
-    if masks is None and (allowed is None or getattr(drafting_of(state).model, "tokens", None) is None):
+    if masks is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
 
     def fitting(found: Tensor) -> Tensor:
@@ -105,7 +94,7 @@ def right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
 
 def read(state: CausalState, calls: list[CausalQuery]) -> Tensor:
     """The drafter's guided logits for the calls."""
-    own = drafting_of(state)
+    own = state.drafting
     with torch.no_grad():
         outputs = [own.model(call) if own.store is None else own.model(call, own.store) for call in calls]
     own.nfe += Cost(calls, state.batch).nfe
@@ -115,7 +104,7 @@ def read(state: CausalState, calls: list[CausalQuery]) -> Tensor:
 def unread(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
     """[branches, R] int64: the first final token that the drafter has not read, and the one after the last. One that
     reads `features` never reads the first token: no hidden state lies before it."""
-    fed, shift = drafting_of(state).fed[rows], state.shift[:, rows]
+    fed, shift = state.drafting.fed[rows], state.shift[:, rows]
     return np.where(fed > 0, fed + shift, int(features)), state.committed[rows] + shift
 
 
@@ -135,50 +124,8 @@ def read_tree(
     """
     if features is None or made is None:
         return read(state, [query]), None
-    own = drafting_of(state)
+    own = state.drafting
     beside = right_aligned(features, fresh.reshape(-1), query.tokens.shape[1] - known)
     logits, out = own.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), own.store)
     own.nfe += Cost([query], state.batch).nfe
     return read_logits(state, [logits], [query]), out
-
-
-class NamedDrafter:
-    """Base of drafters without a model: settings that have a name, and draft from the row's own text. They are frozen
-    dataclasses and `DraftSource`s."""
-
-    name: ClassVar[str]
-    kinds: ClassVar[dict[str, Any]] = {}
-    """All of them by name."""
-
-    def __init_subclass__(cls) -> None:
-        NamedDrafter.kinds[cls.name] = cls
-
-    def to_dict(self) -> dict[str, Any]:
-        """The drafter as plain data; `of` is the inverse."""
-        return {"drafter": self.name} | asdict(self)  # type: ignore[call-overload]
-
-    @classmethod
-    def of(cls, given: Any) -> Any:
-        """What a sampler's setting `drafter` means: a name or a drafter's data make one, anything else is given back.
-
-        Raises:
-            ValueError: another name, or a setting that it does not have.
-        """
-        if isinstance(given, str):
-            given = {"drafter": given}
-        if not isinstance(given, Mapping):
-            return given
-        if (name := given.get("drafter")) not in cls.kinds:
-            names = " or ".join(map(repr, sorted(cls.kinds)))
-            raise ValueError(f"drafter={shown(name)} is no drafter's name; give a model, or {names}")
-        try:
-            return cls.kinds[name](**{key: value for key, value in given.items() if key != "drafter"})
-        except TypeError as error:
-            raise ValueError(f"drafter={shown(dict(given))}: {error}") from None
-
-    def observe(self, state: CausalState, rows: np.ndarray, tokens: Tensor, logits: Tensor) -> None:
-        """Called when a step over a tree has been committed.
-
-        Args:
-            tokens: [R, N] int64: what the step has evaluated of rows, -1 where nothing. logits: [R, N, V] after each.
-        """

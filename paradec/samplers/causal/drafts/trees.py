@@ -8,19 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.samplers.causal.base import DRAFT_STREAM
 from paradec.samplers.causal.drafts.source import (
     checked,
-    drafting_of,
     drafts_left,
     read_tree,
     softened,
     that_fit,
     unread,
 )
-from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.tree_query import tree_query
-from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of
+from paradec.samplers.causal.state import DRAFT_STREAM, CausalState
+from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, tree_query
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class StaticTree:
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
         tree, rule = self.tree, self.rule
-        own, device = drafting_of(state), state.context.device
+        own, device = state.drafting, state.context.device
         index = torch.as_tensor(rows, device=device)
         depths, children = np.array(tree.depths), tree.children
         drawn_from = softened(state) if isinstance(rule, Naive) else state
@@ -85,7 +82,7 @@ class GrownTree:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        tree, own, device = self.tree, drafting_of(state), state.context.device
+        tree, own, device = self.tree, state.drafting, state.context.device
         top = min(tree.top_k, state.facts.vocab_size)
         soft = softened(state)
         committed = torch.as_tensor(state.committed[rows, None], device=device)
@@ -128,6 +125,6 @@ class GrownTree:
         every[:, 1:count] = drafts
         state.memory.write("drafts", rows, every)
         index = torch.as_tensor(rows, device=device)
-        assert own.parents is not None  # `DraftingSampler._first_drafts` has made them
+        assert own.parents is not None  # `DraftingSampler.open` has made them
         own.parents = own.parents.clone()
         own.parents[index, 1:count] = above

@@ -1,0 +1,212 @@
+"""Drafters without a network, which draft from the row's own text: prompt lookup and Token Recycling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, shown
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Proposal
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.trees import tree_of
+from paradec.samplers.causal.verification import ONE_HOT
+
+
+class NamedDrafter:
+    """Base of drafters without a model: settings that have a name, and draft from the row's own text. They are frozen
+    dataclasses and `DraftSource`s."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[dict[str, Any]] = {}
+    """All of them by name."""
+
+    def __init_subclass__(cls) -> None:
+        NamedDrafter.kinds[cls.name] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """The drafter as plain data; `of` is the inverse."""
+        return {"drafter": self.name} | asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def of(cls, given: Any) -> Any:
+        """What a sampler's setting `drafter` means: a name or a drafter's data make one, anything else is given back.
+
+        Raises:
+            ValueError: another name, or a setting that it does not have.
+        """
+        if isinstance(given, str):
+            given = {"drafter": given}
+        if not isinstance(given, Mapping):
+            return given
+        if (name := given.get("drafter")) not in cls.kinds:
+            names = " or ".join(map(repr, sorted(cls.kinds)))
+            raise ValueError(f"drafter={shown(name)} is no drafter's name; give a model, or {names}")
+        try:
+            return cls.kinds[name](**{key: value for key, value in given.items() if key != "drafter"})
+        except TypeError as error:
+            raise ValueError(f"drafter={shown(dict(given))}: {error}") from None
+
+    def observe(self, state: CausalState, proposal: Proposal) -> None:
+        """Called when a step over a tree has been committed: of its quantities, "nodes" [R, N] are the drafts that were
+        evaluated, -1 where there are none, and "node_logits" [R, N, V] the logits after each."""
+
+
+@dataclass(frozen=True)
+class PromptLookup(NamedDrafter):
+    """What followed the same tokens earlier in the row's own text: `create("speculative", drafter="prompt_lookup")`, or
+    `drafter=PromptLookup(...)`.
+
+    Saxena, "Prompt Lookup Decoding" (2023); transformers has it as `prompt_lookup_num_tokens`. It pays where answers
+    repeat their prompts: summaries, edits, code, questions about a document. The last n tokens of the text so far are
+    looked for in it, from `max_matching_ngram_size` down to 1 of them. The first place from the left that something
+    follows is taken, and so are the tokens after it as drafts. A draft x was not drawn, so its q is one-hot: it is
+    accepted with probability p(x), and a rejected one is resampled from p without it, which keeps the model's
+    distribution.
+
+    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row by itself: drafts stop before
+    an end token and before one that may not be drawn, and a place with such a token first is passed over where it may
+    not be drawn.
+
+    Args:
+        prompt_lookup_num_tokens: drafts at most.
+        max_matching_ngram_size: tokens that must agree at most; shorter matches are tried after longer ones.
+    """
+
+    prompt_lookup_num_tokens: int = 10
+    max_matching_ngram_size: int = 2
+
+    name: ClassVar[str] = "prompt_lookup"
+
+    def __post_init__(self) -> None:
+        check_int("prompt_lookup_num_tokens", self.prompt_lookup_num_tokens, low=1)
+        check_int("max_matching_ngram_size", self.max_matching_ngram_size, low=1)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a window: the next token and all drafts."""
+        return self.prompt_lookup_num_tokens + 1
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
+        """Draft for rows [R]: see `paradec.samplers.causal.drafts.source.DraftSource`."""
+        index = torch.as_tensor(rows, device=state.canvas.device)
+        tokens = state.canvas[index]
+        length = torch.as_tensor(state.committed[rows, None], device=tokens.device)
+        # prompts may hold ids that have no logit
+        usable = state.guess[tokens.clamp(max=len(state.guess) - 1)] > 0
+        usable &= tokens < len(state.guess)
+        size, most = self.max_matching_ngram_size, state.width - 1
+        drafts, count = look_up(tokens, length, usable, state.ends, size, min(most, self.prompt_lookup_num_tokens))
+        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, state.width - drafts.shape[1])))
+        state.memory.write("draft_source", rows, torch.full((len(rows), state.width), ONE_HOT, device=tokens.device))
+        state.drafted[rows] = count.cpu().numpy()
+        if state.masks is not None:
+            state.masks.put_certain(state, rows)
+
+
+def look_up(
+    tokens: Tensor, length: Tensor, usable: Tensor, ends: Tensor, size: int, most: int
+) -> tuple[Tensor, Tensor]:
+    """What followed the last tokens of rows where they occurred before.
+
+    Args:
+        tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
+        usable: [R, L] bool: which tokens may be drafted. ends: [E] int64: ids that no draft goes beyond.
+        size: the longest match, at least 1. most: drafts at most.
+
+    Returns:
+        [R, most] int64 drafts, 0 where there are none, and how many each row has, [R] int64.
+    """
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    # [R, L] bool: whether the n tokens left of a column are the row's last n; the column must hold a token
+    same = (column < length).expand_as(tokens)
+    start = torch.full_like(length, -1)
+    for n in range(1, size + 1):
+        before, last = tokens.roll(n, 1), tokens.gather(1, (length - n).clamp(min=0))
+        same = same & (before == last) & (column >= n)
+        places = same & usable
+        start = torch.where(places.any(1, keepdim=True), places.int().argmax(1, keepdim=True), start)
+    at = start + torch.arange(most, device=tokens.device)
+    inside = (start >= 0) & (at < length)
+    at = at.clamp(0, tokens.shape[1] - 1)
+    found = tokens.gather(1, at)
+    good = inside & usable.gather(1, at) & ~torch.isin(found, ends)
+    good = good.long().cumprod(1)
+    return found * good, good.sum(1)
+
+
+@dataclass(frozen=True)
+class TokenRecycling(NamedDrafter):
+    """The tokens that the model thought likely after a token, where that token comes again: `create("speculative",
+    drafter="token_recycling", rule="naive")`, or with settings `drafter=TokenRecycling(...)`.
+
+    Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
+    arXiv 2408.08696. A matrix holds, for each token of the vocabulary, the `k` likeliest next ones when the model
+    evaluated it last, whether it became final or was rejected. A static tree of drafts is read from it: child j of a
+    node is entry j of its token's row. The drafts are taken, not drawn, so the exact rule for them is "naive".
+
+    Differs from the public code (greedy, one row, one matrix for all requests, which begins with zeros): every
+    temperature is exact; each row has a matrix of its own, so that neighbours and earlier requests change nothing; what
+    the matrix does not know is not drafted. As there, the prompt is not read, and of tokens that a step evaluates
+    several times the last one, in the tree's order, is remembered.
+
+    Args:
+        k: tokens remembered of each token of the vocabulary: 4 * k bytes of memory a token and row.
+        tree: of drafts, with at most k children a node: "2.2.2", the paper's of 80 drafts, or as `Speculative` takes
+            them.
+
+    Raises:
+        ValueError: a setting out of its range, or a node of more children than `k`.
+    """
+
+    k: int = 8
+    tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...] = "2.2.2"
+
+    name: ClassVar[str] = "token_recycling"
+
+    def __post_init__(self) -> None:
+        check_int("k", self.k, low=1)
+        if not isinstance(self.tree, str):  # as lists, from JSON
+            entries = tuple(entry if isinstance(entry, int) else tuple(entry) for entry in self.tree)
+            object.__setattr__(self, "tree", entries)
+        if (widest := tree_of(self.tree).children.shape[1]) > self.k:
+            raise ValueError(f"k={self.k} is less than the {widest} children of a node of tree={self.tree!r}")
+
+    def memory(self) -> dict[str, MemorySpec]:
+        """The matrix [V, k] of each row."""
+        return {"recycled": MemorySpec(("vocab", self.k), torch.int32, -1, reset="sequence")}
+
+    def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
+        """Draft for rows [R]: see `paradec.samplers.causal.drafts.source.DraftSource`."""
+        matrix, tree = state.memory["recycled"], tree_of(self.tree)
+        index = torch.as_tensor(rows, device=matrix.device)
+        last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=matrix.device)]
+        parents, depths = tree.layout.parents[0], np.array(tree.depths)
+        tokens = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=matrix.device)
+        tokens[:, 0] = last.masked_fill(last >= matrix.shape[1], -1)  # prompts may hold ids that have no logit
+        child = torch.tensor([0, *(path[-1] for path in tree.paths)], device=matrix.device)
+        for depth in range(1, tree.depth + 1):
+            nodes = torch.as_tensor(np.flatnonzero(depths == depth), device=matrix.device)
+            above = tokens[:, parents.to(matrix.device)[nodes]]
+            found = matrix[index.unsqueeze(1), above.clamp(min=0), child[nodes]].long()
+            tokens[:, nodes] = torch.where(above >= 0, found, -1)
+        tokens[:, 0] = -1
+        state.memory.write("drafts", rows, tokens)
+
+    def observe(self, state: CausalState, proposal: Proposal) -> None:
+        """See `NamedDrafter.observe`."""
+        matrix, logits, rows = state.memory["recycled"], proposal.quantities["node_logits"], proposal.rows
+        index = torch.as_tensor(rows, device=matrix.device)
+        tokens, root = proposal.quantities["nodes"].clone(), state.committed[rows] - state.last_accepted[rows] - 1
+        tokens[:, 0] = state.canvas[index, torch.as_tensor(root, device=matrix.device)]
+        best = logits.topk(min(self.k, logits.shape[-1]), -1)
+        likeliest = best.indices.masked_fill(best.values == -torch.inf, -1).to(matrix.dtype)
+        # a token's last place alone is written: several writes to one place have no order
+        again = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1).any(2)
+        row, node = (~again & (tokens >= 0) & (tokens < matrix.shape[1])).nonzero(as_tuple=True)
+        matrix[index[row], tokens[row, node], : likeliest.shape[-1]] = likeliest[row, node]

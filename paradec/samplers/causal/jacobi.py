@@ -1,0 +1,315 @@
+"""Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
+
+Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding", arXiv 2305.10427.
+
+`R` rows, `W` slots, `n` the n-grams' length, `N` nodes: the root, the chain of `W - 1` drafts, then the branches one
+after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_choice, check_int
+from paradec.core.memory import MemorySpec
+from paradec.core.protocol import Proposal
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.state import ALL_SLOTS, CausalState
+from paradec.samplers.causal.trees import TreeLayout
+from paradec.samplers.causal.verification import DraftWindow, Verified
+from paradec.samplers.causal.window import Path, check_branches, draw_fresh, guess_drafts
+
+EARLY_EXITS = ("prefix", "published")
+
+
+@dataclass(frozen=True)
+class Jacobi(SJD):
+    """Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
+
+    Lossless at every temperature: what is committed is always this step's own draw from p. With fresh draws at every
+    iteration (`refresh="resample"`) it saves next to nothing at a temperature above 0; the noise of a position is
+    therefore kept (`refresh="gumbel"`), so that the iteration has a fixed point.
+
+    By default the window slides: every step commits the tokens that are known to be right. With `group` whole blocks
+    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code). The prompt is evaluated
+    by itself and gives a block's first token. Then iterations evaluate the block and replace each token by the one that
+    the token before it predicts, until an iteration changes nothing; that takes at most `group` iterations. The last
+    one also gives the next block's first token. After i iterations the first i + 1 tokens are those of token-by-token
+    decoding. A block's keys and values leave the store after every iteration except its last. In the public code the
+    line that does so is commented out, so that its fixed point differs. A row ends its block as soon as an end token is
+    among the tokens that are known to be right.
+
+    With `pool`, that many n-grams of earlier steps are further drafts beside the sliding window (`NGramPool`): the same
+    tokens in fewer forwards, each with `pool * (ngram - 1)` more slots.
+
+    Args:
+        group: tokens of a block; None slides a window over the answer. At temperatures above 0 a fixed point needs
+            fixed noise at the positions: `refresh` must be "gumbel".
+        max_iterations: the most iterations of a block, with `group`; None is as many as the block has tokens, after
+            which it does not change any more.
+        early_exit: what happens to a block that still changes in its last iteration. "prefix" commits the tokens that
+            are known to be right, and the others begin the next block: lossless. "published" commits the whole block as
+            this iteration leaves it, with the keys and values of the tokens that it evaluated, which are different
+            tokens: lossless only if `max_iterations` is `group` or more. Needs a key/value store.
+        window, guess_distribution: see `SJD`.
+        init: see `SJD`; with `group`, "random" draws from the row's own text so far (prompt and answer) if that has
+            tokens that may be drawn.
+        pool, ngram, pool_size: see `NGramPool`; needs `refresh` "gumbel", whose draws all branches share.
+    """
+
+    refresh: str = "gumbel"
+    pool: int = 0
+    ngram: int = 4
+    pool_size: int = 64
+    group: int | None = None
+    max_iterations: int | None = None
+    early_exit: str = "prefix"
+
+    name = "jacobi"
+    paper = "Jacobi decoding"
+    arxiv = "2305.10427"
+    summary = "a draft is accepted when it equals the token that this step draws at its slot; lossless"
+    presets = {"ceed": {"group": 36, "max_iterations": 22, "early_exit": "published"}}
+    resamples = False
+    lossless = property(  # type: ignore[assignment]
+        lambda self: self.early_exit == "prefix" or self.iteration_limit >= (self.group or 0)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        NGramPool(self.pool, self.ngram, self.pool_size)  # checks them
+        check_int("group", self.group, low=1, none=True)
+        check_int("max_iterations", self.max_iterations, low=1, none=True)
+        check_choice("early_exit", self.early_exit, EARLY_EXITS)
+        defaults = self.settings()
+        if self.pool and self.group is not None:
+            raise ValueError(f"pool={self.pool} has no meaning with group={self.group}: leave it out")
+        if self.pool and self.refresh != "gumbel":
+            raise ValueError(f"refresh={self.refresh!r}: pool={self.pool} needs 'gumbel', whose draws branches share")
+        if self.group is None:
+            for name in ("max_iterations", "early_exit"):
+                if getattr(self, name) != defaults[name]:
+                    raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without group: leave it out")
+            return
+        if self.window != defaults["window"]:
+            raise ValueError(f"window={self.window} has no meaning with group={self.group}: leave it out")
+        if self.refresh != "gumbel":
+            raise ValueError(f"refresh={self.refresh!r}: group={self.group} needs 'gumbel', which has a fixed point")
+
+    @property
+    def iteration_limit(self) -> int:
+        """Iterations of a block at most; 0 where there are no blocks."""
+        return (self.group if self.max_iterations is None else self.max_iterations) or 0
+
+    @property
+    def branches(self) -> NGramPool | None:
+        return NGramPool(self.pool, self.ngram, self.pool_size) if self.pool else None
+
+    def accept(self, window: DraftWindow) -> Tensor:
+        """1 where the draft equals the token that this step draws, else 0."""
+        return (window.drafts.tokens == window.fresh).to(window.p.dtype)
+
+    # ---- blocks ---------------------------------------------------------------------------------------------------
+
+    def check_model(self, model: Any) -> None:
+        """As for all; ValueError for the published early exit without a key/value store."""
+        super().check_model(model)
+        if self.early_exit == "published" and not model.supports_store:
+            raise ValueError(
+                f"early_exit='published' keeps keys and values of other tokens than it commits: {model.facts.name} has "
+                "no key/value store; use 'prefix'"
+            )
+
+    def num_slots(self, model: Any, new: int) -> int:
+        return super().num_slots(model, new) if self.group is None else min(self.group, new)
+
+    def memory(self) -> dict[str, MemorySpec]:
+        iteration = {} if self.group is None else {"iteration": MemorySpec((), torch.int64, reset="sequence")}
+        return super().memory() | iteration
+
+    def open(self, state: CausalState, model: Any) -> None:
+        super().open(state, model)
+        if self.group is not None:  # a block begins with a known token, and the first one with the prompt's prediction
+            state.drafted[:] = 0
+
+    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+        """As for all; of a block nothing becomes final before it closes."""
+        found = super().verify(state, proposal)
+        if self.group is None:
+            return found
+        right, size = found.accepted + 1, proposal.available.sum(1, keepdim=True)
+        closes = right == size
+        if len(state.ends):
+            slot = torch.arange(state.width, device=right.device)
+            closes |= (torch.isin(found.tokens, state.ends) & (slot < right)).any(1, keepdim=True)
+        last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self.iteration_limit
+        exits = right if self.early_exit == "prefix" else size
+        return found._replace(accepted=torch.where(closes, right, torch.where(last, exits, 0)) - 1)
+
+    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+        if self.group is not None:
+            rows, iteration = proposal.rows, state.memory.read(proposal.rows)["iteration"]
+            state.memory.write("iteration", rows, torch.where(count.squeeze(1) > 0, 0, iteration + 1))
+            state.drafted[rows] = ALL_SLOTS
+        super().draft_window(state, proposal, found, count)
+
+    def guess(
+        self, state: CausalState, rows: np.ndarray, known: Tensor, tokens: Tensor, numbers: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        settings, from_text = (self.init, self.guess_distribution), self.group is not None
+        return guess_drafts(state, rows, known, tokens, numbers, *settings, from_text=from_text)
+
+
+@dataclass(frozen=True)
+class NGramPool:
+    """N-grams of earlier steps as branches beside a window (`paradec.samplers.causal.window.Branches`): what the model
+    has drawn after rejected tokens is tried elsewhere.
+
+    The idea is Jacobi Forcing's rejection recycling (hao-ai-lab, 2026), and Lookahead decoding's before it (Fu et al.,
+    arXiv 2402.02057). A draft x at a slot, and what the model draws after it, are an n-gram even where x is rejected,
+    or waits. When the last final token is x, the n-grams of the pool that begin with it are further drafts for the next
+    positions, verified in the same forward. All branches share the draws of their positions: at each position the token
+    is a function of the text before it. So a step commits a prefix of one and the same text, whichever branch holds it,
+    and the longest is taken: the result is that of the window alone.
+
+    Args:
+        pool: n-grams verified beside the window, at most; 0 to 256, where 0 is none (Jacobi Forcing's public setting is
+            4). Needs a model with a key/value store whose queries may say which columns see which.
+        ngram: tokens of an n-gram, 2 to 64: the last final one, and `ngram - 1` drafts.
+        pool_size: n-grams that a row keeps, 1 to 4096; the oldest go.
+    """
+
+    pool: int = 0
+    ngram: int = 4
+    pool_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_int("pool", self.pool, low=0, high=256)
+        check_int("ngram", self.ngram, low=2, high=64)
+        check_int("pool_size", self.pool_size, low=1, high=4096)
+
+    def check_model(self, model: Any) -> None:
+        """See `Branches.check_model`."""
+        check_branches("pool", self.pool, model)
+
+    def memory(self) -> dict[str, MemorySpec]:
+        """See `Branches.memory`."""
+        return {"pool": MemorySpec((self.pool_size, self.ngram), torch.int64, -1, reset="sequence")}
+
+    def layout(self, state: CausalState) -> TreeLayout | None:
+        """See `Branches.layout`."""
+        length = min(self.ngram, state.width) - 1
+        return pool_layout(state.width, self.pool, length) if length else None
+
+    def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
+        """See `Branches.nodes`."""
+        rows, memory = state.rows, state.memory.read(state.rows)
+        index = torch.as_tensor(rows, device=state.context.device)
+        last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
+        branches = beginning_with(memory["pool"], last, self.pool, min(self.ngram, state.width) - 1)
+        root = torch.full_like(last, -1).unsqueeze(1)
+        return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
+
+    def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+        """That of the branch that the model's draws follow longest. Quantities besides: "ngrams" [R, G, n], the
+        step's."""
+        rows, width, device = state.rows, state.width, p.device
+        tokens = draw_fresh(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
+        depth, node = longest_path(tree, nodes, tokens)
+        drawn = tokens.gather(1, node)
+        slots = torch.as_tensor(state.num_evaluated()[:, None], device=device)
+        return Path(
+            node,
+            p.take_along_dim(node.unsqueeze(-1), 1),
+            drawn,
+            # each draft of the branch is what was drawn before it; after its end nothing is verified
+            torch.where(torch.arange(width, device=device) < depth, drawn, -1),
+            torch.zeros((*drawn.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
+            {"ngrams": step_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
+        )
+
+    def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
+        """See `Branches.draft`."""
+        if "ngrams" in quantities:
+            pool = state.memory.read(rows)["pool"]
+            state.memory.write("pool", rows, pool_with(pool, quantities["ngrams"]))
+
+
+@lru_cache(maxsize=64)
+def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
+    """A chain of `width - 1` nodes below the root, and `branches` of `length` nodes."""
+    parents = list(range(-1, width - 1))
+    for branch in range(branches):
+        first = width + branch * length
+        parents += [0, *range(first, first + length - 1)]
+    return TreeLayout(torch.tensor([parents]), width - 1, branches + 1)
+
+
+def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
+    """The newest n-grams that begin with a token.
+
+    Args:
+        pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R].
+
+    Returns:
+        [R, count, length] int64: the tokens after it, -1 where there are fewer.
+    """
+    size = pool.shape[1]
+    held = pool[:, :, 0] == token.unsqueeze(1)
+    age = torch.arange(size, device=pool.device)
+    best = torch.where(held, age, size).topk(min(count, size), dim=1, largest=False, sorted=True)
+    found = pool[:, :, 1 : length + 1].take_along_dim(best.indices.unsqueeze(-1), 1)
+    found = found.masked_fill((best.values == size).unsqueeze(-1), -1)
+    return torch.nn.functional.pad(found, (0, 0, 0, count - found.shape[1]), value=-1)
+
+
+def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
+    """N-grams of a step: each draft, and the tokens that the model drew for the slots after it.
+
+    Args:
+        drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something.
+
+    Returns:
+        [R, W - n + 1, n] int64, -1 where a slot was not evaluated.
+    """
+    count = max(drafts.shape[1] - length + 1, 0)
+    columns = [drafts[:, :count]] + [tokens[:, k : k + count] for k in range(1, length)]
+    inside = torch.arange(count, device=drafts.device) + length <= evaluated
+    return torch.stack(columns, -1).masked_fill(~inside.unsqueeze(-1), -1)
+
+
+def pool_with(pool: Tensor, new: Tensor) -> Tensor:
+    """The pool [R, S, n] with new n-grams [R, G, n] in front; each once, and the oldest go."""
+    every = torch.cat((new, pool), 1)
+    # those of the pool are distinct already
+    again = (every.unsqueeze(2) == new.unsqueeze(1)).all(-1).tril(-1).any(-1)
+    gone = again | (every < 0).any(-1)
+    order = gone.long().sort(dim=1, stable=True).indices
+    return every.masked_fill(gone.unsqueeze(-1), -1).take_along_dim(order.unsqueeze(-1), 1)[:, : pool.shape[1]]
+
+
+def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The deepest node all of whose path the model has drawn.
+
+    Args:
+        drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn after each node.
+
+    Returns:
+        How deep it is, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path to it,
+        and from there on the chain's own.
+    """
+    ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
+    drawn = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
+    drawn[:, 0] = True
+    right = ~(~drawn.unsqueeze(1) & ancestors).any(-1)
+    depth, node = torch.where(right, depths, -1).max(1, keepdim=True)
+    slot = torch.arange(tree.depth + 1, device=drafts.device)
+    path = ancestors[0][node.squeeze(1)].unsqueeze(1) & (depths.unsqueeze(1) == slot.unsqueeze(-1))
+    return depth, torch.where(slot <= depth, path.int().argmax(-1), slot)

@@ -1,0 +1,444 @@
+"""The loop of the methods for causal models: start a request, ask the model, propose tokens, commit them.
+
+A step evaluates the last final token and a window of drafts after it over the key/value store (`query`), and reads the
+target distribution of every slot (`propose`). The drafts are verified up to the first rejection, what is accepted and
+one token more become final, the store's slots after these are given back, and the next window is drafted (`commit`). A
+method says how drafts are verified (`verify`) and where the next ones come from (`draft_window`); read `sjd.py` first.
+Rows are independent: each commits its own number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.family_queries import CausalQuery
+from paradec.core.logprobs import LogProbs, StepLogProbs
+from paradec.core.memory import Memory, MemorySpec
+from paradec.core.prompts import Prompts, encode
+from paradec.core.protocol import Commit, NotFinite, Proposal, Sampler
+from paradec.core.trace import Notes
+from paradec.models.images.grid import Grid
+from paradec.request import Request, request_for
+from paradec.samplers.causal.state import AnswerTexts, CausalState, Spans, read_logits
+from paradec.samplers.causal.verification import UNIFORM, DraftWindow, Verified, probability
+from paradec.samplers.causal.window import Branches, branched_query, propose_path, propose_window
+from paradec.samplers.starting import keys_of, padded, stop_strings_of, suppressed_ids, trace_of
+
+WINDOW = 16
+"""Slots of SJD's scripts."""
+
+
+@dataclass(frozen=True)
+class CausalSampler(Sampler):
+    """Base of the methods for causal models. A subclass implements `verify`, mostly by `accept`, and `draft_window`.
+
+    Every draft carries the distribution q that it was really drawn from. So the output has the distribution of
+    token-by-token decoding whenever `accept` is min(1, p / q), at any temperature, top-k, top-p, guidance and
+    structure, which make p and are never applied again.
+
+    Args:
+        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
+            16, on models of any order all.
+    """
+
+    window: int | None = None
+
+    family: ClassVar[str] = "draft_verify"
+    models: ClassVar[tuple[str, ...]] = ("text", "image")
+    unsupported: ClassVar[tuple[str, ...]] = (
+        *("cache", "prefix", "keep_prefix", "share_prefix", "attention", "suffix", "blocks", "block_length", "steps"),
+        *("rng", "confidence_eos_eot_inf", "stop"),
+    )
+    request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
+    uses_steps: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+    """Whether the output has the distribution of token-by-token decoding."""
+    orders: ClassVar[bool] = False
+    """Whether the method decodes models of any order too (`paradec.samplers.causal.any_order`)."""
+    guesses: ClassVar[bool] = False
+    """Whether slots that are new to the window hold guesses."""
+    state_type: ClassVar[type[CausalState]] = CausalState
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, low=1, none=True)
+
+    # ---- the method -----------------------------------------------------------------------------------------------
+
+    def accept(self, window: DraftWindow) -> Tensor:
+        """The method's decision: the probability [R, W] that each draft is accepted, given that those before it are."""
+        raise NotImplementedError
+
+    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+        """The tokens of the window, and how many drafts before them are accepted."""
+        raise NotImplementedError
+
+    def open(self, state: CausalState, model: Any) -> None:
+        """Fill the first window."""
+        raise NotImplementedError
+
+    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+        """Fill the next window of the proposal's rows, after `count` [R, 1] tokens of this one became final."""
+        raise NotImplementedError
+
+    @property
+    def branches(self) -> Branches | None:
+        """Further drafts beside the window."""
+        return None
+
+    @property
+    def compared_by(self) -> str:
+        """What `accept` compares the model's tokens by: "token_embeddings", "codebook" or nothing."""
+        return ""
+
+    def num_slots(self, model: Any, new: int) -> int:
+        """Slots of a row's window, for an answer of `new` tokens."""
+        return min(self.window or WINDOW, new)
+
+    def memory(self) -> dict[str, MemorySpec]:
+        return {
+            "drafts": MemorySpec(("slot",), torch.int64, reset="sequence"),
+            "draft_source": MemorySpec(("slot",), torch.int64, UNIFORM, reset="sequence"),
+            "draft_distribution": MemorySpec(("slot", "vocab"), None, reset="sequence"),
+        }
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError for a model of another kind, ValueError unless it is causal and predicts the next token."""
+        super().check_model(model)
+        if getattr(model, "any_order", False):
+            from paradec.samplers.causal import any_order
+
+            any_order.check(self, model)
+        else:
+            check_causal(self.name, model)
+
+    def check_request(self, model: Any, grid: Grid | None) -> None:
+        """Raise ValueError where the settings do not fit the model or its grid."""
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self,
+        model: Any,
+        prompt: Any,
+        request: Request | None = None,
+        *,
+        attention_mask: Any = None,
+        grid: Grid | None = None,
+        negative_prompt: Any = None,
+        **arguments: Any,
+    ) -> CausalState:
+        """Make the state of one request.
+
+        Args:
+            model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, an image model, or one of any
+                order, whose prompts hold masks.
+            prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
+            request: a `paradec.Request`; or its fields by name instead, where `temperature` is 1 by default. At
+                temperature 0 the result is that of greedy decoding.
+            grid: what follows the prompt, for image models.
+            negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by
+                default the last id of the prompt.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: one that is not causal, or an argument out of its range; the
+                message names it.
+        """
+        self.check_model(model)
+        self.check_request(model, grid)
+        request = request_for(self, request, arguments)
+        facts = model.facts
+        encoded = encode(model, prompt, attention_mask, request.chat)
+        if getattr(model, "any_order", False):
+            from paradec.samplers.causal import any_order
+
+            return any_order.start(self, model, encoded, request, grid, negative_prompt)
+        if request.order is not None:
+            raise ValueError(f"order={shown(request.order)} has no meaning for {facts.name}: its order is the text's")
+        prompts = encoded.rows
+        lengths = np.array([len(row) for row in prompts], np.int64)
+        new = num_new_tokens(model, grid, request.max_new_tokens)
+        contexts, shift = prompts, np.zeros((1, len(prompts)), np.int64)
+        if request.guidance_scale != 1:
+            negative = negative_rows(model, prompts, negative_prompt)
+            shift = np.stack((shift[0], np.array([len(row) for row in negative]) - lengths))
+            contexts = [*prompts, *negative]
+            if not model.pads and shift.any():
+                raise ValueError(f"{facts.name} takes no padding: negative_prompt must be as long as the prompt")
+        elif negative_prompt is not None:
+            raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
+        longest = int((lengths + shift).max()) + new
+        facts.check_length(longest, new)
+        width = self.num_slots(model, new)
+        state = self.make_state(model, request, encoded, contexts, shift, lengths, lengths + new, width, grid)
+        state.store = model.make_store(len(contexts), longest) if model.supports_store else None
+        filled = [[(length, length + new)] for length in lengths.tolist()]
+        state.trace = trace_of(self, request, state.canvas, state.length, score="probability", filled=filled)
+        state.embeddings = compared_embeddings(self, model)
+        self.open(state, model)
+        return state
+
+    def make_state(
+        self,
+        model: Any,
+        request: Request,
+        encoded: Prompts,
+        contexts: list[list[int]],
+        shift: np.ndarray,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        width: int,
+        grid: Grid | None = None,
+        kind: type[CausalState] | None = None,
+    ) -> CausalState:
+        """Make the state before its first drafts, of checked prompts.
+
+        Args:
+            contexts: the ids in each row of each branch. shift: as `CausalState.shift`.
+            starts, ends: [B] int64: where answers begin and end. width: of the window.
+        """
+        facts, device, prompts = model.facts, model.device, encoded.rows
+        keys, _ = keys_of(request, prompts, device, encoded.before)
+        allowed = allowed_tokens(facts, request, grid)
+        guess = allowed.to(device).double()
+        texts = stop_strings_of(request, model)
+        check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
+        batch, longest = len(prompts), int((ends + shift).max())
+        dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
+        state = (kind or self.state_type)(
+            batch=batch,
+            memory=Memory(
+                self.memory(), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device, dtype
+            ),
+            facts=facts,
+            request=request.without_objects(),
+            pads=model.pads,
+            context=torch.as_tensor(padded(contexts, longest, facts.fill_token_id), device=device),
+            shift=shift,
+            prompt_length=starts,
+            length=ends,
+            keys=keys,
+            width=width,
+            guess=(guess / guess.sum()).to(dtype),
+            guess_ids=guess.nonzero().squeeze(1),
+            allowed=None if allowed.all() else allowed.to(device),
+            ends=torch.tensor(facts.eos_token_ids if grid is None and request.eos_early_stop else (), device=device),
+            grid=grid,
+            layout=None if grid is None else grid.layout.to(device),
+        )
+        state.texts = AnswerTexts(texts, model.tokenizer, batch) if texts else None
+        if request.constraint is not None:
+            from paradec.samplers.causal.constrained import TokenMasks  # for few requests
+
+            state.masks = TokenMasks.of(self, model, state)
+        if request.logprobs is not None:
+            state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
+        if request.rollout:
+            from paradec.samplers.causal.rollouts import RecordedTokens  # likewise
+
+            state.rollout = RecordedTokens.of(self, model, state)
+        return state
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: CausalState) -> list[CausalQuery]:
+        """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
+        if self.branches is not None and (tree := self.branches.layout(state)) is not None:
+            return [branched_query(state, tree, self.branches.nodes(state, tree))]
+        rows, committed = state.rows, state.committed[state.rows]
+        drafts = state.memory.read(rows)["drafts"]
+        fresh = state.row_step[rows] == 0
+        begin = np.where(fresh, state.reused[rows], committed - 1)
+        stop = committed - 1 + state.num_evaluated()
+        spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, fresh)
+        return state.calls(state.store, state.pads, spans)
+
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
+        """The target distribution of every slot and a token drawn from it. outputs: logits [branches * R, W, V], one
+        per query.
+
+        Quantities: "p" [R, W, V], the target distributions; "uniform" [R, W, 2], the numbers that verify each draft and
+        that resample a rejected one; "guesses" [R, .], those of the next guesses; "top_logit" [R, W]; with branches
+        "drafts" [R, W], those of the path that the step goes on with; with `logprobs` "log_p" [R, W, V], with `rollout`
+        "logits" [R, W, V], without a constraint.
+        """
+        logits = read_logits(state, outputs, queries)
+        if self.branches is not None and (tree := self.branches.layout(state)) is not None:
+            return propose_path(state, self.branches, tree, logits, queries)
+        return propose_window(state, logits, queries, self.guesses)
+
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        """Verify the drafts, write those accepted and one token more, and draft the next window.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+            ValueError: a proposal made from an earlier state.
+        """
+        state.check_current(proposal)
+        rows, found = proposal.rows, self.verify(state, proposal)
+        count, num_final = final_counts(state, proposal, found.tokens, found.accepted + 1)
+        selected = torch.arange(found.tokens.shape[1], device=count.device) < count
+        state.write(proposal.positions, rows, torch.where(selected, found.tokens, -1))
+        state.committed[rows] += num_final
+        logprobs = self._note(state, proposal, found.tokens, selected)
+        state.count(proposal.cost)
+        state.row_step[rows] += 1
+        state.commits += 1
+        self.draft_window(state, proposal, found, count)
+        state.close(rows)
+        p = proposal.quantities.get("p")
+        scores = proposal.scores if p is None else probability(p, found.tokens)
+        return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
+
+    def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
+        """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
+        proposal has them of the whole vocabulary in "log_p" [R, W, V], for rollouts "logits"."""
+        if state.rollout is not None:
+            state.rollout.note(state, proposal, tokens, selected)
+        if state.logprobs is None:
+            return None
+        found = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)
+        state.logprobs.write(proposal.rows, proposal.positions, selected, found, state.row_step[proposal.rows])
+        return found
+
+    def observe(self, state: CausalState, proposal: Proposal) -> Notes:
+        """As for all; and the drafts that are evaluated, from windows as well as trees."""
+        notes, rows = super().observe(state, proposal), proposal.rows
+        if state.drafting is not None:
+            notes.draft_nfe = state.draft_nfe.tolist()
+        notes.drafts, notes.blocks = set(), [None] * state.batch
+        ends = np.minimum(proposal.positions.amax(1).cpu().numpy() + 1, state.length[rows])
+        for row, first, last in zip(rows.tolist(), state.final(rows).tolist(), ends.tolist(), strict=True):
+            notes.blocks[row] = (first, last)
+        for query in proposal.cost.queries:
+            count = len(query.rows)
+            drafted = state.drafts_in(query)
+            if query.valid is not None:
+                drafted &= query.valid[:count].cpu().numpy()
+            index, column = drafted.nonzero()
+            positions, tokens = (part[:count].cpu().numpy()[index, column] for part in (query.positions, query.tokens))
+            rows = query.rows[index]
+            notes.drafts.update(zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True))
+        return notes
+
+
+# ---- parts of the start -------------------------------------------------------------------------------------------
+
+
+def check_causal(name: str, model: Any) -> None:
+    """Raise ValueError unless the model is causal and predicts the next token."""
+    facts = model.facts
+    if (facts.topology, facts.prediction) != ("causal", "shifted"):
+        raise ValueError(
+            f"sampler {name!r} needs a model with topology='causal' and prediction='shifted'; {facts.name} is "
+            f"{facts.topology!r}, {facts.prediction!r}"
+        )
+
+
+def num_new_tokens(model: Any, grid: Grid | None, asked: int | None) -> int:
+    """Tokens of the answer: the grid's, or those that are asked for."""
+    if grid is not None:
+        if asked is not None and asked != grid.length:
+            raise ValueError(f"max_new_tokens={shown(asked)}: the grid has {grid.length} tokens; leave it out")
+        return grid.length
+    new = model.default_max_new_tokens if asked is None else asked
+    check_int("max_new_tokens", new, low=1)
+    return int(new)
+
+
+def negative_rows(model: Any, prompts: list[list[int]], negative_prompt: Any) -> list[list[int]]:
+    """The unconditional branch's prompt of every row."""
+    if negative_prompt is None:
+        return [row[-1:] for row in prompts]
+    encoded = negative_prompt if isinstance(negative_prompt, Prompts) else encode(model, negative_prompt)
+    rows = encoded.rows * len(prompts) if len(encoded.rows) == 1 else encoded.rows
+    if len(rows) != len(prompts):
+        raise ValueError(f"negative_prompt has {len(rows)} rows for {len(prompts)} prompts; give one, or one per row")
+    return rows
+
+
+def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Tensor:
+    """[V] bool: the tokens that may be drawn.
+
+    Raises:
+        ValueError: there are none.
+    """
+    allowed = torch.ones(facts.vocab_size, dtype=torch.bool) if grid is None else grid.allowed(facts.vocab_size)
+    allowed[suppressed_ids(request, facts)] = False
+    if facts.mask_token_id is not None:
+        allowed[facts.mask_token_id] = False
+    if not allowed.any():
+        raise ValueError("suppress_tokens leaves no token that may be drawn")
+    return allowed
+
+
+def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
+    """[V, d]: what `accept` compares the model's tokens by, if it does (`CausalSampler.compared_by`)."""
+    if not (source := sampler.compared_by):
+        return None
+    found = getattr(model, source, lambda: None)()
+    if found is None:
+        raise ValueError(f"sampler {sampler.name!r} needs a model with {source}; {model.facts.name} has none")
+    if found.ndim != 2 or len(found) != model.facts.vocab_size:
+        raise ValueError(
+            f"{source} of {model.facts.name} has shape {tuple(found.shape)}; expected one row for each of "
+            f"{model.facts.vocab_size} tokens"
+        )
+    embeddings: Tensor = found.detach().to(model.device)
+    return embeddings
+
+
+# ---- parts of the commit ------------------------------------------------------------------------------------------
+
+
+def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Tokens that each row makes final, [R, 1] on the device and [R] on the host, of tokens [R, W] of which `count`
+    [R, 1] are good; and the end of rows with an end token or a stop string.
+
+    Raises:
+        FloatingPointError: NaN or infinite logits. Nothing is written then.
+    """
+    ended = torch.zeros_like(count, dtype=torch.bool)
+    if len(state.ends):
+        slot = torch.arange(tokens.shape[1], device=tokens.device)
+        is_end = torch.isin(tokens, state.ends) & (slot < count)
+        ended = is_end.any(1, keepdim=True)
+        count = torch.where(ended, is_end.int().argmax(1, keepdim=True) + 1, count)
+    # a distribution without an allowed token is NaN, whatever the others' logits
+    healthy = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
+    broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
+    columns = [count, ended, broken]
+    if state.drafting is not None and state.drafting.broken is not None:
+        columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].unsqueeze(1))
+    flags = len(columns)
+    if state.texts is not None:
+        columns.append(tokens)
+    # the one transfer of the step
+    found = torch.cat(columns, 1).T.cpu().numpy()
+    written, ends, failed, *drafter = found[:flags]
+    if failed.any():
+        rows = proposal.rows[failed > 0]
+        raise NotFinite.at_steps(rows, state.row_step[rows])
+    if drafter and drafter[0].any():
+        raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
+    if state.texts is not None:
+        written, stops = state.texts.cut(proposal.rows, found[flags:].T, written)
+        state.stopped[proposal.rows[stops]] = True
+        ends = ends | stops
+        count = torch.as_tensor(written, device=count.device).unsqueeze(1)
+    finished = proposal.rows[ends > 0]
+    state.end[finished] = state.committed[finished] + written[ends > 0]
+    made = np.zeros(state.batch, np.int64)
+    made[proposal.rows] = written
+    state.last_accepted = made
+    state.accepted.append(made)
+    return count, written
