@@ -20,7 +20,7 @@ from paradec.batching import slots
 from paradec.core.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.core.version import DRAWS
 from paradec.integrations.engines import hosted
-from paradec.integrations.server import asked
+from paradec.integrations.server.request_body import FIELDS as SERVED
 from paradec.models.adapter import Model
 from paradec.request import ELSEWHERE, FIELDS, LIVE, Arguments, Request
 from paradec.samplers.renoising import start
@@ -67,7 +67,7 @@ def test_every_field_has_another_value_here() -> None:
 
 def test_families_and_entry_points_name_fields() -> None:
     lists = [samplers.get(name).unsupported for name in samplers.names()]
-    lists += [asked.FIELDS, hosted.FIELDS, run.SHARED, images.SERVED, start.REFUSED]
+    lists += [SERVED, hosted.FIELDS, run.SHARED, images.SERVED, start.REFUSED]
     lists += [slots.REFUSED, slots.MASKED_ROW_FIELDS]
     assert {name for names in lists for name in names} <= {*FIELDS}
 

@@ -36,6 +36,7 @@ def serve(
     max_requests: int = typer.Option(512, min=1, help="Requests answered or waiting at once; more get 429."),
     max_work: int = typer.Option(2**20, min=1, help="Tokens of prompts and answers at once; more get 429."),
     timeout: float = typer.Option(60.0, help="Seconds for a client to send a body or take a piece of an answer."),
+    cors: bool = typer.Option(False, "--cors", help="Let pages of any origin call the server from a browser."),
     **shared: Any,
 ) -> None:
     """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""
@@ -52,7 +53,7 @@ def serve(
         print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
     listening = listen(host, port)  # before the model is loaded, which may take minutes
     from paradec.cli.work import prepare
-    from paradec.integrations.server.asked import read_presets
+    from paradec.integrations.server.request_body import read_presets
 
     offered = read_presets(presets)
     work = prepare("generate", None, options.given(context), **shared)
@@ -66,7 +67,7 @@ def serve(
         engine = Engine(work.model, **rows, sampler=work.method, **request)
     called = name or shared["model"] or "packaged"
     limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
-    limits |= {"max_work": max_work, "timeout": timeout}
+    limits |= {"max_work": max_work, "timeout": timeout, "cors": cors}
     try:
         built = app.build_app(engine, name=called, presets=offered, api_key=key, **limits)
         shown = f"[{host}]" if ":" in host else host

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,10 @@ class GrammarTexts:
     def excluded(self, state: Tokens, read: int, device: torch.device) -> Tensor:
         """[V] bool: the tokens that do not fit after `read` ones."""
         return torch.as_tensor(~self.fits(state), device=device)
+
+    def accepts(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens read a whole text."""
+        return bool(self._matcher((*tokens,)).is_accepting())
 
     def certain(self, state: Tokens, read: int) -> int | None:
         """The token that alone fits after `read` ones."""

@@ -19,8 +19,8 @@ from paradec import samplers
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import constraint_of, token_automaton
 from paradec.core.protocol import decode
-from paradec.integrations.server import formats
-from paradec.integrations.server.asked import Refused
+from paradec.integrations.server.errors import ApiError
+from paradec.integrations.server.response_format import check_room, read_constraint
 from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import DynamicTree
 
@@ -155,17 +155,15 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
         GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,))
     with pytest.raises(ValueError, match="no end token"):
         GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ())
-    read = formats.read({"structured_outputs": {"grammar": NESTED.grammar}})
-    assert read == ("structured_outputs", NESTED)
-    formats.prepare("guided_grammar", NESTED, causal)
-    formats.check_room(NESTED, causal, 1)
-    with pytest.raises(Refused, match="guided_grammar: .* is for causal models"):
-        formats.prepare("guided_grammar", NESTED, lettered())
+    assert read_constraint("structured_outputs", {"grammar": NESTED.grammar}, causal) == NESTED
+    check_room(NESTED, causal, 1)
+    with pytest.raises(ApiError, match="guided_grammar: .* is for causal models"):
+        read_constraint("guided_grammar", NESTED.grammar, lettered())
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match="paradec.Grammar needs llguidance.*'grammar'"):
         paradec.Grammar("start: /a/")
-    with pytest.raises(Refused, match="needs llguidance"):
-        formats.read({"guided_grammar": "start: /a/"})
+    with pytest.raises(ApiError, match="needs llguidance"):
+        read_constraint("guided_grammar", "start: /a/", causal)
 
 
 PATTERNS = [

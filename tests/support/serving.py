@@ -10,17 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-import transformers
 import uvicorn
 
-from paradec.integrations import server as serving
-
-if not serving.tried(transformers.__version__):
-    pytest.skip("the server was not tried with it", allow_module_level=True)
-
-from paradec.integrations.server.app import build_app  # noqa: E402
-from paradec.integrations.server.engine import Engine  # noqa: E402
+from paradec.integrations.server.app import build_app
+from paradec.integrations.server.engine import Engine
 
 NAME = "tiny"
 SORT = "Sort: pear fig apple"

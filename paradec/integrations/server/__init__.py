@@ -1,65 +1,42 @@
 """A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
 
-| file | what it is |
+| file | purpose |
 |---|---|
-| `engine.py` | the batch and the one thread that steps it |
-| `asked.py` | a body of JSON becomes a prompt and changes of the request |
-| `formats.py` | what an answer must be: `response_format`, `structured_outputs`, calls that are required |
-| `tools.py` | messages and tools of a chat; how calls are read from answers |
-| `choices.py` | several answers to one request |
-| `scores.py` | log-probabilities as OpenAI's endpoints write them |
-| `streams.py` | ids that are final become text in a queue; what OpenAI's stop sequences cut off |
-| `hosts.py` | subclasses of transformers' model and generation managers; how many tokens may be asked for at once |
-| `handlers.py` | subclasses of transformers' handlers of the two endpoints |
-| `decisions.py` | transformers' endpoint for typed questions, over `paradec.decide` |
-| `gate.py` | keys, sizes, how many at once, clients that go away |
-| `metrics.py` | counts for Prometheus |
-| `app.py` | all of it put together, and the page at `/`; `serve` runs it |
-
-Schemas, server-sent events, tool calls and reasoning are those of `transformers serve`. Its classes are private:
-paradec was tried with transformers 5.23 (`TRIED`), and `tests/integrations/server/test_contract.py` says what is
-relied on.
+| `app.py` | the application: routes, pages, errors; `serve` runs it |
+| `limits.py` | keys, sizes, number of requests, tokens of work, clients that leave |
+| `request_body.py` | the bodies of both endpoints, and the fields of `paradec.Request` in them |
+| `response_format.py` | constraints: `response_format`, `structured_outputs`, required tool calls |
+| `chat.py` | messages and tools: the prompt of a chat, and the parts of its answer |
+| `answers.py` | the answers to one body: from the engine's tokens to text, whole or as a stream of events |
+| `logprobs.py` | log-probabilities in the forms of both endpoints |
+| `decisions.py` | `/v1/systemone`: typed questions, over `paradec.decide` |
+| `engine.py` | the batch and its one thread |
+| `metrics.py` | counts and times for Prometheus |
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import socket
 from typing import Any
 
-TRIED = (">=5.23", "<5.24")
-"""Releases of transformers that the server was tried with: it uses private classes of theirs."""
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
-"""What the extra `serve` installs."""
+"""Packages of the extra `serve`."""
 LATER = {"Engine": "engine", "build_app": "app", "serve": "app"}
 
 
 def check_installed() -> None:
-    """Raise ImportError unless the extra `serve` is installed; the message names what is missing."""
+    """Raise ImportError unless the extra `serve` is installed; the message names the missing packages."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
             f"the server needs {', '.join(missing)}: install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
         )
-    found = importlib.metadata.version("transformers")
-    if not tried(found):
-        raise ImportError(
-            f"the server extends private classes of transformers{','.join(TRIED)}, not {found}: "
-            "install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
-        )
-
-
-def tried(version: str) -> bool:
-    """Whether the server was tried with this release of transformers."""
-    from packaging.specifiers import SpecifierSet  # transformers needs it too
-
-    return SpecifierSet(",".join(TRIED)).contains(version, prereleases=True)
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
-    """A socket that listens there; port 0 takes a free one.
+    """Open a listening socket; port 0 takes a free one.
 
     Raises:
         OSError: the address cannot be used.

@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from html import escape
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBWorkerDeadError
 
 from paradec.core.checks import check_int, check_number
-from paradec.integrations.server.asked import Refused
-from paradec.integrations.server.decisions import SystemOne
+from paradec.integrations.server.decisions import DecisionBody, Decisions
 from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.gate import PATHS, Gate, error_body
-from paradec.integrations.server.handlers import Chat, Completions
-from paradec.integrations.server.hosts import Models, State, Work
+from paradec.integrations.server.errors import ApiError, error_body, from_validation
+from paradec.integrations.server.limits import CALL, Limits
 from paradec.integrations.server.metrics import Metrics
+from paradec.integrations.server.request_body import ChatBody, TextBody
+from paradec.integrations.server.service import Service
 
-NOISY = ("transformers.cli.serving.chat_completion", "transformers.cli.serving.completion")
-"""Loggers that write a warning for every request."""
-HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "x-content-type-options": "nosniff",
-}
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{title}</title>
+<title>paradec</title>
 <style>
 body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem }}
 pre {{ overflow-x: auto; border: 1px solid #8888; padding: .75rem }}
 td {{ padding: 0 1rem .25rem 0; vertical-align: top }}
 </style>
-<h1>{title}</h1>
-<p>{said} OpenAI's clients take the base URL <code>{base}/v1</code>.</p>
+<h1>paradec</h1>
+<p>{about} OpenAI's clients take the base URL <code>{base}/v1</code>.</p>
 <table>
 <tr><td><code>POST /v1/chat/completions</code><td>a chat, through the model's chat template
 <tr><td><code>POST /v1/completions</code><td>text as it is
@@ -61,6 +54,10 @@ td {{ padding: 0 1rem .25rem 0; vertical-align: top }}
 <code>paradec.Request</code>.</p>
 </html>
 """
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "x-content-type-options": "nosniff",
+}
 
 
 def build_app(
@@ -74,100 +71,107 @@ def build_app(
     max_requests: int = 512,
     max_work: int = 2**20,
     timeout: float = 60.0,
+    cors: bool = False,
 ) -> FastAPI:
-    """An ASGI application with the paths `gate.PATHS`. When it shuts down it closes the engine.
+    """Build an ASGI application with the paths `limits.PATHS`. When it shuts down it closes the engine.
 
     Args:
-        engine: what decodes; its model has a tokenizer of the fast kind.
-        name: what clients call the model.
-        presets: fields of a request by name (`asked.read_presets`), for the body's field "preset".
+        engine: its model has a tokenizer of the fast kind.
+        name: the model's name for clients.
+        presets: fields of a request by name (`request_body.read_presets`), for the body's field "preset".
         max_answer: tokens that a client may ask for.
-        max_work: tokens of prompts, and of what answers may have, that are answered or wait at once; more get 429.
-        api_key, max_body, max_requests, timeout: as for `Gate`.
+        api_key, max_body, max_requests, max_work, timeout: as for `Limits`.
+        cors: let pages of any origin read the answers.
 
     Raises:
         ValueError: an argument out of its range, or a model without such a tokenizer.
     """
-    check_int("max_answer", max_answer, low=1)
-    check_int("max_body", max_body, low=1)
-    check_int("max_requests", max_requests, low=1)
-    check_int("max_work", max_work, low=1)
+    limits = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests, "max_work": max_work}
+    for argument, value in limits.items():
+        check_int(argument, value, low=1)
     check_number("timeout", timeout, low=0, open_low=True)
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty; give a key, or None")
     tokenizer = engine.model.tokenizer
     if tokenizer is None or not hasattr(tokenizer, "_tokenizer"):
         raise ValueError(f"{engine.model.facts.name} has no tokenizer of the fast kind, which streams of text need")
-    for logger in NOISY:
-        logging.getLogger(logger).setLevel(logging.ERROR)
     metrics = Metrics(engine)
-    models, state = Models(engine, name), State(engine, metrics, max_answer, Work(max_work))
-    chat, completions = Chat(models, state, presets or {}), Completions(models, state, presets or {})
-    app = build_server(models, chat, completions, None, None, SystemOne(models, state), state)
-    # the others load models of a client's choice, unload ours, or are not ours to answer
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in PATHS]
+    service = Service(engine, metrics, name, presets or {}, max_answer)
+    decisions = Decisions(engine)
+    card = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
 
-    @app.get("/")
-    async def show_index(request: Request) -> HTMLResponse:
-        return HTMLResponse(build_page(name, str(request.base_url).rstrip("/"), api_key is not None), headers=HEADERS)
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        engine.close()
+
+    app = FastAPI(title="paradec", lifespan=lifespan, openapi_url=None)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat(request: Request, body: ChatBody) -> Response:
+        return await service.chat(request.scope[CALL], body)
+
+    @app.post("/v1/completions")
+    async def create_text(request: Request, body: TextBody) -> Response:
+        return await service.complete(request.scope[CALL], body)
+
+    @app.post("/v1/systemone")
+    async def decide(request: Request, body: DecisionBody) -> dict[str, Any]:
+        service.check_name(body.model)
+        return {"model": name, **await decisions.answer(request.scope[CALL], body)}
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")
+    async def show_model(model: str) -> dict[str, Any]:
+        service.check_name(model)
+        return card
+
+    @app.get("/health")
+    async def show_health() -> Response:
+        return JSONResponse({"status": "ok" if engine.alive else "stopped"}, 200 if engine.alive else 503)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.to_text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
-        wait = None if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        return JSONResponse(error_body(error.status, str(error), error.param), error.status, wait)
+    @app.get("/")
+    async def show_index(request: Request) -> HTMLResponse:
+        key = "" if api_key is None else '\n  -H "Authorization: Bearer $KEY" \\'
+        about = f"The model is <code>{escape(name)}</code>." if api_key is None else "Requests need an API key."
+        base = escape(str(request.base_url).rstrip("/"))
+        return HTMLResponse(PAGE.format(about=about, base=base, key=key), headers=HEADERS)
 
-    @app.exception_handler(HTTPException)
-    async def failed(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
-
-    @app.exception_handler(CBWorkerDeadError)
-    async def stopped(_: Request, error: CBWorkerDeadError) -> JSONResponse:
-        return JSONResponse(error_body(503, str(error)), 503, {"retry-after": "5"})
+    @app.exception_handler(ApiError)
+    async def show_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        if any(found.get("type") == "json_invalid" for found in error.errors()):
-            return JSONResponse(error_body(400, "the body is no JSON"), 400)
-        return JSONResponse(error_body(422, "the body must be a JSON object (content-type application/json)"), 422)
+    async def show_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return await show_error(request, from_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def show_http(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> JSONResponse:
+    async def show_failure(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(500, f"{type(error).__name__} in the server"), 500)
 
-    app.add_middleware(
-        Gate,
-        engine=engine,
-        metrics=metrics,
-        api_key=api_key,
-        max_body=max_body,
-        max_requests=max_requests,
-        timeout=timeout,
-    )
+    limited: dict[str, Any] = {"api_key": api_key, "max_body": max_body, "max_requests": max_requests}
+    app.add_middleware(Limits, engine=engine, metrics=metrics, max_work=max_work, timeout=timeout, **limited)
+    if cors:
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve until Ctrl-C or SIGTERM; requests that are being answered have ten seconds then.
+    """Serve until Ctrl-C or SIGTERM; open requests have ten seconds then.
 
     Args:
         app: from `build_app`. listening: from `paradec.integrations.server.listen`.
     """
-    uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
-    ).run(sockets=[listening])
-
-
-def build_page(name: str, base: str, keyed: bool) -> str:
-    """The page at `/`: what is served, and how to ask. HTML without a script, and without anything from elsewhere.
-
-    Args:
-        name: what clients call the model; not said where a key is asked for. base: the server's address, without "/" at
-            its end. keyed: whether a key is asked for.
-    """
-    key = '\n  -H "Authorization: Bearer $KEY" \\' if keyed else ""
-    said = "Requests need an API key." if keyed else f"The model is <code>{escape(name)}</code>."
-    return PAGE.format(title="paradec", said=said, base=escape(base), key=key)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
+    uvicorn.Server(config).run(sockets=[listening])

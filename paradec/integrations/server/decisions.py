@@ -1,99 +1,156 @@
-"""/v1/systemone: typed questions about a state, as transformers' server takes and answers them (`paradec.decide`)."""
+"""/v1/systemone: typed questions about a state, in the format of transformers' server (`paradec.decide`)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+import string
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fastapi import HTTPException
-from fastapi.responses import JSONResponse
-from transformers.cli.serving.systemone import SystemOneHandler
-from transformers.cli.serving.utils import CBWorkerDeadError
-from transformers.decision import DecisionConfig, parse_questions
-from transformers.decision.configuration_utils import DECISION_CONFIG_NAME, DECISION_TEMPLATE_NAME
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from paradec.api.decisions.decide import Plan
+from paradec.api.decisions.decide import Decision, Plan
 from paradec.api.decisions.questions import TYPES, Question
 from paradec.batching.slots import Cancelled
 from paradec.core.checks import shown
-from paradec.integrations.server.asked import Refused
-from paradec.integrations.server.handlers import Handler
-from paradec.integrations.server.hosts import CALL, Models, State
+from paradec.core.text_files import read_json
+from paradec.integrations.server.engine import Engine
+from paradec.integrations.server.errors import ApiError, to_api_error
+from paradec.integrations.server.limits import Call
 
-MAX_MESSAGE = 2000  # characters: a message may quote what a client sent
+
+def _check_content(value: Any) -> Any:
+    if not isinstance(value, str | dict | list):
+        raise ValueError("must be a text, an object or a list")
+    return value
 
 
-class SystemOne(Handler, SystemOneHandler):
-    """Bodies are checked by transformers' handler, prompts are those of its pipeline, answers are its questions'."""
+Content = Annotated[Any, AfterValidator(_check_content)]
 
-    def __init__(self, models: Models, state: State):
-        super().__init__(models, state, {})
-        self.decision_config = read_config(models.engine.model)
-        self._turn = asyncio.Lock()
-        """One request at a time is read, so that many of them do not share the machine's memory."""
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> JSONResponse:
-        """Check, lay out the rows, count them as work, read them."""
-        name, *_ = self._resolve_model(body)
-        questions, plan = await asyncio.to_thread(self._plan, body)
-        engine, work, call = self.generation_state.engine, self.generation_state.manager.work, CALL.get()
-        if not engine.alive:
-            raise CBWorkerDeadError("the engine has stopped")
-        count = plan.evaluated
-        work.take(count, engine.retry_after())
-        call.on_end.append(lambda: work.give_back(count))
+class Strict(BaseModel):
+    """A part of a body."""
 
-        def before_call() -> None:
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Noul(Strict):
+    """Whether something is true."""
+
+    type: Literal["noul"]
+    instructions: Content | None = None
+    criteria: dict[Literal["true", "false"], Content | None] | None = None
+
+
+class Choice(Strict):
+    """One of several options."""
+
+    type: Literal["choice"]
+    instructions: Content | None = None
+    criteria: Annotated[dict[str, Content | None], Field(min_length=1)]
+
+
+class Score(Strict):
+    """A level, lowest first."""
+
+    type: Literal["score"]
+    instructions: Content | None = None
+    criteria: Annotated[list[Content], Field(min_length=1)]
+
+
+class DecisionBody(Strict):
+    """A body for /v1/systemone."""
+
+    model: Any = None
+    state: Content
+    questions: Annotated[
+        dict[str, Annotated[Noul | Choice | Score, Field(discriminator="type")]], Field(min_length=1, max_length=64)
+    ]
+    assets: dict[str, Any] = {}
+
+
+class DecisionConfig(BaseModel):
+    """The settings of a checkpoint, its decision.json."""
+
+    labels: dict[str, list[str]] = {}
+    temperature: dict[str, float] = {}
+    noul_options: tuple[Literal["true", "false"], Literal["true", "false"]] = ("true", "false")
+    chat_template: str | None = None
+
+    @classmethod
+    def from_model(cls, model: Any) -> DecisionConfig:
+        """Read the file in a model's folder; the defaults without one. Raises ValueError for a malformed file."""
+        folder = getattr(model.module, "name_or_path", None)
+        place = Path(folder) if isinstance(folder, str) and os.path.isdir(folder) else None
+        try:
+            config = (
+                cls()
+                if place is None or not (place / "decision.json").exists()
+                else cls.model_validate(read_json(place / "decision.json"))
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"decision.json in {folder!r} cannot be read: {shown(str(error))}") from error
+        if place is not None and (place / "decision_template.jinja").exists():
+            config.chat_template = "decision_template.jinja"
+        return config
+
+    def question(self, asked: Noul | Choice | Score) -> Question:
+        """Build a question for `paradec.decide`. Raises ApiError for more options than there are labels."""
+        if isinstance(asked, Noul):
+            told = [(asked.criteria or {}).get(option) for option in self.noul_options]
+            values: tuple[Any, ...] = tuple(option == "true" for option in self.noul_options)
+        elif isinstance(asked, Choice):
+            told, values = [*asked.criteria.values()], tuple(asked.criteria)
+        else:
+            told, values = asked.criteria, tuple(range(len(asked.criteria)))
+        default = ["Yes", "No"] if asked.type == "noul" else [*string.ascii_uppercase]
+        labels = self.labels.get(asked.type) or default
+        if len(labels) < len(values):
+            raise ApiError(f"questions: this model reads at most {len(labels)} options", 422, "questions")
+        return Question(asked.type, asked.instructions, labels[: len(values)], told, values)
+
+
+def to_answer(question: Question, decision: Decision) -> dict[str, Any]:
+    """Write a decision as transformers' server does."""
+    if question.type == "noul":
+        return {"type": "noul", "noul": decision.probabilities[True]}
+    answer: dict[str, Any] = {"type": question.type, question.type: decision.value}
+    if question.type == "score":
+        answer["legend"] = dict(zip(question.options, question.descriptions, strict=True))
+    probabilities = {str(option): p for option, p in decision.probabilities.items()}
+    return answer | {"confidence": decision.confidence, "probabilities": probabilities}
+
+
+class Decisions:
+    """Answers bodies with questions. Raises ValueError for a decision.json that cannot be read."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.config = engine, DecisionConfig.from_model(engine.model)
+        self._turn = asyncio.Lock()  # one body at a time, so that several do not share the machine's memory
+
+    async def answer(self, call: Call, body: DecisionBody) -> dict[str, Any]:
+        """Answer the questions of a body; ends when the client leaves. Raises ApiError."""
+        if self.config.chat_template is not None:
+            raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
+        if body.assets:
+            raise ApiError("assets are images, and this server answers about text; leave them out", 400, "assets")
+        questions = {name: self.config.question(asked) for name, asked in body.questions.items()}
+        temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
+
+        def check_call() -> None:
             if call.ended:
-                raise Cancelled("the client has gone")
+                raise Cancelled("the client has left")
 
-        async with self._turn:
-            try:
-                decisions = await asyncio.to_thread(plan.answer, before_call)
-            except (Cancelled, FloatingPointError) as error:
-                raise HTTPException(503 if isinstance(error, Cancelled) else 500, str(error)) from error
-        answers = {one.name: one.answer([*decisions[one.name].probabilities.values()]) for one in questions}
-        usage = {"input_tokens": decisions.input_tokens, "output_tokens": 0}
-        return JSONResponse({"model": name, "answers": answers, "usage": usage})
-
-    def _plan(self, body: dict[str, Any]) -> tuple[list[Any], Plan]:
-        """transformers' questions, and their plan. Raises Refused."""
-        config = self.decision_config
         try:
-            request = SystemOneHandler._validate_request(self, body)
-        except HTTPException as error:
-            details: Any = error.detail
-            places = [[str(part) for part in item["loc"][1:]] for item in details]
-            lines = [f"{shown('.'.join(place))[1:-1]}: {item['msg']}" for place, item in zip(places, details)]
-            raise Refused("; ".join(lines)[:MAX_MESSAGE], error.status_code, "".join(places[0][:1])[:80]) from error
-        except RecursionError:
-            raise Refused("questions are nested too deeply", 422, "questions") from None
-        if config.chat_template is not None:
-            raise Refused(f"this model asks with its own {DECISION_TEMPLATE_NAME}, which is not supported here")
-        if request.assets:
-            raise Refused("assets are images, and this server answers about text; leave them out", 400, "assets")
-        questions = parse_questions(request.questions, config)
-        asked = {question.name: to_question(question) for question in questions}
-        temperature = {kind: float(value) for kind, value in config.temperature.items() if kind in TYPES}
-        try:
-            return questions, Plan(self.generation_state.engine.model, request.state, asked, temperature=temperature)
-        except (ValueError, TypeError) as error:
-            raise Refused(str(error)[:MAX_MESSAGE]) from error
-
-
-def to_question(question: Any) -> Question:
-    """A question of transformers as a plan has it."""
-    value_of: Any = {"noul": lambda option: option == "true", "choice": str, "score": int}[question.type]
-    values = tuple(map(value_of, question.options))
-    return Question(question.type, question.instructions, [*question.labels], [*question.descriptions], values)
-
-
-def read_config(model: Any) -> DecisionConfig:
-    """The decision.json in a checkpoint's folder; transformers' defaults where there is none. Raises ValueError for a
-    file that cannot be read."""
-    folder = getattr(model.module, "name_or_path", None)
-    try:
-        return DecisionConfig.from_pretrained(folder if isinstance(folder, str) and os.path.isdir(folder) else "")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{DECISION_CONFIG_NAME} in {folder!r} cannot be read: {shown(str(error))}") from error
+            plan = await asyncio.to_thread(Plan, self.engine.model, body.state, questions, temperature=temperature)
+            self.engine.check_alive()
+            call.reserve(plan.evaluated)
+            async with self._turn:
+                decisions = await asyncio.to_thread(plan.answer, check_call)
+        except ImportError as error:
+            raise ApiError(str(error), 501) from error
+        except (ValueError, TypeError, RuntimeError, FloatingPointError, Cancelled) as error:
+            raise to_api_error(error) from error
+        answers = {name: to_answer(question, decisions[name]) for name, question in questions.items()}
+        return {"answers": answers, "usage": {"input_tokens": decisions.input_tokens, "output_tokens": 0}}

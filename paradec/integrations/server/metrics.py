@@ -1,22 +1,20 @@
-"""What Prometheus reads at /metrics."""
+"""Counts and times for Prometheus, at /metrics."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paradec.api.output import Output
 from paradec.batching.slots import Cancelled, Ticket
 from paradec.integrations.server.engine import Engine
 
-SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """Counts of one server, in a registry of their own."""
+    """Metrics of one server, in a registry of their own."""
 
     def __init__(self, engine: Engine):
         self.registry = registry = CollectorRegistry()
@@ -37,7 +35,10 @@ class Metrics:
             registry=registry,
         )
         self.per_token = Histogram(
-            "paradec_token_seconds", "Seconds of decoding per token of an answer.", buckets=SHORT, registry=registry
+            "paradec_token_seconds",
+            "Seconds of decoding per token of an answer.",
+            buckets=TOKEN_SECONDS,
+            registry=registry,
         )
         self.answers = Counter("paradec_answers", "Answers by how they ended.", ["end"], registry=registry)
         self.tokens = Counter("paradec_tokens", "Tokens of prompts and answers.", ["of"], registry=registry)
@@ -47,36 +48,34 @@ class Metrics:
             ("paradec_rows_occupied", "Rows that are being decoded.", lambda: engine.occupied),
             ("paradec_prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
             ("paradec_steps", "Steps of the batch since the start.", lambda: engine.steps),
-            ("paradec_prefix_rows", "Rows that began with stored keys and values.", lambda: engine.prefixes("hits")),
-            ("paradec_prefix_tokens", "Positions that these did not evaluate.", lambda: engine.prefixes("saved")),
-            ("paradec_prefix_bytes", "Bytes of stored beginnings.", lambda: engine.prefixes("nbytes")),
+            (
+                "paradec_prefix_rows",
+                "Rows that began with stored keys and values.",
+                lambda: engine.count_prefixes("hits"),
+            ),
+            ("paradec_prefix_tokens", "Positions that these did not evaluate.", lambda: engine.count_prefixes("saved")),
+            ("paradec_prefix_bytes", "Bytes of stored beginnings.", lambda: engine.count_prefixes("nbytes")),
             ("paradec_alive", "1 as long as prompts are decoded.", lambda: engine.alive),
         ):
             Gauge(name, text, registry=registry).set_function(count)
 
-    def first_text(self) -> Callable[[], None]:
-        """A clock that starts now, to be called at the first text."""
-        began = time.perf_counter()
-        return lambda: self.first.observe(time.perf_counter() - began)
-
-    def answer(self, prompt: int, output: Output) -> None:
-        """An answer to a prompt of so many tokens has ended."""
-        error = output.error
+    def record_answer(self, ticket: Ticket) -> None:
+        """Record a prompt that has ended now: its tokens, its work, and the times of its row."""
+        output = ticket.output
+        assert output is not None
+        error, tokens = output.error, output.tokens[0]
         end = "whole" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
         self.answers.labels(end).inc()
-        self.tokens.labels("prompts").inc(prompt)
-        self.tokens.labels("answers").inc(output.tokens[0])
+        self.tokens.labels("prompts").inc(len(ticket.prompts.rows[0]))
+        self.tokens.labels("answers").inc(tokens)
         self.row_calls.inc(output.row_nfe[0])
         self.positions.inc(output.forwarded_tokens)
-
-    def times(self, ticket: Ticket, tokens: int) -> None:
-        """When an answer of so many tokens was asked for, began, had its first step, and ended, which is now."""
         if ticket.began:
             self.waiting.observe(ticket.began - ticket.added)
         if ticket.committed:
             self.committed.observe(ticket.committed - ticket.added)
             self.per_token.observe((time.perf_counter() - ticket.began) / max(1, tokens))
 
-    def text(self) -> bytes:
-        """In Prometheus' own format."""
+    def to_text(self) -> bytes:
+        """Write all of them in Prometheus' text format."""
         return generate_latest(self.registry)

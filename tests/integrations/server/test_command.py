@@ -12,7 +12,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import serving  # noqa: F401 - skips all where the server was not tried
 from typer.testing import CliRunner
 
 import paradec

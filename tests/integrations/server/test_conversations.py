@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -14,13 +13,9 @@ import torch
 from byte_tokenizers import byte_level_tokenizer
 from serving import NAME, SORT, Running, chat, running
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.cli.serving.utils import ToolCall, response_events_to_chunks
-from transformers.utils.chat_parsing.response_parser import ResponseParser
 
 import paradec
-from paradec.integrations.server.hosts import Processor
-from paradec.integrations.server.streams import TextStream
-from paradec.integrations.server.tools import HERMES, template_of
+from paradec.integrations.server.chat import HERMES, AnswerParser, response_template_of
 
 SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
 DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
@@ -60,6 +55,7 @@ def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
     client: openai.OpenAI, model: Any, stream: bool
 ) -> None:
     more = {**DRAWN, "n": 3, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    more |= {"stream_options": {"include_usage": True}} if stream else {}
     found = client.chat.completions.create(model=NAME, messages=chat(SHUFFLE)["messages"], **more)
     texts, scores = [""] * 3, [[], [], []]
     if stream:
@@ -110,7 +106,8 @@ def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(m
             extra = {} if salt is None else {"cache_salt": salt}
             answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=4, extra_body=extra)
             cached.append(answer.usage.prompt_tokens_details.cached_tokens)
-        *_, last = client.chat.completions.create(model=NAME, messages=messages, max_tokens=4, stream=True)
+        more: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = client.chat.completions.create(model=NAME, messages=messages, max_tokens=4, **more)
         cached.append(last.usage.prompt_tokens_details.cached_tokens)
         assert cached == [0, 32, 0, 32, 0, 32]
         text = client.completions.create(model=NAME, prompt="fig " * 40, max_tokens=4)
@@ -157,51 +154,24 @@ def test_an_agent_calls_a_tool_and_sends_its_result_back() -> None:
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     alone = paradec.generate(causal, [ids], sampler="sjd", temperature=0.7, seed=3, max_new_tokens=90)
     assert answer.usage.prompt_tokens == len(ids)
-    assert answer.choices[0].message.content == tokenizer.decode(alone.new_tokens[0])
+    assert answer.choices[0].message.content == alone.text[0]
     assert answer.usage.prompt_tokens_details.cached_tokens >= len(ids) // 2  # the first turn's prompt
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_are_read_from_an_answer_in_pieces(size: int) -> None:
+@pytest.mark.parametrize("bad", ["", "{bad}", '{"name": "f"}', "3", "[" * 5000])
+def test_calls_are_read_from_an_answer_in_pieces(size: int, bad: str) -> None:
+    """One that cannot be read is text: the model writes what it likes."""
+
     class Tokenizer:
         chat_template = "{% if tools %}<tool_call>{% endif %}<|im_start|>"
 
-    assert template_of(Tokenizer()) is HERMES
-    whole = f"Well.\n{CALL}\n{CALL}<|im_end|>"
-    parser = ResponseParser(HERMES, prefix="<|im_start|>assistant\n")
-    found = [each for at in range(0, len(whole), size) for each in parser.feed(whole[at : at + size])]
-    items = response_events_to_chunks([*found, *parser.finalize()[1]])
-    assert "".join(item for item in items if isinstance(item, str)) == "Well."
-    calls = [item for item in items if isinstance(item, ToolCall)]
+    assert response_template_of(Tokenizer()) is HERMES
+    text = f" Hi <tool_call>{bad}</tool_call> more \n" if bad else " Well."
+    whole = f"{text}\n{CALL}\n{CALL}\n"
+    parser = AnswerParser(None, HERMES, None)
+    found = [parser.feed(whole[begin : begin + size]) for begin in range(0, len(whole), size)]
+    found.append(parser.feed("", is_last=True))
+    assert "".join(parts.content for parts in found) == text.rstrip()
+    calls = [call for parts in found for call in parts.calls]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("f", {"x": [1, {"y": "}"}]})] * 2
-
-
-@pytest.mark.parametrize("bad", ["{bad}", '{"name": "f"}', "3", "[" * 5000])
-def test_a_call_that_cannot_be_read_is_text(model: Any, bad: str) -> None:
-    """The model writes what it likes: the answer neither fails nor loses its text."""
-
-    async def run() -> list[Any]:
-        parser = ResponseParser(HERMES, prefix="<|im_start|>assistant\n")
-        stream = TextStream(model.tokenizer, parser=parser)
-        for piece in ("Hi <tool_", f"call>{bad}</tool_call>", " more"):
-            stream._write(piece)
-        stream.finish(None)
-        return [stream.queue.get_nowait() for _ in range(stream.queue.qsize())]
-
-    *texts, end = asyncio.run(run())
-    assert end is None and "".join(texts).replace(" ", "") == f"Hi<tool_call>{bad}</tool_call>more".replace(" ", "")
-
-    class Tokenizer:
-        def decode(self, ids: Any, **_: Any) -> str:
-            return f"Hi <tool_call>{bad}</tool_call> more"
-
-        def parse_response(self, ids: Any, template: Any, prefix: str, tools: Any) -> Any:
-            parser = ResponseParser(template, prefix=prefix)
-            parser.feed(self.decode(ids))
-            return parser.finalize()[0]
-
-    class Model:
-        tokenizer = Tokenizer()
-
-    found = Processor(Model()).parse_response([1], HERMES, prefix="<|im_start|>assistant\n", tools=None)
-    assert found["content"] == f"Hi <tool_call>{bad}</tool_call> more" and not found.get("tool_calls")

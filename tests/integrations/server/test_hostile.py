@@ -20,7 +20,8 @@ from tiny_models import END, tiny
 
 import paradec
 from paradec.batching.batch import Batch
-from paradec.integrations.server import asked
+from paradec.integrations.server.errors import ApiError
+from paradec.integrations.server.request_body import FIELDS, OWN, ChatBody, read_changes
 
 hostile = load_script("benchmarks/hostile.py")
 MOST = 100 * 2**20
@@ -36,9 +37,11 @@ def allocated() -> int:
 
 def decoded(model: Any, own: Any) -> None:
     """What a server does with a body that holds `own`, up to the answer. Raises what is wrong with it."""
-    given = asked.read(json.loads(json.dumps({asked.OWN: own})), {})
-    changes = dict(given.changes)
-    changes.pop("chat", None)
+    body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], OWN: own}))
+    try:
+        changes = read_changes(ChatBody.model_validate(body), {})
+    except ApiError as error:
+        raise ValueError(str(error)) from error
     new = changes.setdefault("max_new_tokens", 12)
     if new is None or isinstance(new, int) and new > 100:
         return  # the server has a default and a bound of its own
@@ -85,7 +88,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELD = st.sampled_from([*asked.FIELDS, "drafts", "window", "history", "sampler", "x"])
+FIELD = st.sampled_from([*FIELDS, "drafts", "window", "history", "sampler", "x"])
 
 
 @settings(max_examples=150, deadline=None)

@@ -24,11 +24,10 @@ from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.batching.slots import Cancelled
-from paradec.integrations.server import asked, gate
 from paradec.integrations.server.engine import Engine, EngineStopped
-from paradec.integrations.server.gate import Gate
-from paradec.integrations.server.hosts import CALL
+from paradec.integrations.server.limits import CALL, PATHS, Limits
 from paradec.integrations.server.metrics import Metrics
+from paradec.integrations.server.request_body import read_presets
 
 PROMPTS = [
     SORT,
@@ -52,7 +51,7 @@ def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     folder = tmp_path_factory.mktemp("presets")
     paradec.Request(sampler="low_confidence", max_new_tokens=12).save(folder / "slowly.json")
     (folder / "warm.json").write_text('{"temperature": 1.5, "max_new_tokens": 12}')
-    with running(model, presets=asked.read_presets(folder)) as found:
+    with running(model, presets=read_presets(folder)) as found:
         yield found
 
 
@@ -85,10 +84,9 @@ def test_answers_are_those_of_generate_many_at_once(server: Running, client: ope
 def test_a_stream_is_text_that_is_final_in_order(server: Running, client: openai.OpenAI) -> None:
     found = pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
     assert "".join(found) == "kiwi apple fig pear" and len(found) == 4
-    chunks = list(
-        client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], stream=True, max_tokens=2)
-    )
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    more: Any = {"stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], **more))
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].model == NAME
     _, _, text = server.post(chat(stream=True))
@@ -164,33 +162,41 @@ def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 DEEP = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
 REFUSED: list[tuple[Any, int, str]] = [
-    (b'{"messages": [', 400, "no JSON"),
+    (b'{"messages": [', 400, "not JSON"),
     (b"[1, 2]", 422, "JSON object"),
-    ({}, 422, "messages=None must be a list"),
-    (chat(messages=[]), 422, "messages=[] must be a list"),
-    ({"messages": [{"content": "x"}]}, 422, "must have a role"),
-    ({"messages": [{"role": "user", "content": 3}]}, 422, "must have a text"),
+    ({}, 422, "messages: Field required"),
+    (chat(messages=[]), 422, "messages=[]: List should have at least 1 item"),
+    ({"messages": [{"content": "x"}]}, 422, "messages.0.role: Field required"),
+    ({"messages": [{"role": "user", "content": 3}]}, 422, "messages.0.content=3: Input should be a valid string"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "must be of type text"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 422, "must have a function with a name"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+        422,
+        "tool_calls.0.function: Field required",
+    ),
     (chat("Hello"), 400, "outside the model's vocabulary: 'Hello'"),
     (chat(colour="red"), 422, "unknown field: 'colour'"),
     (chat(temprature=1), 422, "did you mean 'temperature'?"),
-    (chat(n=0), 422, "n=0 must be an integer from 1 to 128"),
-    (chat(n="2"), 422, "n='2' must be an integer"),
-    (chat(logprobs=3), 422, "logprobs=3 must be true or false"),
+    (chat(n=0), 422, "n=0: Input should be greater than or equal to 1"),
+    (chat(n="2"), 422, "n='2': Input should be a valid integer"),
+    (chat(logprobs=3), 422, "logprobs=3: Input should be a valid boolean"),
     (chat(top_logprobs=3), 422, "top_logprobs=3 needs logprobs=true"),
-    (chat(logprobs=True, top_logprobs=21), 422, "top_logprobs=21 must be an integer from 0 to 20"),
-    (chat(tools=[1]), 422, "tools: 1 must be of type function"),
-    (chat(tools="x"), 422, "tools='x' must be a list"),
+    (chat(logprobs=True, top_logprobs=21), 422, "top_logprobs=21: Input should be less than or equal to 20"),
+    (chat(tools=[1]), 422, "tools.0=1: "),
+    (chat(tools="x"), 422, "tools='x': Input should be a valid list"),
     (chat(tools=[TOOL | {"x": json.loads("[" * 70 + "]" * 70)}]), 422, "64 levels deep"),
     (chat(tool_choice="maybe"), 422, "tool_choice='maybe' must be"),
     (chat(tool_choice="required", tools=[TOOL]), 422, "tool_choice='required' is not offered for this model"),
     (chat(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[TOOL]), 422, "'g' is none of the tools"),
-    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 422, "tool_calls=3 must be a list of calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 422, "tool_calls=3: Input should be a valid list"),
     ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "cannot be read as JSON"),
-    ({"messages": [{"role": "tool", "tool_call_id": [], "content": "x"}]}, 422, "tool_call_id=[] must be a text"),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": [], "content": "x"}]},
+        422,
+        "tool_call_id=[]: Input should be a valid string",
+    ),
     (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
-    (chat(stream="yes"), 422, "stream='yes' must be true or false"),
+    (chat(stream="yes"), 422, "stream='yes': Input should be a valid boolean"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
     (chat(temperature=-1), 400, "temperature=-1"),
     (chat(top_p=2), 400, "top_p=2"),
@@ -202,7 +208,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(stop=[3]), 422, "stop="),
     (chat(stop=["x"] * 17), 400, "at most 16"),
     (chat(preset="fast"), 400, "preset='fast' must be one of slowly, warm"),
-    (chat(paradec=3), 422, "paradec=3 must be an object"),
+    (chat(paradec=3), 422, "paradec=3: Input should be a valid dictionary"),
     (chat(paradec={"sampler": "nosuch"}), 400, "nosuch"),
     (chat(paradec={"rollout": True}), 422, "unknown field of paradec: 'rollout'"),
     (chat(paradec={"temperature": 1}, temperature=1), 400, "say the same"),
@@ -244,7 +250,7 @@ def test_a_body_imports_no_file(server: Running, kind: str, tmp_path: Path) -> N
 
 
 def test_completions_refuse_too(server: Running) -> None:
-    for body, message in [({"prompt": ["a"]}, "prompt="), ({"prompt": SORT, "suffix": "x"}, "suffix")]:
+    for body, message in [({"prompt": [["a"]]}, "prompt="), ({"prompt": SORT, "suffix": "x"}, "suffix")]:
         status, _, text = server.post(body, "/v1/completions")
         assert status == 422 and message in json.loads(text)["error"]["message"]
 
@@ -281,7 +287,7 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
 
-    monkeypatch.setattr("paradec.integrations.server.streams.TextStream.put", broken)
+    monkeypatch.setattr("paradec.integrations.server.answers.Streamer.put", broken)
     with pytest.raises(openai.APIError, match='a "quoted"\nmessage'):
         pieces(client, SORT)
     wait(lambda: server.engine.occupied == 0)
@@ -304,7 +310,7 @@ def test_a_browser_is_told_what_there_is_and_how_to_ask(key: str | None, model: 
         page = found[place]
         assert ("&lt;b&gt;own&lt;/b&gt;" in page) == (key is None) and ("Bearer $KEY" in page) == (key is not None)
         paths = re.findall(r"<code>(?:GET|POST) (\S+)</code>", page)
-        assert sorted(paths) == sorted({*gate.PATHS} - {"/"})
+        assert sorted(paths) == sorted({*PATHS} - {"/"})
         shown = unescape(page.partition("<pre>")[2].partition("</pre>")[0]).replace("\\\n", "")
         command = shlex.split(shown)
         assert command[1] == f"{server.address}/v1/chat/completions"
@@ -463,13 +469,13 @@ def test_a_step_that_fails_now_and_then_does_not_end_the_engine(model: Any, monk
 
 
 def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
-    """Behind a socket it would take megabytes to fill its buffers: the gate is driven as uvicorn drives it."""
+    """Behind a socket it would take megabytes to fill its buffers: the middleware is driven as uvicorn drives it."""
     engine = Engine(model)
     ended: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        CALL.get().add(engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
+        scope[CALL].submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x"})
 
@@ -483,9 +489,9 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-        gate = Gate(app, engine=engine, metrics=Metrics(engine), timeout=0.05)
-        await gate({"type": "http", "method": "POST", "path": "/x", "headers": []}, receive, send)
-        assert gate.running == 0
+        limits = Limits(app, engine=engine, metrics=Metrics(engine), timeout=0.05)
+        await limits({"type": "http", "method": "POST", "path": "/x", "headers": []}, receive, send)
+        assert limits.num_running == 0
 
     asyncio.run(asyncio.wait_for(drive(), 30))
     wait(lambda: len(ended) == 1)
@@ -495,12 +501,12 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
 
 def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder"):
-        asked.read_presets(tmp_path / "none")
+        read_presets(tmp_path / "none")
     with pytest.raises(ValueError, match="holds no .json file"):
-        asked.read_presets(tmp_path)
+        read_presets(tmp_path)
     (tmp_path / "bad.json").write_text('{"colour": 1}')
     with pytest.raises(ValueError, match="bad.json"):
-        asked.read_presets(tmp_path)
+        read_presets(tmp_path)
 
 
 def test_requests_are_drafted_for_by_a_drafter_that_reads_hidden_states() -> None:

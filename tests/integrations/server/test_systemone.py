@@ -83,21 +83,19 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 @pytest.mark.parametrize("name", named("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
-    """By transformers' questions, from a vocabulary that has nothing but the labels."""
-    from transformers.decision import DecisionConfig, parse_questions
-
+    """By the questions of a body, from a vocabulary that has nothing but the labels."""
     from paradec.api.decisions.decide import Plan
-    from paradec.integrations.server.decisions import to_question
+    from paradec.integrations.server.decisions import DecisionBody, DecisionConfig, to_answer
 
     case = CASES[name]
-    for question in parse_questions(plain(case["questions"], read=True), DecisionConfig()):
-        expected, key = case["expected"], question.name
+    body = DecisionBody.model_validate({"state": "x", "questions": plain(case["questions"], read=True)})
+    for key, asked in body.questions.items():
+        question, expected = DecisionConfig().question(asked), case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [ids_of(label)[0] for label in question.labels]
         model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))
-        found = Plan(model, "x", {key: to_question(question)}, temperature=case["temperature"]).answer()
-        answer = question.answer([*found[key].probabilities.values()])
-        assert close(answer, expected["answers"][key], 1e-9)
+        found = Plan(model, "x", {key: question}, temperature=case["temperature"]).answer()
+        assert close(to_answer(question, found[key]), expected["answers"][key], 1e-9)
 
 
 def test_a_mask_in_the_state_is_text_on_masked_models() -> None:

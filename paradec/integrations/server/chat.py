@@ -1,0 +1,171 @@
+"""Chats: messages and tools become a prompt; the text of an answer becomes reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from paradec.core.checks import shown
+from paradec.core.prompts import ids_of
+from paradec.integrations.server.errors import ApiError, to_api_error
+from paradec.integrations.server.request_body import ChatBody
+
+HERMES: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        }
+    },
+}
+"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+QWEN_XML: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        }
+    },
+}
+"""<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>"""
+RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+"""Names that `chat_template_kwargs` may not have; a template is a program."""
+
+
+class ToolCall(NamedTuple):
+    """A call in an answer."""
+
+    name: str
+    arguments: str
+
+
+class Parts(NamedTuple):
+    """What a piece of an answer adds to its message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class AnswerParser:
+    """Splits the text of an answer, which may come in pieces.
+
+    Args:
+        reasoning_end: the text that ends the reasoning with which the answer begins; None without reasoning.
+        template: the format of calls; None leaves them in the content. tools: of the body.
+    """
+
+    def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
+        self._reasoning_end, self._tools, self._held, self._follows_call = reasoning_end, tools, "", False
+        self._template = None if template is None else load_response_template(template)
+
+    def feed(self, text: str, is_last: bool = False) -> Parts:
+        """Split the next piece. Text that may belong to a marker, and space before a call, waits for the next one."""
+        held, reasoning, content, calls = self._held + text, "", "", list[ToolCall]()
+        if (end := self._reasoning_end) is not None:
+            reasoning, marker, held = held.partition(end)
+            if not marker:
+                size = len(reasoning) - (0 if is_last else overlap(reasoning, end))
+                self._held = reasoning[size:]
+                return Parts(reasoning=reasoning[:size])
+            self._reasoning_end = None
+        size = len(held)
+        while self._template is not None and held:
+            held = held.lstrip() if self._follows_call else held
+            self._follows_call, field = self._follows_call and not held, self._template.fields["tool_calls"]
+            begin = field.open_re.search(held, partial=not is_last)
+            close = None if begin is None or begin.partial else field.close_re.search(held, begin.end())
+            if close is None:  # no call, or one that is not whole yet
+                size = len(held) if is_last else len(held[: begin.start()].rstrip())
+                break
+            call = self._read_call(held[begin.start() : close.end()])
+            content += held[: close.end()] if call is None else held[: begin.start()].rstrip()
+            calls += [] if call is None else [call]
+            held, self._follows_call, size = held[close.end() :], call is not None, 0
+        self._held = held[size:]
+        return Parts(content + held[:size], reasoning, tuple(calls))
+
+    def _read_call(self, text: str) -> ToolCall | None:
+        """Parse a call; None for a text that is none, which is content."""
+        try:
+            (call,) = parse_response(text, self._template, prefix="", tools=self._tools)["tool_calls"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+        except (ValueError, RuntimeError, KeyError, TypeError):
+            return None
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(name, arguments) if isinstance(name, str) else None
+
+
+def overlap(text: str, marker: str) -> int:
+    """Count the characters at the end of a text with which a marker may begin."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
+    """The format of tool calls: the tokenizer's own, or that of its chat template; None if it is not known."""
+    own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None)
+    if own is not None:
+        return own if "tool_calls" in own["fields"] else None
+    if not isinstance(text, str) or "<tool_call>" not in text:
+        return None
+    return QWEN_XML if "<function=" in text else HERMES
+
+
+def reasoning_end(tokenizer: Any, prompt: str) -> str | None:
+    """The text that ends the reasoning block which a prompt opens; None if it opens none."""
+    fields = (getattr(tokenizer, "response_template", None) or {"fields": {}})["fields"]
+    block = fields.get("reasoning_content") or fields.get("thinking") or {}
+    begin, end = block.get("open", "<think>"), block.get("close", "</think>")
+    is_open = isinstance(begin, str) and isinstance(end, str) and prompt.rstrip().endswith(begin.rstrip())
+    return end if is_open else None
+
+
+def choose_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]] | None]:
+    """The tools of the prompt, and those of which one must be called; None for none. Raises ApiError."""
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return (None if choice == "none" else tools or None), None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        allowed = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+        raise ApiError(f"tool_choice={shown(choice)} {allowed}", 422, "tool_choice")
+    required = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not required:
+        reason = f"tool_choice: {shown(name)} is none of the tools" if tools else "tool_choice needs tools"
+        raise ApiError(reason, 422, "tool_choice")
+    return tools, required
+
+
+def encode_chat(model: Any, body: ChatBody, tools: list[dict[str, Any]] | None) -> tuple[list[int], str]:
+    """The ids of a chat's prompt, and its text. Raises ApiError."""
+    param, variables = "chat_template_kwargs", body.chat_template_kwargs
+    for name in variables:
+        if name in RESERVED:
+            raise ApiError(f"{param}: {name} is for the server to choose; give variables of the template", 422, param)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    render = model.tokenizer.apply_chat_template
+    try:
+        text = render(messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+    except Exception as error:  # the template's own code, on data of a client
+        reason = f"the chat template does not take this: {error}"
+        raise ApiError(reason, 400, "tools" if tools else "messages") from error
+    try:
+        return ids_of(model.tokenizer, text), text
+    except ValueError as error:
+        raise to_api_error(error, "messages") from error
