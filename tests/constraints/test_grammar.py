@@ -19,8 +19,8 @@ from paradec import samplers
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import constraint_of, token_automaton
 from paradec.core.protocol import decode
-from paradec.integrations.server.errors import ApiError
-from paradec.integrations.server.response_format import check_room, read_constraint
+from paradec.integrations.server.limits import ApiError
+from paradec.integrations.server.request_body import check_room, read_constraint
 from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import DynamicTree
 

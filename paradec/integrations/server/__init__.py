@@ -1,17 +1,9 @@
 """A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
 
-| file | purpose |
-|---|---|
-| `app.py` | the application: routes, pages, errors; `serve` runs it |
-| `limits.py` | keys, sizes, number of requests, tokens of work, clients that leave |
-| `request_body.py` | the bodies of both endpoints, and the fields of `paradec.Request` in them |
-| `response_format.py` | constraints: `response_format`, `structured_outputs`, required tool calls |
-| `chat.py` | messages and tools: the prompt of a chat, and the parts of its answer |
-| `answers.py` | the answers to one body: from the engine's tokens to text, whole or as a stream of events |
-| `logprobs.py` | log-probabilities in the forms of both endpoints |
-| `decisions.py` | `/v1/systemone`: typed questions, over `paradec.decide` |
-| `engine.py` | the batch and its one thread |
-| `metrics.py` | counts and times for Prometheus |
+`app.py` has the routes and `limits.py` what is in front of them. `service.py` checks and encodes a body
+(`request_body.py`, `response_format.py`, `chat.py`); `replies.py` submits its answers to the batch (`engine.py`) and
+writes the response or the stream (`answers.py`, `logprobs.py`). `decisions.py` is `/v1/systemone`, `metrics.py`
+`/metrics`.
 """
 
 from __future__ import annotations
@@ -28,19 +20,14 @@ LATER = {"Engine": "engine", "build_app": "app", "serve": "app"}
 
 def check_installed() -> None:
     """Raise ImportError unless the extra `serve` is installed; the message names the missing packages."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ImportError(
             f"the server needs {', '.join(missing)}: install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
         )
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
-    """Open a listening socket; port 0 takes a free one.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    """Open a listening socket; port 0 takes a free one. Raises OSError for an address that cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

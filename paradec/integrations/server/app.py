@@ -18,10 +18,8 @@ from starlette.exceptions import HTTPException
 
 from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.decisions import DecisionBody, Decisions
-from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.errors import ApiError, error_body, from_validation
-from paradec.integrations.server.limits import CALL, Limits
-from paradec.integrations.server.metrics import Metrics
+from paradec.integrations.server.engine import Engine, Metrics
+from paradec.integrations.server.limits import CALL, PATHS, ApiError, Limits, from_validation
 from paradec.integrations.server.request_body import ChatBody, TextBody
 from paradec.integrations.server.service import Service
 
@@ -29,31 +27,19 @@ PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <title>paradec</title>
-<style>
-body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto; padding: 0 1rem }}
-pre {{ overflow-x: auto; border: 1px solid #8888; padding: .75rem }}
-td {{ padding: 0 1rem .25rem 0; vertical-align: top }}
-</style>
+<style>body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto }}</style>
 <h1>paradec</h1>
 <p>{about} OpenAI's clients take the base URL <code>{base}/v1</code>.</p>
-<table>
-<tr><td><code>POST /v1/chat/completions</code><td>a chat, through the model's chat template
-<tr><td><code>POST /v1/completions</code><td>text as it is
-<tr><td><code>POST /v1/systemone</code><td>questions about a text, answered with probabilities
-<tr><td><a href="v1/models"><code>GET /v1/models</code></a><td>the model that is served
-<tr><td><a href="health"><code>GET /health</code></a><td>200, or 503 once nothing is decoded any more
-<tr><td><a href="metrics"><code>GET /metrics</code></a><td>counts and times, for Prometheus
-</table>
-<h2>Ask</h2>
+<table>{rows}</table>
 <pre>curl {base}/v1/chat/completions \\
   -H "Content-Type: application/json" \\{key}
   -d '{{"messages": [{{"role": "user", "content": "Sort: pear fig apple"}}]}}'</pre>
-<p>A body may also say <code>"paradec": {{"sampler": "credit", "cache": "dual"}}</code>: fields of
-<code>paradec.Request</code>.</p>
+<p>A body may have fields of <code>paradec.Request</code>:
+<code>"paradec": {{"sampler": "credit", "cache": "dual"}}</code>.</p>
 </html>
 """
+ROWS = "".join(f"<tr><td><code>{path}</code><td>{purpose}\n" for path, purpose in PATHS.items())
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
     "x-content-type-options": "nosniff",
@@ -142,7 +128,7 @@ def build_app(
         key = "" if api_key is None else '\n  -H "Authorization: Bearer $KEY" \\'
         about = f"The model is <code>{escape(name)}</code>." if api_key is None else "Requests need an API key."
         base = escape(str(request.base_url).rstrip("/"))
-        return HTMLResponse(PAGE.format(about=about, base=base, key=key), headers=HEADERS)
+        return HTMLResponse(PAGE.format(about=about, base=base, rows=ROWS, key=key), headers=HEADERS)
 
     @app.exception_handler(ApiError)
     async def show_error(_: Request, error: ApiError) -> JSONResponse:
@@ -153,12 +139,12 @@ def build_app(
         return await show_error(request, from_validation(error))
 
     @app.exception_handler(HTTPException)
-    async def show_http(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+    async def show_http(request: Request, error: HTTPException) -> JSONResponse:
+        return await show_error(request, ApiError(str(error.detail), error.status_code, **(error.headers or {})))
 
     @app.exception_handler(Exception)
-    async def show_failure(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, f"{type(error).__name__} in the server"), 500)
+    async def show_failure(request: Request, error: Exception) -> JSONResponse:
+        return await show_error(request, ApiError(f"{type(error).__name__} in the server", 500))
 
     limited: dict[str, Any] = {"api_key": api_key, "max_body": max_body, "max_requests": max_requests}
     app.add_middleware(Limits, engine=engine, metrics=metrics, max_work=max_work, timeout=timeout, **limited)

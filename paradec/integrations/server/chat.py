@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from paradec.core.checks import shown
 from paradec.core.prompts import ids_of
-from paradec.integrations.server.errors import ApiError, to_api_error
+from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.integrations.server.request_body import ChatBody
 
 HERMES: dict[str, Any] = {
@@ -108,6 +109,30 @@ class AnswerParser:
             return None
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name, arguments) if isinstance(name, str) else None
+
+
+class StopCutter:
+    """Cuts a text, which comes in pieces, where the stop sequence begins that is complete first.
+
+    >>> cutter = StopCutter(["END"])
+    >>> cutter.feed("one E"), cutter.feed("ND two"), cutter.feed("", is_last=True)
+    ('one ', '', '')
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops, self.is_over, self._held = tuple(stops), False, ""
+
+    def feed(self, text: str, is_last: bool = False) -> str:
+        """Take the next piece; return the new text that cannot belong to a stop sequence."""
+        if self.is_over:
+            return ""
+        text = self._held + text
+        ends = [(begin + len(stop), begin) for stop in self.stops if (begin := text.find(stop)) >= 0]
+        self.is_over = bool(ends)
+        held = 0 if is_last or ends else max((overlap(text, stop) for stop in self.stops), default=0)
+        size = min(ends)[1] if ends else len(text) - held
+        self._held = text[size:]
+        return text[:size]
 
 
 def overlap(text: str, marker: str) -> int:

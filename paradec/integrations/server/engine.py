@@ -1,4 +1,4 @@
-"""The batch of a server, and the one thread that steps it."""
+"""The batch of a server, the one thread that steps it, and its metrics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from paradec.api.generate import generate
 from paradec.batching.batch import Batch
@@ -20,6 +22,8 @@ MAX_FAILURES = 3
 """Consecutive steps that fail with an error of no single prompt before the engine stops."""
 IDLE_SECONDS = 0.5
 """How often an idle thread checks whether the engine is closed."""
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class EngineStopped(RuntimeError):
@@ -34,30 +38,18 @@ class Engine:
     """Decode prompts of many threads with one model.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`, with a tokenizer.
-        batch_size, max_memory, prefix_memory, arguments: as for `paradec.batching.Batch`.
+        model: from `paradec.load` or `paradec.wrap`, with a tokenizer. arguments: as for `paradec.batching.Batch`.
 
     Raises:
         ValueError, TypeError: as `Batch`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        batch_size: int = 8,
-        max_memory: int | None = None,
-        prefix_memory: int | None = None,
-        **arguments: Any,
-    ):
-        self.model = model
-        limits: dict[str, Any] = {"max_memory": max_memory, "prefix_memory": prefix_memory}
-        self.batch = Batch(model, batch_size=batch_size, **limits, **arguments)
+    def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
+        self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
         self.failure: BaseException | None = None
         """The error that stopped it."""
-        self.steps = 0
-        self.seconds_per_answer = 0.0
-        """Moving mean of the seconds from `submit` to the end of an answer."""
+        self.steps, self.seconds_per_answer = 0, 0.0
+        """Steps so far, and a moving mean of the seconds from `submit` to the end of an answer."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paradec-steps", daemon=True)
         self._thread.start()
@@ -81,31 +73,30 @@ class Engine:
         """Read a count of `paradec.batching.prefixes.Prefixes`; 0 where no keys and values are kept."""
         return int(getattr(self.batch.prefixes, name, 0))
 
-    def submit(
-        self, prompt: Any, *, on_done: Callable[[Ticket], None], streamer: Any = None, id: Any = None, **changes: Any
-    ) -> Ticket:
-        """Give a prompt to the batch, from any thread.
+    def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
+        """Give a prompt to the batch, from any thread. The answer is that of `paradec.generate` on this prompt alone.
 
-        The answer is that of `paradec.generate` on this prompt alone, with its seed or a fresh one.
+        Args:
+            on_done: called in the engine's thread when the answer has ended. arguments: as for `Batch.add`; without a
+                seed one is drawn.
 
         Raises:
             ValueError, TypeError: a prompt or an argument that cannot be used. EngineStopped: decoding has stopped.
         """
         self.check_alive()
-        if changes.get("seed") is None:
-            changes["seed"] = secrets.randbits(63)
         began = time.perf_counter()
+        if arguments.get("seed") is None:
+            arguments["seed"] = secrets.randbits(63)
 
-        def done(ticket: Ticket) -> None:
-            seconds = time.perf_counter() - began
-            self.seconds_per_answer += (seconds - self.seconds_per_answer) / 16
+        def deliver(ticket: Ticket) -> None:
+            self.seconds_per_answer += (time.perf_counter() - began - self.seconds_per_answer) / 16
             try:
                 on_done(ticket)
             except Exception:  # of one client: the others go on
                 log.exception("the answer of prompt %s could not be delivered", ticket.number)
 
         try:
-            return self.batch.add(prompt, streamer=streamer, on_done=done, id=id, alone=True, **changes)
+            return self.batch.add(prompt, on_done=deliver, alone=True, **arguments)
         except BatchClosed as error:  # since the check above
             raise self._stopped() from error
 
@@ -131,10 +122,8 @@ class Engine:
             self._thread.join()
 
     def _stopped(self) -> EngineStopped:
-        """Build the error of a stopped engine, with the cause."""
-        return EngineStopped(
-            f"the engine has stopped: {'it was closed' if self.failure is None else shown(self.failure)}"
-        )
+        cause = "it was closed" if self.failure is None else shown(self.failure)
+        return EngineStopped(f"the engine has stopped: {cause}")
 
     def _run(self) -> None:
         failures = 0
@@ -163,3 +152,58 @@ class Engine:
                     generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
                 except Exception as failure:
                     raise ModelFailed(f"the model fails: {shown(failure)}") from failure
+
+
+class Metrics:
+    """Metrics of one server, in a registry of their own."""
+
+    def __init__(self, engine: Engine):
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"paradec_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+            return Histogram(f"paradec_{name}_seconds", text, labels, registry=self.registry, buckets=buckets)
+
+        self.requests = counter("requests", "HTTP requests.", "path", "status")
+        self.seconds = histogram("request", "Seconds per HTTP request.", "path")
+        self.first = histogram("first_text", "Seconds to the first text of a stream.")
+        self.waiting = histogram("waiting", "Seconds that a prompt waits for a row.")
+        self.committed = histogram("first_token", "Seconds to a prompt's first committed step, waiting included.")
+        self.per_token = histogram("token", "Seconds of decoding per token of an answer.", buckets=TOKEN_SECONDS)
+        self.answers = counter("answers", "Answers by how they ended.", "end")
+        self.tokens = counter("tokens", "Tokens of prompts and answers.", "of")
+        self.row_calls = counter("row_calls", "Forwards that each answer took, added.")
+        self.positions = counter("positions", "Positions that these evaluated.")
+        for name, text, count in (
+            ("rows_occupied", "Rows that are decoded.", lambda: engine.occupied),
+            ("prompts_waiting", "Prompts that wait for a row.", lambda: engine.waiting),
+            ("steps", "Steps of the batch since the start.", lambda: engine.steps),
+            ("prefix_rows", "Rows that began with stored keys and values.", lambda: engine.count_prefixes("hits")),
+            ("prefix_tokens", "Positions that these did not evaluate.", lambda: engine.count_prefixes("saved")),
+            ("prefix_bytes", "Bytes of stored beginnings.", lambda: engine.count_prefixes("nbytes")),
+            ("alive", "1 until decoding stops.", lambda: engine.alive),
+        ):
+            Gauge(f"paradec_{name}", text, registry=self.registry).set_function(count)
+
+    def record_answer(self, ticket: Ticket) -> None:
+        """Record a prompt that has ended now: its tokens, its work, and the times of its row."""
+        output = ticket.output
+        assert output is not None
+        tokens, error = output.tokens[0], output.error
+        end = "whole" if error is None else "cancelled" if isinstance(error, Cancelled) else "failed"
+        self.answers.labels(end).inc()
+        self.tokens.labels("prompts").inc(len(ticket.prompts.rows[0]))
+        self.tokens.labels("answers").inc(tokens)
+        self.row_calls.inc(output.row_nfe[0])
+        self.positions.inc(output.forwarded_tokens)
+        if ticket.began:
+            self.waiting.observe(ticket.began - ticket.added)
+        if ticket.committed:
+            self.committed.observe(ticket.committed - ticket.added)
+            self.per_token.observe((time.perf_counter() - ticket.began) / max(1, tokens))
+
+    def to_text(self) -> bytes:
+        """Write all of them in Prometheus' text format."""
+        return generate_latest(self.registry)

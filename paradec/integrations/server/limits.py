@@ -1,93 +1,132 @@
-"""Limits in front of the endpoints: keys, sizes, how many requests and tokens at once, clients that leave or stall."""
+"""Limits in front of the endpoints (keys, sizes, requests and tokens at once, clients that leave or stall); errors."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
+import re
 import time
 from typing import Any
 
-from paradec.batching.slots import Ticket
-from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.errors import ApiError, error_body
-from paradec.integrations.server.metrics import Metrics
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from paradec.batching.slots import Cancelled, Ticket
+from paradec.constraints.automaton import ConstraintSizeError
+from paradec.core.checks import shown
+from paradec.integrations.server.engine import Engine, EngineStopped, Metrics
 
 log = logging.getLogger(__name__)
-PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/models", "/health", "/metrics")
+PATHS = {
+    "POST /v1/chat/completions": "a chat, through the model's chat template",
+    "POST /v1/completions": "text as it is",
+    "POST /v1/systemone": "questions about a text, answered with probabilities",
+    "GET /v1/models": "the model that is served",
+    "GET /health": "200, or 503 after decoding has stopped",
+    "GET /metrics": "counts and times, for Prometheus",
+}
 OPEN_PATHS = ("/", "/health")
 """Paths that need no key."""
 MAX_DRAINED = 64 * 2**20
 """Bytes of a refused body that are read and dropped, so that a client that still sends reads the response."""
 CALL = "paradec.call"
 """The key of the `Call` in the ASGI scope."""
+MAX_MESSAGE = 2000
+"""Characters of a message, which may quote a body."""
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+FIELD_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+"""Fields of `paradec.Request` that a body calls otherwise."""
 
 
-class WorkBudget:
-    """Tokens of prompts and possible answers that are decoded or wait, used from the event loop alone.
+class ApiError(Exception):
+    """An error for the client: HTTP status, the body's field, headers of the response."""
 
-    Args:
-        limit: the most of them together.
-    """
+    def __init__(self, message: str, status: int = 400, param: str | None = None, **headers: Any):
+        super().__init__(message[:MAX_MESSAGE])
+        self.status, self.param = status, param
+        self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
 
-    def __init__(self, limit: int):
-        self.limit, self.reserved = limit, 0
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
 
-    def reserve(self, tokens: int, retry_after: int) -> None:
-        """Reserve the tokens of one prompt and its answer.
+
+def to_api_error(error: BaseException, param: str | None = None, status: int = 400) -> ApiError:
+    """Convert an error of the library; `status` is that of a ValueError or TypeError, which the client can mend."""
+    message = str(error) or f"{type(error).__name__} in the server"
+    for inner, outer in FIELD_NAMES.items():
+        message = re.sub(rf"\b{inner}\b", outer, message)
+    if isinstance(error, Cancelled):
+        return ApiError("the answer was broken off: the server is stopping, or the client has gone", 503)
+    if isinstance(error, EngineStopped):
+        return ApiError(message, 503, retry_after="5")
+    if not isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
+        return ApiError(message, 500)
+    name = re.match(r"(\w+)=", message)
+    status = 422 if isinstance(error, ConstraintSizeError) else status
+    return ApiError(message, status, param or (name[1] if name else None))
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """Convert the first thing that pydantic finds wrong with a body."""
+    first = error.errors()[0]
+    path = ".".join(map(str, first["loc"][1:]))
+    if first["type"] == "json_invalid":
+        return ApiError("the body is not JSON")
+    if not path:
+        return ApiError("the body must be a JSON object (content-type application/json)", 422)
+    value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
+    reason = " ".join(first["msg"].removeprefix("Value error, ").split())
+    return ApiError(f"{shown(path)[1:-1]}{value}: {reason}", 422, shown(str(first["loc"][1]))[1:-1])
+
+
+class Call:
+    """One HTTP request: its prompts in the batch and its tokens of work. It ends when the client leaves."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self.has_ended = limits, False
+        self._tickets, self._reserved = list[Ticket](), 0
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve the tokens of a prompt and its answer until the end.
 
         Raises:
             ApiError: 400 if they never fit; 429 if they do not fit now.
         """
-        if tokens > self.limit:
-            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {self.limit}")
-        if self.reserved + tokens > self.limit:
-            held = f"{self.reserved} tokens are being answered or wait, and {tokens} more are beyond {self.limit}"
-            raise ApiError(f"{held}; try again", 429, retry_after=retry_after)
-        self.reserved += tokens
-
-
-class Call:
-    """One HTTP request: its prompts in the batch and its share of the budget. It ends when the client leaves."""
-
-    def __init__(self, engine: Engine, budget: WorkBudget):
-        self.engine, self.budget = engine, budget
-        self.tickets: list[Ticket] = []
-        self.ended = False
-        self._reserved = 0
-
-    def reserve(self, tokens: int) -> None:
-        """Reserve tokens of work until the end. Raises ApiError where they do not fit."""
-        self.budget.reserve(tokens, self.engine.retry_after())
+        limits, most = self.limits, self.limits.max_work
+        if tokens > most:
+            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {most}")
+        if limits.num_reserved + tokens > most:
+            held = f"{limits.num_reserved} tokens are being answered or wait, and {tokens} more are beyond {most}"
+            raise ApiError(f"{held}; try again", 429, retry_after=limits.engine.retry_after())
+        limits.num_reserved += tokens
         self._reserved += tokens
 
-    def submit(self, prompt: Any, **arguments: Any) -> Ticket:
+    def submit(self, prompt: Any, **arguments: Any) -> None:
         """Give a prompt to the engine; see `Engine.submit`."""
-        ticket = self.engine.submit(prompt, **arguments)
-        self.tickets.append(ticket)
-        if self.ended:
-            self.engine.cancel(ticket)
-        return ticket
+        self._tickets.append(self.limits.engine.submit(prompt, **arguments))
+        if self.has_ended:
+            self.end()
 
     def end(self) -> None:
         """Cancel unfinished prompts and give the tokens back."""
-        self.ended = True
-        self.budget.reserved -= self._reserved
+        self.has_ended = True
+        self.limits.num_reserved -= self._reserved
         self._reserved = 0
-        for ticket in self.tickets:
-            self.engine.cancel(ticket)
+        for ticket in self._tickets:
+            self.limits.engine.cancel(ticket)
 
 
 class Limits:
-    """An ASGI middleware. It gives every POST request a `Call`, in the scope's `CALL`.
+    """An ASGI middleware, which gives each POST request a `Call`.
 
     Args:
-        app: the application behind it.
         api_key: the key in "Authorization: Bearer ..."; None lets everybody in.
-        max_body: bytes of a request's body.
-        max_requests: requests that are handled at once; more get 429 with Retry-After.
-        max_work: tokens of prompts and possible answers at once.
+        max_body: bytes of a body. max_requests: requests that are handled at once; more get 429.
+        max_work: tokens of prompts and possible answers at once; more get 429.
         timeout: seconds in which a client must send the rest of its body, or take a piece of an answer.
     """
 
@@ -103,10 +142,10 @@ class Limits:
         max_work: int = 2**20,
         timeout: float = 60.0,
     ):
-        self.app, self.engine, self.metrics = app, engine, metrics
+        self.app, self.engine, self.metrics, self.timeout = app, engine, metrics, timeout
         self.api_key = None if api_key is None else api_key.encode()
-        self.max_body, self.max_requests, self.timeout = max_body, max_requests, timeout
-        self.budget, self.num_running = WorkBudget(max_work), 0
+        self.max_body, self.max_requests, self.max_work = max_body, max_requests, max_work
+        self.num_running = self.num_reserved = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -125,46 +164,43 @@ class Limits:
 
         try:
             await self._handle(scope, receive, send_in_time)
+        except ApiError as error:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send_in_time)
         except Exception:
             if not is_stuck:
                 raise
             log.warning("a client did not read its answer for %s s", self.timeout)
         finally:
-            path = scope["path"] if scope["path"] in PATHS else "other"
+            path = scope["path"] if f"{scope['method']} {scope['path']}" in (*PATHS, "GET /") else "other"
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
     async def _handle(self, scope: Any, receive: Any, send: Any) -> None:
-        if not self._may_enter(scope):
-            await self._refuse(receive, send, 401, "the API key is missing or wrong", {"www-authenticate": "Bearer"})
-        elif scope["method"] != "POST":
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        refusal = None
+        if self.api_key is not None and scope["path"] not in OPEN_PATHS:
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.api_key):
+                refusal = ApiError("the API key is missing or wrong", 401, www_authenticate="Bearer")
+        if refusal is None and scope["method"] != "POST":
             await self.app(scope, receive, send)
-        elif self.num_running >= self.max_requests:
-            headers = {"retry-after": str(self.engine.retry_after())}
-            await self._refuse(
-                receive, send, 429, f"{self.num_running} requests are being answered; try again", headers
-            )
-        else:
-            self.num_running += 1
-            try:
-                await self._post(scope, receive, send)
-            finally:
-                self.num_running -= 1
-
-    async def _post(self, scope: Any, receive: Any, send: Any) -> None:
-        close = {"connection": "close"}
+            return
+        if refusal is None and self.num_running >= self.max_requests:
+            wait = self.engine.retry_after()
+            refusal = ApiError(f"{self.num_running} requests are being answered; try again", 429, retry_after=wait)
+        if refusal is not None:
+            await self._read_body(receive, 0)
+            raise refusal
+        self.num_running += 1
         try:
-            body = await asyncio.wait_for(_read_body(receive, self.max_body), self.timeout)
-        except TimeoutError:
-            await _respond(send, 408, f"the body did not come within {self.timeout:g} s", close)
-            return
-        except ConnectionError:
-            return
-        if body is None:
-            await _respond(send, 413, f"the body is longer than {self.max_body} bytes", close)
-            return
+            if (body := await self._read_body(receive, self.max_body)) is not None:
+                await self._answer(scope, receive, send, body)
+        finally:
+            self.num_running -= 1
+
+    async def _answer(self, scope: Any, receive: Any, send: Any, body: bytes) -> None:
+        """Run the application with a body that was read, and watch whether the client leaves."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
-        call, has_left = Call(self.engine, self.budget), asyncio.Event()
+        call, has_left = Call(self), asyncio.Event()
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -185,39 +221,22 @@ class Limits:
             call.end()
             watcher.cancel()
 
-    def _may_enter(self, scope: Any) -> bool:
-        if self.api_key is None or scope["path"] in OPEN_PATHS:
-            return True
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.api_key)
-
-    async def _refuse(self, receive: Any, send: Any, status: int, message: str, headers: dict[str, str]) -> None:
+    async def _read_body(self, receive: Any, limit: int) -> bytes | None:
+        """Read a body of at most `limit` bytes, where 0 drops all; None if the client leaves. Raises ApiError."""
+        parts, length = [], 0
         try:
-            await asyncio.wait_for(_read_body(receive, 0), self.timeout)
+            async with asyncio.timeout(self.timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    length += len(message.get("body", b""))
+                    parts += [message.get("body", b"")] if length <= limit else []
+                    if not message.get("more_body") or length > limit + MAX_DRAINED:
+                        break
         except TimeoutError:
-            headers["connection"] = "close"
-        except ConnectionError:
-            return
-        await _respond(send, status, message, headers)
-
-
-async def _read_body(receive: Any, limit: int) -> bytes | None:
-    """Read the body of a request; None if it has more bytes than `limit`. Raises ConnectionError if the client left."""
-    parts, length = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError
-        length += len(message.get("body", b""))
-        if length <= limit:
-            parts.append(message.get("body", b""))
-        if not message.get("more_body") or length > limit + MAX_DRAINED:
-            return b"".join(parts) if length <= limit else None
-
-
-async def _respond(send: Any, status: int, message: str, headers: dict[str, str]) -> None:
-    body = json.dumps(error_body(status, message)).encode()
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+            reason = f"the body did not come within {self.timeout:g} s"
+            raise ApiError(reason, 408, connection="close") from None
+        if length > limit > 0:
+            raise ApiError(f"the body is longer than {limit} bytes", 413, connection="close")
+        return b"".join(parts)

@@ -1,20 +1,27 @@
-"""Bodies of the two endpoints, and the fields of `paradec.Request` that they set."""
+"""Bodies of the two endpoints: the fields of `paradec.Request` that they set, and the form of their answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.expressions import Node, either, sequence, text
+from paradec.constraints.grammar import GrammarTexts
+from paradec.constraints.json_schema import expression
+from paradec.constraints.values import Choice, Constraint, Grammar, JsonSchema, Regex, constraint_of
 from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.core.component_text import parse_components
 from paradec.core.registry import unknown
-from paradec.integrations.server.errors import ApiError, to_api_error
+from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.request import FIELDS as REQUEST_FIELDS
 from paradec.request import Request
+from paradec.samplers.spans import automaton_of, reserved_tokens
 
 OWN = "paradec"
 """The body's field with fields of `paradec.Request`, and `drafts`; OpenAI's clients send it as `extra_body`."""
@@ -24,13 +31,13 @@ FIELDS = (
     *("confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "constraint", "chat"),
 )
 """Fields of `paradec.Request` that a body may set in `OWN`."""
-SAMPLING = {
-    **{"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "stop": "stop_strings"},
-    **{"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"},
-}
+SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "seed")}
+SAMPLING |= {"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 """Fields of the body, by their names in `paradec.Request`, which checks them."""
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""Fields that say the form of an answer."""
+"""Fields that say the form of an answer (OpenAI's, vLLM's and its older ones)."""
+CONSTRAINTS: dict[str, Any] = {"json": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Grammar}
+"""Keys of `structured_outputs`."""
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "parallel_tool_calls",
@@ -57,10 +64,8 @@ def _check_depth(value: Any) -> Any:
 
 def _read_arguments(value: Any) -> Any:
     try:
-        return json.loads(value or "{}") if isinstance(value, str | None) else value
-    except RecursionError:
-        raise ValueError("cannot be read as JSON: it is nested too deeply") from None
-    except ValueError as error:
+        return _check_depth(json.loads(value or "{}") if isinstance(value, str | None) else value)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be read as JSON: {error}") from None
 
 
@@ -72,20 +77,17 @@ def _join_parts(value: Any) -> Any:
     return " ".join(part["text"] for part in parts) if isinstance(value, list) else "" if value is None else value
 
 
-Object = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
-
-
 class Part(BaseModel):
-    """A part of a body with fields that go to the chat template unchanged."""
+    """A part of a body, of which other fields go to the chat template too."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class CalledFunction(Part):
-    """`function` of a call in a message."""
+    """`function` of a call."""
 
     name: StrictStr
-    arguments: Annotated[dict[str, Any], AfterValidator(_check_depth), BeforeValidator(_read_arguments)] = {}
+    arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)] = {}
 
 
 class MessageCall(Part):
@@ -126,29 +128,25 @@ class StreamOptions(BaseModel):
     include_obfuscation: StrictBool | None = None
 
 
+Object = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+Count = Annotated[StrictInt, Field(ge=0, le=20)]
+
+
 class Body(BaseModel):
     """The fields of both endpoints; `SAMPLING`, `FORMATS`, `ONLY` and `IGNORED` are others."""
 
     model_config = ConfigDict(extra="allow")
     model: Any = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
     preset: Any = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     paradec: Object = {}
 
     def field(self, name: str) -> Any:
-        """A field that is checked elsewhere; None if it is not there."""
+        """Get one of the other fields; None if it is not there."""
         return (self.model_extra or {}).get(name)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-Count = Annotated[StrictInt, Field(ge=0, le=20)]
 
 
 class ChatBody(Body):
@@ -171,7 +169,7 @@ class TextBody(Body):
     """A body for /v1/completions."""
 
     prompt: Any
-    echo: StrictBool = False
+    echo: StrictBool | None = None
     logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
 
     @property
@@ -205,22 +203,22 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
             allowed = f"one of {', '.join(sorted(presets))}" if presets else "left out: this server has none"
             raise ApiError(f"preset={shown(preset)} must be {allowed}", 400, "preset")
         changes |= presets[preset]
-    own = {name: value for name, value in body.paradec.items() if name not in ("drafts", "constraint")}
-    for name in body.paradec:
+    for name, value in body.paradec.items():
         if name not in (*FIELDS, "drafts"):
             raise ApiError(unknown(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
-        if name in ("drafts", "chat") and not isinstance(body.paradec[name], bool):
-            raise ApiError(f"{name}={shown(body.paradec[name])} must be true or false", 422, OWN)
+        if name in ("drafts", "chat") and not isinstance(value, bool):
+            raise ApiError(f"{name}={shown(value)} must be true or false", 422, OWN)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
-    first_names = {name: f"{OWN}.{name}" for name in own}
+    own = {name: value for name, value in body.paradec.items() if name not in ("drafts", "constraint")}
+    names = {name: f"{OWN}.{name}" for name in own}
     for outer, inner in SAMPLING.items():
-        if (value := _read_sampling(body, outer)) is None:
-            continue
-        if inner in first_names and (inner in own or value != changes[inner]):
-            raise ApiError(f"{outer} and {first_names[inner]} say the same; give one", 400, outer)
-        first_names[inner], changes[inner] = outer, value
-    _check_settings(own)
+        if (value := _read_sampling(body, outer)) is not None:
+            if inner in names and (inner in own or value != changes[inner]):
+                raise ApiError(f"{outer} and {names[inner]} say the same; give one", 400, outer)
+            names[inner], changes[inner] = outer, value
+    for name in ("sampler", "cache", "blocks"):
+        _check_component(name, own.get(name))
     try:
         changes |= Request.from_dict(own)
     except (ValueError, TypeError) as error:
@@ -254,28 +252,20 @@ def _check_stops(stops: Any) -> None:
         raise ApiError(f"stop must be at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters", 400, "stop")
 
 
-def _check_settings(own: Mapping[str, Any]) -> None:
-    """Raise ApiError for a setting of a component that is not a number: it may name a file."""
-    for name in ("sampler", "cache", "blocks"):
-        component = own.get(name)
-        if component is None:
-            continue
-        if not isinstance(component, (str, Mapping)):
-            raise ApiError(f"{name}={shown(component)} must be a name, or an object of it and its settings", 422, OWN)
-        for setting, value in _settings_of(component) if isinstance(component, str) else component.items():
-            if setting != name and not isinstance(value, (bool, int, float, type(None))):
-                message = f"{name}: {setting}={shown(value)} must be a number here; others go into a preset"
-                raise ApiError(message, 422, OWN)
-
-
-def _settings_of(text: str) -> Iterator[tuple[str, Any]]:
-    """The settings in "credit(threshold=0.95)+localleap"; none of a text that `Request` refuses."""
-    try:
-        components = parse_components("sampler", text)
-    except ValueError:
-        return
-    for component in components:
-        yield from component.settings.items()
+def _check_component(name: str, value: Any) -> None:
+    """Raise ApiError for a setting that is not a number: it may name a file."""
+    if not isinstance(value, (str, Mapping, type(None))):
+        raise ApiError(f"{name}={shown(value)} must be a name, or an object of it and its settings", 422, OWN)
+    settings = [*value.items()] if isinstance(value, Mapping) else []
+    if isinstance(value, str):
+        try:
+            settings = [pair for component in parse_components(name, value) for pair in component.settings.items()]
+        except ValueError:  # `Request` refuses it
+            return
+    for setting, entry in settings:
+        if setting != name and not isinstance(entry, (bool, int, float, type(None))):
+            reason = "must be a number here; others go into a preset"
+            raise ApiError(f"{name}: {setting}={shown(entry)} {reason}", 422, OWN)
 
 
 def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
@@ -284,15 +274,118 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError, OSError: no folder, no such file in it, or a file of another kind.
     """
-    if folder is None:
-        return {}
-    if not folder.is_dir():
+    if folder is not None and not folder.is_dir():
         raise ValueError(f"presets={str(folder)!r} is no folder")
-    files = sorted(folder.glob("*.json"))
-    if not files:
+    files = [] if folder is None else sorted(folder.glob("*.json"))
+    if folder is not None and not files:
         raise ValueError(f"presets={str(folder)!r} holds no .json file; Request.save writes one")
-    presets = {}
     for file in files:
         Request.load(file)  # its messages name the file
-        presets[file.stem] = Request.merge_arguments({}, file)
-    return presets
+    return {file.stem: Request.merge_arguments({}, file) for file in files}
+
+
+@dataclass(frozen=True)
+class ToolCalls(Constraint):
+    """Answers that are a call of one of several tools, in Hermes' format."""
+
+    tools: tuple[tuple[str, str], ...]
+    """Names, and the schemas of arguments as JSON."""
+
+    def node(self) -> Node:
+        calls = []
+        for name, parameters in self.tools:
+            begin = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+            calls.append(sequence((text(begin), expression(parameters, 3), text("}\n</tool_call>"))))
+        return either(calls)
+
+
+def find_format(body: Body, calls: list[Any] | None) -> tuple[str, Any] | None:
+    """Find the field that says the form of an answer, and its value; `calls` are tools of which one must be called.
+
+    Raises:
+        ApiError: there are several.
+    """
+    formats = {name: body.field(name) for name in FORMATS}
+    formats |= {OWN: body.paradec.get("constraint"), "tool_choice": calls}
+    formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
+    if len(formats) > 1:
+        first, second, *_ = formats
+        raise ApiError(f"{first} and {second} both say the form of an answer; give one", 400, second)
+    return next(iter(formats.items()), None)
+
+
+def read_constraint(name: str, value: Any, model: Any) -> Constraint:
+    """Build the constraint of a field and its automaton, which the batch then finds.
+
+    Raises:
+        ApiError: a malformed value, one that is not supported, or one that needs too large an automaton.
+    """
+    try:
+        constraint = _build_constraint(name, value)
+        if isinstance(constraint, Grammar) and model.facts.topology == "causal":
+            _grammar_texts(constraint, model)
+        else:
+            _automaton(constraint, model)
+    except (ValueError, ModuleNotFoundError, RecursionError) as error:
+        raise ApiError(f"{name}: {error}", 422, name) from error
+    except (TypeError, LookupError, AttributeError) as error:  # of a schema whose parts have wrong types
+        raise ApiError(f"{name}: malformed ({type(error).__name__}: {error})", 422, name) from error
+    return constraint
+
+
+def _build_constraint(name: str, value: Any) -> Constraint:
+    if name == "tool_choice":
+        return ToolCalls(tuple(_read_tool(tool["function"]) for tool in value))
+    if name == OWN:
+        if isinstance(constraint := constraint_of("constraint", value), Constraint):
+            return constraint
+        raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
+    parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
+    if name == "response_format":
+        form: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        kind, entry = form.get("type"), form.get("json_schema")
+        if kind not in ("json_object", "json_schema"):
+            raise ValueError(f'{shown(value)} must have the type "text", "json_object" or "json_schema"')
+        if kind == "json_schema" and not (isinstance(entry, Mapping) and "schema" in entry):
+            raise ValueError(f'json_schema={shown(entry)} must be an object with a "schema"')
+        parts = {"json": entry["schema"]} if kind == "json_schema" and entry else {"json_object": True}
+    kinds = ", ".join((*CONSTRAINTS, "json_object"))
+    if not isinstance(parts, Mapping) or len(parts) != 1:
+        raise ValueError(f"{shown(value)} must be an object with one of the keys {kinds}")
+    ((kind, argument),) = parts.items()
+    if kind == "json_object" and argument is True:
+        return JsonSchema({"type": "object"})
+    if kind not in CONSTRAINTS:
+        raise ValueError(f"{kind}={shown(argument)} is not offered; give one of {kinds} with true")
+    return CONSTRAINTS[kind](argument)
+
+
+def _read_tool(function: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of a tool, and the schema of its arguments."""
+    try:
+        parameters = function.get("parameters") or {"type": "object", "additionalProperties": False}
+        return function["name"], JsonSchema(parameters).schema
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"parameters of {shown(function['name'])}: {error}"
+        raise ApiError(f"tools: {reason}; tool_choice='auto' does not need them", 422, "tools") from error
+
+
+def check_room(constraint: Constraint, model: Any, new: int) -> None:
+    """Raise ApiError where no text of a constraint fits `new` tokens; the shortest one of a grammar is not known."""
+    if not isinstance(constraint, Grammar) and not _automaton(constraint, model).reach(new)[0]:
+        raise ApiError(f"max_tokens={new} is too few: no answer of this form is that short", 400, "max_tokens")
+
+
+def is_complete(constraint: Constraint | None, model: Any, ids: list[int]) -> bool:
+    """Whether an answer that `max_tokens` ended is a whole text of its constraint: automata close every text."""
+    is_grammar = isinstance(constraint, Grammar)
+    return _grammar_texts(constraint, model).accepts(ids) if is_grammar else constraint is not None
+
+
+def _automaton(constraint: Constraint, model: Any) -> TokenAutomaton:
+    facts = model.facts
+    return automaton_of(model, constraint, tuple(sorted(facts.eos_token_ids)), (), reserved_tokens(facts, True))
+
+
+def _grammar_texts(constraint: Any, model: Any) -> GrammarTexts:
+    return GrammarTexts(constraint.grammar, model.tokenizer, model.facts.vocab_size, model.facts.eos_token_ids)

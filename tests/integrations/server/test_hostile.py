@@ -20,7 +20,7 @@ from tiny_models import END, tiny
 
 import paradec
 from paradec.batching.batch import Batch
-from paradec.integrations.server.errors import ApiError
+from paradec.integrations.server.limits import ApiError
 from paradec.integrations.server.request_body import FIELDS, OWN, ChatBody, read_changes
 
 hostile = load_script("benchmarks/hostile.py")

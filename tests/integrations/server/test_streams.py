@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paradec.integrations.server.answers import StopCutter
+from paradec.integrations.server.chat import StopCutter
 
 
 @example(["a", "b"], ["ab"])

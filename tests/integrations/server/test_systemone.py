@@ -90,7 +90,7 @@ def test_recorded_answers(name: str) -> None:
     case = CASES[name]
     body = DecisionBody.model_validate({"state": "x", "questions": plain(case["questions"], read=True)})
     for key, asked in body.questions.items():
-        question, expected = DecisionConfig().question(asked), case["expected"]
+        question, expected = DecisionConfig().question(key, asked), case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [ids_of(label)[0] for label in question.labels]
         model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))
