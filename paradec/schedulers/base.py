@@ -7,9 +7,9 @@ drives `step` and `commit` with a `Host` in the model's place.
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,6 @@ from paradec.core.facts import ModelFacts
 from paradec.core.protocol import plain
 from paradec.core.query import Query
 from paradec.core.registry import unknown
-from paradec.integrations.diffusers import runs
 from paradec.models.calls import take_columns
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.state import MaskedState
@@ -69,8 +68,10 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
     """Keys of other schedulers' configs -> ours, where both mean the same."""
     pipelines: ClassVar[str] = ""
     """Where it can be used, for messages."""
-    driver: runs.Driver | None = None
-    """The function call that the present run belongs to."""
+    run: object | None = None
+    """Another object in each run."""
+    thread: int | None = None
+    """In which `set_timesteps` was called for the present run."""
     _host: Host
     """Takes the place of the model, where there is a state."""
 
@@ -94,17 +95,19 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles have: everything but whose run it is."""
-        return {name: value for name, value in vars(self).items() if name != "driver"}
+        return {name: value for name, value in vars(self).items() if name not in ("run", "thread")}
 
-    def _claim(self, frame: FrameType) -> None:
-        """A run begins. Raises RuntimeError if another one is going on."""
-        with runs.BEGIN:
-            self.driver = runs.begin(self.driver, self, frame, type(self).__name__)
+    def _claim(self) -> None:
+        """Begin a run."""
+        self.run, self.thread = object(), threading.get_ident()
 
-    def _enter(self, frame: FrameType) -> None:
-        """A step begins. Raises RuntimeError if the run is another thread's."""
-        self.driver = runs.step(self.driver, self, frame, type(self).__name__)
-        self.driver.stepped = True
+    def _check_thread(self) -> None:
+        """Raise RuntimeError if the run is another thread's."""
+        if self.thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                f"{type(self).__name__} is in the middle of a run in another thread; it serves one run at a time. "
+                "Use a pipeline with a scheduler of its own"
+            )
 
     @classmethod
     def sampler_settings(cls) -> dict[str, Any]:

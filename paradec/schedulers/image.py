@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -70,9 +69,9 @@ class ImageScheduler(SamplerScheduler):
             temperature: no effect; see the class.
 
         Raises:
-            ValueError: out of range. RuntimeError: another run is going on with this scheduler.
+            ValueError: out of range.
         """
-        self._claim(sys._getframe(1))
+        self._claim()
         check_int("num_inference_steps", num_inference_steps, low=1)
         self.timesteps = torch.arange(num_inference_steps, device=device).flip(0)
         self.sampler = self.make_sampler()
@@ -104,7 +103,7 @@ class ImageScheduler(SamplerScheduler):
             ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits. RuntimeError: another
                 thread's run is going on with this scheduler.
         """
-        self._enter(sys._getframe(1))
+        self._check_thread()
         flat = isinstance(sample, Tensor) and sample.ndim == 2
         self._check_tokens(
             model_output, sample, "[batch, positions]" if flat else "[batch, height, width]", 2 + (not flat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -77,9 +76,9 @@ class BlockScheduler(SamplerScheduler):
             block_length: positions per block; None takes the config's.
 
         Raises:
-            ValueError: out of range. RuntimeError: another run is going on with this scheduler.
+            ValueError: out of range.
         """
-        self._claim(sys._getframe(1))
+        self._claim()
         self._plan(num_inference_steps, device, block_length)
 
     def _plan(self, num_inference_steps: int, device: str | torch.device | None, block_length: int | None) -> None:
@@ -131,7 +130,7 @@ class BlockScheduler(SamplerScheduler):
             ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits. RuntimeError: another
                 thread's run is going on with this scheduler.
         """
-        self._enter(sys._getframe(1))
+        self._check_thread()
         self._check_tokens(model_output, sample, "[batch, block]", 2)
         if mask_token_id is None:
             anew = self._afresh(model_output, int(timestep), sample, generator)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.text_files import read_json, write_json
 from paradec.integrations.diffusers.hooks.session import Session, transformers_of
-from paradec.integrations.diffusers.hooks.stand_in import StandIn
-from paradec.integrations.diffusers.runs import guidance_above
+from paradec.integrations.diffusers.hooks.transformer import guidance_of
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 from paradec.tools.tuning.run import weights_of
@@ -281,7 +279,7 @@ class _Work:
 
     def _final(self, seed: int, steps: Steps | None) -> _Latents:
         """What was seen of one run; steps of None: the full run."""
-        with _Latents(self.pipe.scheduler) as seen:
+        with _Latents(self.pipe) as seen:
             if steps is None:
                 self.run(seed)
             else:
@@ -304,28 +302,30 @@ class _Work:
 class _Latents:
     """Takes down what a scheduler is given first and returns last, and the guidance. A context manager."""
 
-    def __init__(self, scheduler: Any):
-        self.inner = scheduler.step
+    def __init__(self, pipe: Any):
+        self.pipe, self.scheduler = pipe, pipe.scheduler
         self.noise: Tensor
         self.latent: Tensor
         self.count = 0
         self.guidance: float | None = None
-        self.stand_in = StandIn(scheduler, "step", self._step)
-
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
-        sample = kwargs["sample"] if "sample" in kwargs else args[2]
-        found = self.inner(*args, **kwargs)
-        if not self.count:
-            self.noise, self.guidance = sample.detach().double().cpu(), guidance_above(sys._getframe())
-        self.latent = (found[0] if isinstance(found, tuple) else found.prev_sample).detach().double().cpu()
-        self.count += 1
-        return found
 
     def __enter__(self) -> _Latents:
+        inner = self.scheduler.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            sample = kwargs["sample"] if "sample" in kwargs else args[2]
+            output = inner(*args, **kwargs)
+            if not self.count:
+                self.noise, self.guidance = sample.detach().double().cpu(), guidance_of(self.pipe)
+            self.latent = (output[0] if isinstance(output, tuple) else output.prev_sample).detach().double().cpu()
+            self.count += 1
+            return output
+
+        self.scheduler.step = step
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stand_in.remove()
+        del self.scheduler.step
 
 
 def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:

@@ -77,6 +77,7 @@ class PixelDiTPipeline(DiffusionPipeline):
             latents = randn_tensor(shape, generator=generator, device=device, dtype=self.transformer.dtype)
         elif tuple(latents.shape) != shape:
             raise ValueError(f"latents have shape {tuple(latents.shape)}; expected {shape}")
+        self._guidance_scale = guidance_scale  # as pipelines of diffusers keep it: `paradec.tune_steps` reads it
         branches = 1 if guidance_scale == 1 else 2
         null = [config.num_embeds_ada_norm] * len(labels)
         conditions = torch.tensor(labels + null * (branches - 1), device=device)

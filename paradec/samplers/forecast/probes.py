@@ -24,6 +24,8 @@ class ProbeState:
     """The step that is being called."""
     total: int | None = None
     """Solver steps of the run, where they are known."""
+    first: int = 0
+    """Steps of the scheduler that the run leaves out at its start (image to image)."""
     skipped: int = 0
     """Forecasts since the latest evaluation."""
     skips: int = 0

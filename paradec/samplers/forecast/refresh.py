@@ -28,6 +28,8 @@ class RunProgress:
     """Solver steps of the run, where they are known."""
     index: int = 0
     """The step that comes next."""
+    first: int = 0
+    """Steps of the scheduler that the run leaves out at its start (image to image)."""
     last_full: int = -1
     """The latest step that was evaluated."""
     change: float = 0.0

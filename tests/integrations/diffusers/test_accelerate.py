@@ -411,7 +411,7 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
         for cond, uncond in zip(calls[::2], calls[1::2]):
             assert (cond.step, cond.kind) == (uncond.step, uncond.kind)
         assert session.report().full_steps == [0, 3, 6, 9]
-        names = {transformer.name: set(transformer.branches) for transformer in session.transformers}
+        names = {transformer.name: set(transformer.state.branches) for transformer in session.transformers}
         assert names == {"transformer": set()}  # dropped when the run was over
     # guidance 1 makes one call a step; the two branches of a run do not mix: a swap of the texts is a swap
     module, inputs = model("Wan")

@@ -447,10 +447,9 @@ class Other(nn.Module):
 
 def test_what_is_no_stack() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
-    for joins, said in ((False, "another order"), (True, "continues none of its inputs")):
-        module = Other(joins)
-        with accelerate(module, FirstBlock()), pytest.raises(RuntimeError, match=said):
-            module(latent, time)
+    with accelerate(Other(True), FirstBlock()) as session:
+        with pytest.raises(RuntimeError, match="continues none of its inputs"):
+            session.transformers[0].module(latent, time)
     single, _ = toy(1)
     for rule in (FirstBlock(), DBCache()):
         with pytest.raises(ValueError, match=f"refresh='{rule.name}' always evaluates .* has 1,"):
@@ -458,6 +457,18 @@ def test_what_is_no_stack() -> None:
     with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
         toy_run(single, latent)
     assert kinds(session) == "F...F...F."
+
+
+def test_blocks_stand_in_the_order_of_their_calls() -> None:
+    latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
+    module = Other(False)
+    expected = [module(latent, time + i) for i in range(2)]
+    with accelerate(module, DBCache(1, 1, residual_diff_threshold=0.0, max_warmup_steps=0)) as session:
+        assert all(torch.equal(module(latent, time + i), expected[i]) for i in range(2))
+    with accelerate(module, DBCache(1, 1, residual_diff_threshold=1.0, max_warmup_steps=0)) as session:
+        assert torch.equal(module(latent, time), expected[0])
+        torch.testing.assert_close(module(latent, time + 1e-9), expected[0])  # the first and the last one are evaluated
+        assert kinds(session) == "F." and session.report().calls[1].forecast == 1
 
 
 def test_blocks_that_are_called_change() -> None:

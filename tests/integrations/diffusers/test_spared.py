@@ -10,15 +10,10 @@ from tiny_pipelines import MODELS, denoise, model
 from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate
-from paradec.integrations.diffusers.hooks.spared import Idle
 
 FULL = [0, 1, 4]
 SPARED = {"DiT": 2, "FLUX": 4, "SD3": 4, "PixArt": 2, "Sana": 0, "Wan": 3, "HunyuanVideo": 4, "QwenImage": 4}
 """Norms of a (two-stream) block that a forecast step leaves out."""
-
-
-def spared(session: Any, kind: type) -> list[Any]:
-    return [one for one in session.transformers[0].spared if isinstance(one, kind)]
 
 
 def both(module: nn.Module, inputs: dict[str, Any], settings: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
@@ -26,8 +21,8 @@ def both(module: nn.Module, inputs: dict[str, Any], settings: dict[str, Any], **
     with accelerate(module, TaylorSeer(**settings)):
         first = denoise(module, inputs, 6, **options)
     with accelerate(module, TaylorSeer(**settings)) as session:
-        for one in session.transformers[0].spared:
-            one.patch.remove()
+        for tap in session.transformers[0].feeders:
+            tap.hook.remove()
         return first, denoise(module, inputs, 6, **options)
 
 
@@ -37,18 +32,20 @@ def test_nothing_changes_and_norms_rest(name: str) -> None:
     first, second = both(module, inputs, {"refresh": FULL, "order": 1})
     assert torch.equal(first, second)
     with accelerate(module, TaylorSeer(refresh=FULL, order=1)) as session:
-        idle = spared(session, Idle)
-        norms = [one.block for one in idle if one.block is not None]
+        taps = session.transformers[0].feeders
+        norms = [tap.block for tap in taps if tap.block is not None]
         assert max(map(norms.count, norms), default=0) == SPARED[name]
-        assert sum(one.block is None for one in idle) == (name in ("FLUX", "Wan", "HunyuanVideo"))
-        calls = dict.fromkeys([one.name for one in idle], 0)
-        for one in idle:
+        assert sum(tap.block is None for tap in taps) == (name in ("FLUX", "Wan", "HunyuanVideo"))
+        calls = dict.fromkeys([tap.feeder.name for tap in taps], 0)
+        for tap in taps:
 
-            def forward(*args: Any, name: str = one.name, own: Any = one.patch.module.forward, **kwargs: Any) -> Any:
+            def forward(
+                *args: Any, name: str = tap.feeder.name, own: Any = tap.hook.fn_ref.original_forward, **kwargs: Any
+            ) -> Any:
                 calls[name] += 1
                 return own(*args, **kwargs)
 
-            one.patch.module.forward = forward
+            tap.hook.fn_ref.original_forward = forward
         assert torch.equal(denoise(module, inputs, 6), first)
     assert set(calls.values()) <= {len(FULL)}, calls
 

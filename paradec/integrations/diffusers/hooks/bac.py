@@ -6,8 +6,6 @@ How the steps are chosen is in `paradec.samplers.forecast.bac`, with the paper. 
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paradec.core.checks import check_choice, check_int
-from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, places
+from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, parameters_of, places
 from paradec.integrations.diffusers.hooks.clock import Clock, timestep_of
+from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.session import transformers_of
-from paradec.integrations.diffusers.hooks.taps import Patch, parameters_of
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 
 METRICS = ("cosine", "l1", "mse")
@@ -99,29 +97,27 @@ class _Recorder:
     def __init__(self, pipe: Any, module: nn.Module, names: list[str], samples: int):
         self.features: dict[str, dict[int, list[Tensor]]] = {}
         self.samples = samples
-        self.step = 0
-        self.inside: int | None = None
-        """The thread in which the run's call of the transformer is made."""
+        self.step, self.is_inside = 0, False
         self.clock = Clock(None if isinstance(pipe, nn.Module) else pipe)
         self.parameters = parameters_of(module)
         modules = dict(module.named_modules())
-        self.root = Patch(module, self._call)
-        self.patches = {name: Patch(modules[name], self._around(name)) for name in names}
+        self.hooks = [Hook(module, self._call, "paradec_record")]
+        self.hooks += [Hook(modules[name], self._around(name), "paradec_record") for name in names]
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
+    def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        run = self.clock.see(timestep_of(args, kwargs, self.parameters), self.hooks[0].context)
         if run is None:
-            return self.root.inner(*args, **kwargs)
-        self.step, self.inside = run.index, threading.get_ident()
+            return inner(*args, **kwargs)
+        self.step, self.is_inside = run.index, True
         try:
-            return self.root.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         finally:
-            self.inside = None
+            self.is_inside = False
 
     def _around(self, name: str) -> Callable[..., Any]:
-        def around(*args: Any, **kwargs: Any) -> Any:
-            output = self.patches[name].inner(*args, **kwargs)
-            if self.inside != threading.get_ident():
+        def around(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+            output = inner(*args, **kwargs)
+            if not self.is_inside:
                 return output
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -137,8 +133,8 @@ class _Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self.clock.release()
-        for patch in (self.root, *self.patches.values()):
-            patch.remove()
+        for hook in reversed(self.hooks):
+            hook.remove()
 
 
 def _compare(features: Tensor, metric: str) -> tuple[np.ndarray, float]:

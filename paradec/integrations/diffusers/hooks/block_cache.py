@@ -7,8 +7,6 @@ exact there, and refused for other models. It is Fast-dLLM v2's (arXiv 2509.2632
 
 from __future__ import annotations
 
-import sys
-import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import check_int
-from paradec.integrations.diffusers.hooks.stand_in import StandIn
-from paradec.integrations.diffusers.hooks.taps import Patch
-from paradec.integrations.diffusers.runs import called_by
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
 from paradec.models.calls import Calling, ModuleCall
@@ -57,12 +52,11 @@ class BlockCacheReport:
 class BlockCache:
     """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
 
-    The pipeline's model is called with the positions from the open block on (and the block before it, once, when it has
-    been finished), a transformers `DynamicCache` of the tokens before them, the whole attention mask and their position
-    ids; it must do with that what it does with all positions. What is kept is checked against every call's tokens and
-    mask, so that nothing outlives its run: other prompts, an exception in mid-run or an exchanged scheduler are safe.
-    Every thread keeps its own. Calls of the model that do not come from the pipeline itself are left alone; copies of
-    the model and the pipeline are plain.
+    `pipe.model` is exchanged for a `CachedModel`, which calls the model with the positions from the open block on (and
+    the block before it, once, when it has been finished), a transformers `DynamicCache` of the tokens before them, the
+    whole attention mask and their position ids; it must do with that what it does with all positions. What is kept is
+    checked against every call's tokens and mask, so that nothing outlives its run: other prompts, an exception in
+    mid-run or an exchanged scheduler are safe. The model itself is not changed.
 
     Args:
         pipe: a pipeline with a `model` and a `scheduler`, as LLaDA2Pipeline has them.
@@ -81,21 +75,18 @@ class BlockCache:
                 "cache='block' is for LLaDA2Pipeline, with a model and a scheduler that has a block_length, not for "
                 f"{type(pipe).__name__}"
             )
+        if isinstance(model, CachedModel):
+            raise ValueError(f"{type(pipe).__name__} has a block cache already; detach that session first")
         if cache_argument(model) is None:
             raise ValueError(
                 f"cache='block' needs a model that takes a key/value cache; {type(model).__name__} does not. A model "
                 "that paradec loaded or wrapped does as BlockCausalModule(model), of "
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
-        if hasattr(model, "_paradec_block_cache"):
-            raise ValueError(f"{type(model).__name__} has a block cache already; detach that session first")
         self.pipe, self.model = pipe, model
         self._report = BlockCacheReport()
-        self._kept: dict[int, _Kept] = {}
-        """By thread."""
         self._probe(int(config["block_length"]))
-        self.patch = Patch(model, self._call)
-        self.mark = StandIn(model, "_paradec_block_cache", self)
+        self.cached = pipe.model = CachedModel(model, pipe, self._report)
 
     # ---- for the user -----------------------------------------------------------------------------------------------
 
@@ -108,12 +99,12 @@ class BlockCache:
 
     def reset(self) -> None:
         """Forget what is kept, and free its memory."""
-        self._kept = {}
+        self.cached.kept = None
 
     def detach(self) -> None:
         """Leave the pipeline as it was."""
-        self.patch.remove()
-        self.mark.remove()
+        if self.pipe.model is self.cached:
+            self.pipe.model = self.model
         self.reset()
 
     def __enter__(self) -> BlockCache:
@@ -121,54 +112,6 @@ class BlockCache:
 
     def __exit__(self, *error: Any) -> None:
         self.detach()
-
-    # ---- the model's call -------------------------------------------------------------------------------------------
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the model's call."""
-        if (
-            len(args) == 1
-            and kwargs.keys() == {"attention_mask", "position_ids"}
-            and all(isinstance(tensor, Tensor) for tensor in (*args, *kwargs.values()))
-            and args[0].shape == kwargs["attention_mask"].shape
-            and called_by(sys._getframe(), self.pipe)
-        ):
-            return self._answer(*args, **kwargs)
-        return self.patch.inner(*args, **kwargs)
-
-    def _answer(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        """Evaluate what is not kept, and answer the pipeline with the open block's logits."""
-        width, block = input_ids.shape[1], block_length_of(self.pipe.scheduler)
-        thread = threading.get_ident()
-        kept = self._kept.pop(thread, None)  # an exception in the call leaves nothing behind
-        if kept is None or not kept.serves(input_ids, attention_mask, width - block):
-            kept = _Kept(_new_cache(), input_ids[:, :0], attention_mask[:, :0])
-        start = kept.tokens.shape[1]
-        found = self.patch.inner(
-            input_ids[:, start:],
-            attention_mask=attention_mask,
-            position_ids=position_ids[:, start:],
-            use_cache=True,
-            **cache_keyword(self.model, kept.cache),
-        )
-        self._report.bytes = max(self._report.bytes, _bytes(kept.cache))
-        _drop(kept.cache, block)
-        # copies: the pipeline writes into its block
-        kept.tokens, kept.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
-        self._keep(thread, kept)
-        self._report.calls += 1
-        self._report.whole += input_ids.numel()
-        self._report.evaluated += input_ids[:, start:].numel()
-        return SimpleNamespace(logits=found.logits[:, -block:])
-
-    def _keep(self, thread: int, kept: _Kept) -> None:
-        """For this thread's next call; what dead threads kept is dropped."""
-        if self._kept:
-            living = sys._current_frames()
-            for other in list(self._kept):
-                if other not in living:
-                    self._kept.pop(other, None)
-        self._kept[thread] = kept
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:
@@ -194,7 +137,7 @@ class BlockCache:
                 f"{type(model).__name__} wrote nothing into its key/value cache; cache='block' needs its keys"
             )
         left = model(torch.cat((first, other), 1), attention_mask=mask, position_ids=positions).logits[:, :block]
-        _drop(cache, block)
+        cache.crop(-block)
         joined = model(
             second,
             attention_mask=mask,
@@ -213,6 +156,47 @@ class BlockCache:
                 f"{type(model).__name__} answers otherwise over a key/value cache than without: with one it seems to "
                 "mask its own block (causally, say); cache='block' cannot be used"
             )
+
+
+class CachedModel(nn.Module):
+    """A pipeline's model over a block cache. What it lacks is asked of the model."""
+
+    def __init__(self, inner: nn.Module, pipe: Any, report: BlockCacheReport):
+        super().__init__()
+        self.inner = inner
+        self.pipe, self.report = pipe, report
+        self.kept: _Kept | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
+        """Evaluate what is not kept, and return the open block's logits."""
+        width, block = input_ids.shape[1], block_length_of(self.pipe.scheduler)
+        kept, self.kept = self.kept, None  # an exception in the call leaves nothing behind
+        if kept is None or not kept.serves(input_ids, attention_mask, width - block):
+            kept = _Kept(_new_cache(), input_ids[:, :0], attention_mask[:, :0])
+        start = kept.tokens.shape[1]
+        output = self.inner(
+            input_ids[:, start:],
+            attention_mask=attention_mask,
+            position_ids=position_ids[:, start:],
+            use_cache=True,
+            **cache_keyword(self.inner, kept.cache),
+        )
+        report = self.report
+        report.bytes = max(report.bytes, _bytes(kept.cache))
+        kept.cache.crop(-block)
+        # copies: the pipeline writes into its block
+        kept.tokens, kept.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
+        self.kept = kept
+        report.calls += 1
+        report.whole += input_ids.numel()
+        report.evaluated += input_ids[:, start:].numel()
+        return SimpleNamespace(logits=output.logits[:, -block:])
 
 
 @dataclass
@@ -315,11 +299,6 @@ def _new_cache() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
-
-
-def _drop(cache: Any, count: int) -> None:
-    """Forget the last `count` positions."""
-    cache.crop(-count)
 
 
 def _bytes(cache: Any) -> int:

@@ -6,11 +6,15 @@ Embedders and refiners that are deeper always run, as in TaylorSeer's public cod
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
@@ -57,28 +61,107 @@ NARROW = (
 )
 """Classes of such blocks that only join what the left-out modules return, so that it may have no width at all."""
 
-ENCODER_FIRST = ("encoder_hidden_states", "hidden_states")
-RETURNS: dict[str, tuple[str, ...]] = {
+SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
+"""Names of lists of blocks that do not work on the denoised stream: on texts, or on the video that controls a run."""
+
+STREAMS = ("hidden_states", "encoder_hidden_states")
+MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")
+"""Names of the argument that holds the denoised stream."""
+ENCODER_FIRST: tuple[str, ...] = STREAMS[::-1]
+RETURNS = {
     name: ENCODER_FIRST
     for name in (
         "FluxTransformerBlock",
         "FluxSingleTransformerBlock",
         "Flux2TransformerBlock",
+        "Flux2SingleTransformerBlock",
+        "Flux3SingleTransformerBlock",
         "QwenImageTransformerBlock",
         "JointTransformerBlock",
         "AuraFlowJointTransformerBlock",
         "BriaTransformerBlock",
+        "BriaSingleTransformerBlock",
+        "BriaFiboTransformerBlock",
         "ChromaTransformerBlock",
+        "LongCatImageTransformerBlock",
+        "LongCatImageSingleTransformerBlock",
+        "OvisImageTransformerBlock",
+        "OvisImageSingleTransformerBlock",
     )
+} | {
+    "Cosmos3VLTextMoTDecoderLayer": ("und_seq", "gen_seq"),
+    "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
+    "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that the returned tensors continue, by class, where shapes may not tell. Others: hidden states first."""
+"""Arguments that the returned tensors continue, by class, where names and shapes do not tell. Others: `STREAMS`."""
 
 
-def residual_blocks(transformer: nn.Module) -> dict[str, nn.Module]:
-    """The blocks by name, in the order of the module tree."""
+def parameters_of(module: nn.Module) -> list[str]:
+    """Names of a module's arguments, in order."""
+    return _parameters(type(module).forward)
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(forward: Any) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def streams_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The inputs of a block that its outputs may continue, by their argument's name."""
+    arguments = dict(zip(parameters_of(module), args)) | kwargs
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    names = [name for name in RETURNS.get(type(module).__name__, STREAMS) if name in tensors]
+    return {name: tensors[name] for name in names or list(tensors)[:1]}
+
+
+def continued(
+    module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
+) -> list[str | None]:
+    """The input that each output of a block continues, by name; None where an output continues none."""
+    declared = RETURNS.get(type(module).__name__, tuple(streams))
+    names: list[str | None] = []
+    for i, shape in enumerate(shapes):
+        fits = [name for name in streams if shape is not None and tuple(streams[name].shape) == shape]
+        name = declared[i] if i < len(declared) and declared[i] in fits else fits[0] if len(fits) == 1 else None
+        names.append(name)
+    return names
+
+
+def main_name(streams: dict[str, Tensor]) -> str:
+    """The name of the denoised stream."""
+    return next((name for name in MAIN if name in streams), next(iter(streams)))
+
+
+def main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The denoised stream among the arguments of a block or a module inside of one."""
+    arguments = dict(zip(parameters_of(module), args)) | kwargs
+    return latent_of((), {name: arguments[name] for name in (*MAIN, *arguments) if name in arguments})
+
+
+def latent_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The tensor that a transformer works on: its argument `hidden_states`, or the first of floating numbers.
+
+    Raises:
+        ValueError: no argument is such a tensor.
+    """
+    latent = kwargs.get("hidden_states")
+    if not is_feature(latent):
+        latent = next((leaf for leaf in tree_leaves((args, kwargs)) if is_feature(leaf)), None)
+    if not isinstance(latent, Tensor):
+        raise ValueError("a transformer was called without a latent: no argument is a floating tensor with two axes")
+    return latent
+
+
+def is_feature(leaf: Any) -> bool:
+    """Whether it is a tensor of floating numbers with more than one axis."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
+
+
+def residual_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn.Module]:
+    """The blocks by name, in the order of the module tree. main_only: those that work on the denoised stream."""
     found: dict[str, nn.Module] = {}
     for list_name, child in transformer.named_children():
-        if isinstance(child, nn.ModuleList):
+        if isinstance(child, nn.ModuleList) and not (main_only and SIDE.fullmatch(list_name)):
             entries = {f"{list_name}.{i}": block for i, block in enumerate(child)}
             if any(branches(block) for block in entries.values()):
                 found |= entries
@@ -114,18 +197,22 @@ def hooked(transformer: nn.Module, settings: TaylorSeer) -> list[Place]:
         return matched(transformer, settings.target.modules, settings.target.skip)
     if settings.rule.from_input:
         return [Place("", "residual", "")]
-    return places(transformer, settings.target or "module")
+    return places(transformer, settings.target or "module", settings.rule.measures)
 
 
-def places(transformer: nn.Module, target: str) -> list[Place]:
+def places(transformer: nn.Module, target: str, main_only: bool = False) -> list[Place]:
     """What is hooked for a target, in the order of the module tree.
+
+    Args:
+        main_only: blocks of other streams than the denoised one are left alone, since what is called first decides. So
+            they are in a stack, whose blocks hand a stream on to each other.
 
     Raises:
         ValueError: the transformer has no such blocks, or one of them has no branch that could be told.
     """
     if target == "output":
         return [Place("", "output", "")]
-    blocks = residual_blocks(transformer)
+    blocks = residual_blocks(transformer, main_only or target == "stack")
     kind = type(transformer).__name__
     if not blocks:
         raise ValueError(

@@ -1,227 +1,238 @@
-"""Which run, step and branch a call of the transformer belongs to.
+"""Which run and step a call of the transformer belongs to.
 
-A pipeline's scheduler tells: `set_timesteps` begins a run and `step` ends a solver step, whatever the number of calls
-in between; that needs no cooperation of the pipeline and no wait for the device. The call stack tells which calls are
-the run's (`paradec.integrations.diffusers.runs`). Where there is no scheduler (a bare transformer), every call is a
-run's, a new timestep is a new step, and a timestep against the direction of the run begins the next run; every thread
-has runs of its own.
+A pipeline's scheduler says: `set_timesteps` begins a run and `step` ends a solver step, whatever the number of calls in
+between. Where it makes no step (a transformer without a pipeline, loops that integrate by themselves, pipelines that
+step copies of their scheduler), a new timestep is a new step, and a timestep against the direction of the run begins
+the next run. One run at a time, in one thread.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
-from paradec.integrations.diffusers import runs
-from paradec.integrations.diffusers.hooks.stand_in import StandIn
-
 
 @dataclass(eq=False)
 class Run:
-    """One run of a pipeline, or of a loop over a bare transformer."""
+    """One run of a pipeline, or of a loop over a transformer."""
 
-    driver: runs.Driver | None = None
-    """The function call that it belongs to; None without a scheduler."""
     index: int = 0
     """The solver step."""
-    strays: int = 0
-    """Calls of the transformers in the run's thread that were not the run's, and were left alone."""
+    is_open: bool = True
     states: dict[str, Any] = field(default_factory=dict)
     """What each transformer remembers of it."""
+    strays: int = 0
+    """Calls of the transformers since it began that were not the run's."""
+    thread: int | None = None
+    """Of its first call."""
+    is_stepped: bool = False
+    """Whether the scheduler has made a step."""
+    is_named: bool | None = None
+    """Whether its calls are made in a `cache_context`; None before the first."""
     timestep: float | None = None
     direction: float = 0.0
 
+    def check_thread(self, refusal: Callable[[], RuntimeError]) -> None:
+        """Raise what `refusal` makes unless this is the run's thread."""
+        if self.thread is None:
+            self.thread = threading.get_ident()
+        if self.thread != threading.get_ident():
+            raise refusal()
+
 
 class Clock:
-    """Counts runs and steps. `owner` is the pipeline whose `scheduler` is watched, or None."""
+    """Counts runs and steps.
 
-    def __init__(self, owner: Any = None, on_end: Callable[[Run], None] = lambda run: None):
-        self.owner = owner
-        self.on_end = on_end
-        self.run = 0
-        """Counts the runs."""
-        self.latest = Run()
+    Args:
+        pipe: the pipeline whose scheduler is observed; None for a transformer alone.
+        on_begin: called when a run begins. on_end: called with a run that ends.
+    """
+
+    def __init__(
+        self,
+        pipe: Any = None,
+        on_begin: Callable[[], None] = lambda: None,
+        on_end: Callable[[Run], None] = lambda run: None,
+    ):
+        self.pipe: Any = None
+        self.on_begin, self.on_end = on_begin, on_end
+        self.runs = 0
+        self.run = Run(is_open=False)
         """The run that began last."""
-        self.watched: list[_Watched] = []
+        self.lock = threading.RLock()
+        """Held during a call of the transformer."""
+        self.displaced: set[int] = set()
+        """Threads in the middle of whose run another one was begun."""
         self.scheduler: Any = None
-        self._open: Run | None = None
-        """The scheduler's run, until its last step."""
-        self._bare: dict[int, Run] = {}
-        """Runs of a bare transformer, by thread."""
-        if owner is not None:
-            self.watch(owner.scheduler)
-
-    @property
-    def index(self) -> int:
-        """The solver step of the latest run."""
-        return self.latest.index
+        self.before: dict[str, Any] = {}
+        """What stood among the scheduler's attributes in the place of its methods."""
+        if pipe is not None:
+            self.observe(pipe)
 
     @property
     def total(self) -> int | None:
         """Solver steps of this run, as far as the scheduler knows; image to image leaves the first ones out."""
         timesteps = getattr(self.scheduler, "timesteps", None)
-        return None if timesteps is None else len(timesteps) - (getattr(self.scheduler, "begin_index", None) or 0)
-
-    def end(self, run: Run | None) -> None:
-        """What was remembered of a run is dropped. The next `set_timesteps`, or the next call of a bare transformer,
-        begins another one."""
-        if run is None:
-            return
-        with runs.BEGIN:
-            if run is self._open:
-                self._open = None
-            self._bare = {thread: other for thread, other in self._bare.items() if other is not run}
-        self.on_end(run)
+        return None if timesteps is None else len(timesteps) - self.first
 
     @property
-    def running(self) -> bool:
-        """Whether the scheduler's run is going on."""
-        return self._open is not None
+    def first(self) -> int:
+        """Steps of the scheduler that this run leaves out at its start."""
+        return getattr(self.scheduler, "begin_index", None) or 0
 
-    def returned(self) -> None:
-        """A call of the pipeline is over, perhaps by an exception; and so is its run."""
-        driver = None if self._open is None else self._open.driver
-        if driver is not None and driver.thread == threading.get_ident() and driver.pipeline is not None:
-            self.end(self._open)
+    def begin(self) -> Run:
+        """Begin a run; the one before it is over.
 
-    def end_all(self) -> None:
-        """Drop what was remembered of every run."""
-        for run in (self._open, *list(self._bare.values())):
-            self.end(run)
+        Raises:
+            RuntimeError: a call of that one is going on in another thread.
+        """
+        if not self.lock.acquire(blocking=False):
+            raise self._refusal()
+        try:
+            if self.pipe is not None and self.run.is_open and self.run.thread not in (None, threading.get_ident()):
+                self.displaced.add(self.run.thread)
+            self.displaced.discard(threading.get_ident())
+            self.end()
+            self.runs += 1
+            self.run = Run()
+            self.on_begin()
+        except BaseException:
+            self.run.is_open = False
+            raise
+        finally:
+            self.lock.release()
+        return self.run
 
-    def watch(self, scheduler: Any) -> None:
-        """Watch this scheduler instead of the present one."""
-        self.release()
-        self.scheduler = scheduler
-        if scheduler is not None:
-            self.watched = [
-                _Watched(scheduler, "set_timesteps", self._set_timesteps),
-                _Watched(scheduler, "step", self._step),
-            ]
+    def end(self) -> None:
+        """End the run, if one is going on."""
+        if self.run.is_open:
+            self.run.is_open = False
+            self.on_end(self.run)
+
+    def see(self, timestep: Any, context: str | None) -> Run | None:
+        """The run of a call that is about to be made; None if it is no run's.
+
+        Args:
+            timestep: what the transformer is called with. context: the call's name in the pipeline, or None.
+
+        Raises:
+            RuntimeError: the run is another thread's. ValueError: no pipeline, and no timestep either.
+        """
+        scheduler = getattr(self.pipe, "scheduler", None)
+        if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
+            self._observe(scheduler)  # exchanged since the last run
+            self.begin()
+        if self.pipe is None and not self.run.is_open:
+            self.begin()
+        self._check_displaced()
+        run = self.run
+        if not run.is_open or (run.is_named and context is None):
+            run.strays += 1
+            return None
+        if not run.is_stepped:
+            run = self._read_timestep(run, timestep)
+        run.check_thread(self._refusal)
+        run.is_named = context is not None
+        return run
+
+    def observe(self, pipe: Any) -> None:
+        """Observe a pipeline's scheduler from now on."""
+        self.pipe = pipe
+        self._observe(pipe.scheduler)
 
     def release(self) -> None:
         """Leave the scheduler as it was."""
-        for watched in self.watched:
-            watched.remove()
-        self.watched = []
+        for name, before in self.before.items():
+            placed = vars(self.scheduler).get(name)
+            if isinstance(placed, functools.partial) and placed.args[0] is self:
+                delattr(self.scheduler, name)
+                if before is not None:
+                    setattr(self.scheduler, name, before)
+        self.scheduler, self.before = None, {}
 
-    def see(self, timestep: Any, frame: FrameType) -> Run | None:
-        """The run of a call that is about to be made from here; None if it is no run's.
+    def _observe(self, scheduler: Any) -> None:
+        self.release()
+        self.scheduler = scheduler
+        for name, around in (("set_timesteps", _set_timesteps), ("step", _step)):
+            if hasattr(scheduler, name):
+                method, self.before[name] = getattr(scheduler, name), vars(scheduler).get(name)
+                setattr(scheduler, name, functools.update_wrapper(functools.partial(around, self, method), method))
 
-        Raises:
-            ValueError: there is no scheduler, and no timestep either.
-        """
-        if self.owner is None:
-            return self._tell(timestep)
-        if self.owner.scheduler is not self.scheduler:
-            self._exchanged(frame)
-        run = self._open
-        if run is None or run.driver is None:
-            return None
-        if not run.driver.calls(frame):
-            run.strays += run.driver.thread == threading.get_ident()
-            return None
-        return run
-
-    def _begin(self, run: Run) -> Run:
-        self.run += 1
-        self.latest = run
-        return run
-
-    def _set_timesteps(self, method: Callable[..., Any], frame: FrameType, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replace the scheduler's method."""
-        with runs.BEGIN:
-            before = None if self._open is None else self._open.driver
-            driver = runs.begin(before, self.scheduler, frame, self._name)
-            self.end(self._open)
-            self._open = run = self._begin(Run(driver))
-        try:
-            return method(*args, **kwargs)
-        except BaseException:
-            self.end(run)
-            raise
-
-    def _step(self, method: Callable[..., Any], frame: FrameType, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replace the scheduler's method."""
-        run = self._open
-        if run is not None:
-            run.driver = runs.step(run.driver, self.scheduler, frame, self._name)
-        result = method(*args, **kwargs)
-        if run is not None and run is self._open:
-            assert run.driver is not None
-            run.index += 1
-            run.driver.stepped = bool(run.driver.paths)
-            if self.total is not None and run.index >= self.total:
-                self.end(run)
-        return result
-
-    @property
-    def _name(self) -> str:
-        return f"the accelerated {type(self.owner).__name__}"
-
-    def _exchanged(self, frame: FrameType) -> None:
-        """The pipeline has another scheduler than when we attached, and its first call of the transformer comes."""
-        scheduler, pipeline = self.owner.scheduler, runs.pipeline_above(frame)
-        told = getattr(scheduler, "num_inference_steps", None) is not None  # by a loop of one's own
-        if pipeline is self.owner or (pipeline is None and told):
-            self.end(self._open)
-            self.watch(scheduler)
-            self._open = self._begin(Run(runs.Driver(scheduler, frame)))
-
-    def _tell(self, timestep: Any) -> Run:
-        """The run of a call of a bare transformer."""
+    def _read_timestep(self, run: Run, timestep: Any) -> Run:
         if not isinstance(timestep, (Tensor, int, float)):
-            raise ValueError(
-                "without a pipeline, steps are told from the transformer's argument timestep, and this call has none; "
-                "attach to the pipeline instead"
-            )
-        value = float(timestep.flatten()[0]) if isinstance(timestep, Tensor) else float(timestep)
-        thread = threading.get_ident()
-        run = self._bare.get(thread)
-        if run is not None and run.timestep is not None and value != run.timestep:
-            direction = 1.0 if value > run.timestep else -1.0
-            if run.direction in (0.0, direction):
-                run.direction = direction
-                run.index += 1
-            else:
-                self.end(run)
-                run = None
-        if run is None:
-            with runs.BEGIN:
-                living = sys._current_frames()
-                self._bare = {k: other for k, other in self._bare.items() if k in living}
-                run = self._bare[thread] = self._begin(Run())
+            if self.pipe is None:
+                raise ValueError(
+                    "without a pipeline, steps are told from the transformer's argument timestep, and this call has "
+                    "none; attach to the pipeline instead"
+                )
+            return run
+        # of all of them: frames may have times of their own
+        value = float(timestep.double().mean()) if isinstance(timestep, Tensor) else float(timestep)
+        direction = 0.0 if run.timestep is None else float((value > run.timestep) - (value < run.timestep))
+        if direction * run.direction < 0:
+            run = self.begin()
+        elif direction:
+            run.check_thread(self._refusal)
+            run.direction = direction
+            run.index += 1
         run.timestep = value
         return run
 
+    def _check_displaced(self) -> None:
+        """Raise RuntimeError, once, in a thread in the middle of whose run another one was begun."""
+        if threading.get_ident() in self.displaced:
+            self.displaced.discard(threading.get_ident())
+            raise self._refusal()
 
-class _Watched:
-    """A scheduler's method with us around it; copies of the scheduler get the plain method."""
+    def _refusal(self) -> RuntimeError:
+        name = "transformer" if self.pipe is None else type(self.pipe).__name__
+        return RuntimeError(
+            f"the accelerated {name} is used by another thread in the middle of a run; it serves one run at a time. "
+            "Wait for the end of that run, or load a second pipeline"
+        )
 
-    def __init__(self, owner: Any, name: str, around: Callable[..., Any]):
-        self.method, self.around = getattr(owner, name), around
-        self.active = True
-        functools.update_wrapper(self, self.method)
-        self.stand_in = StandIn(owner, name, self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
+        return self  # pipelines copy their scheduler, whose copies are not observed
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active:
-            return self.method(*args, **kwargs)
-        return self.around(self.method, sys._getframe(1), args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self  # of the scheduler's attributes alone, which pipelines put back into it
+def _is_observed(clock: Clock, method: Callable[..., Any]) -> bool:
+    """Whether a method is the observed scheduler's, and not that of a copy."""
+    return getattr(inspect.unwrap(method), "__self__", clock.scheduler) is clock.scheduler
 
-    def remove(self) -> None:
-        self.active = False
-        self.stand_in.remove()
+
+def _set_timesteps(clock: Clock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace the scheduler's method."""
+    if not _is_observed(clock, method):
+        return method(*args, **kwargs)
+    clock.begin()
+    try:
+        return method(*args, **kwargs)
+    except BaseException:
+        clock.end()
+        raise
+
+
+def _step(clock: Clock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace the scheduler's method."""
+    if not _is_observed(clock, method):
+        return method(*args, **kwargs)
+    clock._check_displaced()
+    run = clock.run
+    if not run.is_open:
+        return method(*args, **kwargs)
+    run.check_thread(clock._refusal)
+    result = method(*args, **kwargs)
+    run.index += 1
+    run.is_stepped = True
+    if clock.total is not None and run.index >= clock.total and run is clock.run:
+        clock.end()
+    return result
 
 
 def timestep_of(args: tuple, kwargs: dict[str, Any], names: list[str]) -> Any:

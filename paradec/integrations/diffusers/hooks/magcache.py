@@ -58,7 +58,7 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1, transformer: 
         measure = _Magnitudes()
         with Session(pipe, TaylorSeer(refresh=measure)) as session:
             run()
-            length = len({record.step for t in session.transformers if t.name == name for record in t.state.records})
+            length = len({record.step for record in session.report().calls if record.transformer == name})
         steps = sorted(measure.found)
         if not steps or steps != list(range(length)):
             raise ValueError(f"run: {name} was not called at every step of one run, but at {steps}")

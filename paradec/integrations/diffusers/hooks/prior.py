@@ -17,7 +17,6 @@ from torch import Tensor
 from paradec.api.images import ImageOutput, build_output, picture_request
 from paradec.core.checks import shown
 from paradec.core.protocol import decode
-from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.transformers import UNSUPPORTED
 from paradec.models.images.glm_image import GlmImageModel
 
@@ -65,7 +64,7 @@ class PriorSession:
     """
 
     def __init__(self, pipe: Any, prior: Any):
-        encoder = getattr(pipe, ENCODER, None)
+        encoder: Any = getattr(pipe, ENCODER, None)
         if type(encoder).__name__ != "GlmImageForConditionalGeneration":
             raise TypeError(
                 f"prior={shown(prior)} is for GLM-Image: {type(pipe).__name__} has no {ENCODER} that is a "
@@ -77,7 +76,8 @@ class PriorSession:
         self.given = dict(prior) if isinstance(prior, Mapping) else {"sampler": prior}
         self.latest: ImageOutput | None = None
         self._request(True)
-        self.stand_in = StandIn(encoder, "generate", self.generate)
+        self.encoder = encoder
+        encoder.generate = self.generate
 
     def _request(self, sampled: bool) -> Any:
         """The request of a run, with what the generation config says now."""
@@ -141,7 +141,8 @@ class PriorSession:
 
     def detach(self) -> None:
         """Restore the pipeline as it was; detaching twice does nothing."""
-        self.stand_in.remove()
+        if getattr(vars(self.encoder).get("generate"), "__self__", None) is self:
+            del self.encoder.generate
         if self.forecast is not None:
             self.forecast.detach()
 

@@ -6,17 +6,14 @@ the transformer's layers see the targets' cells only, and attend to them and to 
 
 from __future__ import annotations
 
-import sys
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paradec.integrations.diffusers.hooks.stand_in import StandIn
-from paradec.integrations.diffusers.hooks.taps import Patch
-from paradec.integrations.diffusers.runs import Driver
+from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.masked.rules.recap import Recap
 
 
@@ -50,8 +47,7 @@ class RecapSession:
 
     Amused's convolutions before and after the layers run on the whole image; with `downsample`, layers work on cells of
     2 x 2 tokens, and those that hold a target are evaluated. Exact where all cells are targets; else approximate, as
-    the method is. Calls that are not of the scheduler's run (another pipeline's, a callback's) are left alone. A copy
-    of the pipeline has a plain transformer, and a `RecapScheduler`.
+    the method is.
 
     Args:
         pipe: a diffusers AmusedPipeline (or its variants), whose transformer is a `UVit2DModel`.
@@ -93,19 +89,20 @@ class RecapSession:
         """[R, M] int64: the cells of a local step."""
         self.hidden: Tensor | None = None
         """[R, N, D]: what the last layer made of all cells."""
-        self.inside: int | None = None
-        """The thread in which the transformer is being called for the scheduler's run."""
-        self.run: Driver | None = None
-        """The driver of the run that is remembered."""
+        self.run: object | None = None
+        """The scheduler's run that is remembered."""
         pipe.scheduler = scheduler
-        self.keeping = [_Keeping(self, layer.attn1.processor) for layer in layers]
-        self.processors = [
-            StandIn(layer.attn1, "processor", keeping) for layer, keeping in zip(layers, self.keeping, strict=True)
+        self.attention = [layer.attn1 for layer in layers]
+        self.keeping = [_Keeping(self, attention.processor) for attention in self.attention]
+        for attention, keeping in zip(self.attention, self.keeping, strict=True):
+            attention.processor = keeping
+        self.transformer = transformer
+        transformer._paradec_session = self
+        self.hooks = [
+            Hook(transformer, self._call),
+            Hook(layers[0], self._first, "paradec_first"),
+            Hook(layers[-1], self._last, "paradec_last"),  # around the first, where there is one layer
         ]
-        self.mark = StandIn(transformer, "_paradec_session", self)
-        self.call = Patch(transformer, self._call)
-        self.first = Patch(layers[0], self._first)
-        self.last = Patch(layers[-1], self._last)  # around the first, where there is one layer
 
     def __repr__(self) -> str:
         return f"RecapSession({type(self.pipe).__name__}: {self._report})"
@@ -116,10 +113,12 @@ class RecapSession:
 
     def detach(self) -> None:
         """Leave the pipeline as it was."""
-        for patch in (self.last, self.first, self.call):
-            patch.remove()
-        for stand_in in (*self.processors, self.mark):
-            stand_in.remove()
+        for hook in reversed(self.hooks):
+            hook.remove()
+        for attention, keeping in zip(self.attention, self.keeping, strict=True):
+            attention.processor = keeping.plain
+        vars(self.transformer).pop("_paradec_session", None)
+        self.hooks, self.attention = [], []
         self._forget()
         if self.pipe.scheduler is self.scheduler:
             self.pipe.scheduler = self.before
@@ -135,51 +134,44 @@ class RecapSession:
     def __exit__(self, *error: Any) -> None:
         self.detach()
 
-    def _call(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Around the transformer: the cells that this call's layers evaluate."""
-        driver = self.scheduler.driver
-        if driver is None or not driver.calls(sys._getframe()):
-            return self.call.inner(input_ids, *args, **kwargs)
-        if self.run is not driver:
+        if self.run is not self.scheduler.run:
             self._forget()
-            self.run = driver
+            self.run = self.scheduler.run
+        input_ids = args[0] if args else kwargs["input_ids"]
         targets = self.scheduler.targets()
         self.local = None
         height, width = input_ids.shape[1:]
         size = self.cell
         cells = (height // size) * (width // size)
         if targets is not None and self.hidden is not None and len(self.hidden) == len(input_ids):
-            held = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
-            held = held.repeat(len(input_ids) // len(held), 1)  # guidance branches
+            chosen = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
+            chosen = chosen.repeat(len(input_ids) // len(chosen), 1)  # guidance branches
             # rows with fewer cells evaluate some more: it makes them no worse
-            most = int(held.sum(1).max())
-            self.local = (~held).int().argsort(dim=1, stable=True)[:, :most]
-        self.inside = threading.get_ident()
-        try:
-            found = self.call.inner(input_ids, *args, **kwargs)
-        finally:
-            self.inside = None
+            most = int(chosen.sum(1).max())
+            self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :most]
+        output = inner(*args, **kwargs)
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
         kept = [tensor for keeping in self.keeping for tensor in (keeping.key, keeping.value)] + [self.hidden]
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in kept if tensor is not None))
-        return found
+        return output
 
-    def _first(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.local is not None and self.inside == threading.get_ident():
-            index = self.local.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
-            hidden_states = hidden_states.gather(1, index)
-        return self.first.inner(hidden_states, *args, **kwargs)
+    def _first(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.local is None:
+            return inner(*args, **kwargs)
+        hidden_states, *others = args
+        index = self.local.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
+        return inner(hidden_states.gather(1, index), *others, **kwargs)
 
-    def _last(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = self.last.inner(hidden_states, *args, **kwargs)
-        if self.inside != threading.get_ident():
-            return found
+    def _last(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        output: Tensor = inner(*args, **kwargs)
         if self.local is not None:
             assert self.hidden is not None  # a local step follows a full one
-            index = self.local.unsqueeze(-1).expand(-1, -1, found.shape[-1])
-            found = self.hidden.scatter(1, index, found)
-        self.hidden = found.detach()
-        return found
+            index = self.local.unsqueeze(-1).expand(-1, -1, output.shape[-1])
+            output = self.hidden.scatter(1, index, output)
+        self.hidden = output.detach()
+        return output
 
 
 class _Keeping:
@@ -192,8 +184,6 @@ class _Keeping:
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states: [R, M, D] -> [R, M, D]."""
-        if self.session.inside != threading.get_ident():
-            return self.plain(attn, hidden_states, *args, **kwargs)
 
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)

@@ -1,6 +1,6 @@
 """`accelerate`: attach a sampler of the forecast family to a diffusers pipeline, see what it did, take it off again.
 
-Kept free of diffusers' own hook system: it needs no `CacheMixin` and no `cache_context`, and nothing outlives `detach`.
+It hooks modules through diffusers' own registry, and needs neither `CacheMixin` nor `cache_context`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paradec import samplers
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model
 from paradec.core.registry import unknown
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
-from paradec.integrations.diffusers.hooks.guard import Guard
+from paradec.integrations.diffusers.hooks.memory import choose_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.probes import Probe
@@ -34,72 +34,86 @@ class Session:
             raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
         if sampler.target is None:
             sampler = replace(sampler, target=sampler.rule.target or "module")
-        found = transformers_of(pipe)
-        watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
+        self.pipe, self.sampler = pipe, sampler
+        components = transformers_of(pipe)
+        observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         if isinstance(sampler.rule, Probe):
-            sampler.rule.noise_levels(getattr(watched, "scheduler", None))
-        self.clock = Clock(None, self._finished)
-        self.guard: Guard | None = None
+            sampler.rule.noise_levels(getattr(observed, "scheduler", None))
         self.transformers: list[Transformer] = []
+        self.clock = Clock(None, self._begin, _forget)
         try:
-            for name, module in found.items():
-                self.transformers.append(Transformer(name, module, sampler, self.clock))
+            self._attach(components)
         except BaseException:
             self.detach()
             raise
-        if watched is not None:
-            self.clock.owner = watched
-            self.clock.watch(watched.scheduler)
-            self.guard = Guard(watched, lambda: self.clock.running, self.clock.returned)
+        if observed is not None:
+            self.clock.observe(observed)
+
+    def _attach(self, components: dict[str, nn.Module]) -> None:
+        for name, module in components.items():
+            self.transformers.append(Transformer(name, module, self.sampler, self.clock, choose_fitting))
+
+    def _begin(self) -> None:
+        """A run begins, perhaps with other transformers than the run before."""
+        components = transformers_of(self.pipe)
+        if list(components.values()) != [transformer.module for transformer in self.transformers]:
+            self._remove()
+            self._attach(components)
+
+    def _remove(self) -> None:
+        for transformer in self.transformers:
+            transformer.remove()
+        self.transformers = []
 
     def report(self) -> Report:
         """What the latest run did so far; `print` shows it as a table, `.short` is one line."""
-        calls: list[CallRecord] = [record for t in self.transformers for record in t.state.records]
-        notes = [note for t in self.transformers for note in t.notes.values()]
-        if self.clock.latest.strays:
-            notes.append(f"{self.clock.latest.strays} calls of a transformer were not the run's, and left alone")
+        run, transformers = self.clock.run, self.transformers
+        calls: list[CallRecord] = [record for state in run.states.values() for record in state.records]
+        notes = [note for transformer in transformers for note in transformer.notes.values()]
+        if run.strays:
+            notes.append(f"{run.strays} calls of a transformer were not the run's, and left alone")
         return Report(
-            settings={t.name: t.settings for t in self.transformers},
-            modules={t.name: list(t.names) for t in self.transformers},
-            coverage={t.name: t.coverage for t in self.transformers},
-            runs=self.clock.run,
+            settings={t.name: t.settings for t in transformers},
+            modules={t.name: list(t.names) for t in transformers},
+            coverage={t.name: t.coverage for t in transformers},
+            runs=self.clock.runs,
             calls=sorted(calls, key=lambda call: call.step),
             notes=notes,
         )
 
     def reset(self) -> None:
-        """End the runs that are going on, and drop what is remembered of them.
+        """End the run that is going on, and drop what is remembered of it.
 
         A pipeline's runs begin and end by themselves; a loop of one's own that was broken off may need this.
         """
-        self.clock.end_all()
+        self.clock.end()
 
     def detach(self) -> None:
         """Restore the pipeline as it was. The last report stays readable; detaching twice does nothing."""
-        self.clock.release()
-        if self.guard is not None:
-            self.guard.remove()
-        for transformer in self.transformers:
-            transformer.remove()
-        self.clock.end_all()
+        with self.clock.lock:
+            self.clock.end()
+            self.clock.release()
+            for transformer in self.transformers:
+                transformer.remove()
 
     def __repr__(self) -> str:
         parts = [
             f"{t.name} by {t.settings.name} (target {t.settings.target}, {len(t.names)} modules hooked)"
             for t in self.transformers
         ]
-        calls = sum(len(t.state.records) for t in self.transformers)
-        return f"Session({'; '.join(parts)}; {self.clock.run} runs, the latest of {calls} calls)"
-
-    def _finished(self, run: Run) -> None:
-        for state in run.states.values():
-            state.forget()
+        calls = sum(len(state.records) for state in self.clock.run.states.values())
+        return f"Session({'; '.join(parts)}; {self.clock.runs} runs, the latest of {calls} calls)"
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.detach()
+
+
+def _forget(run: Run) -> None:
+    for state in run.states.values():
+        state.forget()
 
 
 def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prior: Any = None) -> Any:

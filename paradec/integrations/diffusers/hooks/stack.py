@@ -2,76 +2,76 @@
 
 The first blocks (the rule's probe) and the last ones may be evaluated at every step. Of those between, all are
 evaluated or none is: at a forecast step they hand on what they were given, and the last of them adds the forecast.
-Where the streams change their shapes in between (text and image are joined, say), each segment has a residual of its
-own.
+Blocks are told by the order in which they are called. A segment ends where a block is given streams of other shapes, or
+where another list of blocks is given what the last block did not return (frames instead of rows, a refined text); each
+has a residual of its own.
 
-A residual is taken from what the stack's first block is given to what its last one returns. So what a pipeline adds
+A residual is taken from what a segment's first block is given to what its last one returns. So what a pipeline adds
 between blocks (a control network's features) is part of it, and forecast with it.
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from paradec.integrations.diffusers.hooks.blocks import Place
-from paradec.integrations.diffusers.hooks.taps import Patch, continued, parameters_of, streams_of
+from paradec.integrations.diffusers.hooks.blocks import Place, continued, main_name, streams_of
+from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.forecast.bases import Basis, History
 from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.refresh import RunProgress
-from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.samplers.forecast.refresh import Rule, RunProgress
 
 
 class Owner(Protocol):
-    """What a stack reads of the transformer that it belongs to, and where it says what it did."""
+    """What a stack reads of the transformer that it belongs to, and where it records what it did."""
 
     name: str
-    settings: TaylorSeer
     basis: Basis
     course: RunProgress
-    given: Tensor | None
-    """The latent that the transformer was given."""
+    latent: Tensor | None
+    """What the transformer was called with."""
     level: float
     """The step's noise level, for a rule that reads it."""
-    inside: int | None
+    is_inside: bool
     histories: dict[str, Any]
     evaluated: list[str]
     forecast: list[str]
 
-    def decide(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def decide(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
         """What the schedule says of this step."""
         ...
 
-    def decided(self, full: bool) -> None:
+    def record_decision(self, full: bool) -> None:
         """What a rule has said of this call."""
         ...
 
 
 @dataclass
 class Form:
-    """How what a block returns is put together: from a stream each, or as it was."""
+    """How what a block returns is put together: from a stream each, or unchanged."""
 
     names: list[str | None]
-    rest: list[Any]
+    constants: list[Any]
     spec: Any
 
-    def made(self, streams: dict[str, Tensor]) -> Any:
+    def build(self, streams: dict[str, Tensor]) -> Any:
         """The block's output with these streams."""
-        leaves = [rest if name is None else streams[name] for name, rest in zip(self.names, self.rest, strict=True)]
-        return tree_unflatten(leaves, self.spec)
+        pairs = zip(self.names, self.constants, strict=True)
+        return tree_unflatten([constant if name is None else streams[name] for name, constant in pairs], self.spec)
 
 
 @dataclass(eq=False)
-class Kept:
-    """What is remembered of the stack in one call of a step."""
+class StackHistory:
+    """What is remembered of the stack in one call of a step. Positions count the calls of blocks."""
 
     probed: ProbeState = field(default_factory=ProbeState)
+    places: dict[int, Place] = field(default_factory=dict)
+    """The blocks that were called when the stack was evaluated."""
     forms: dict[int, Form] = field(default_factory=dict)
-    """Of the blocks that were called when the stack was evaluated, by position."""
     ends: dict[int, int] = field(default_factory=dict)
     """The position at which each segment ends, by that at which it begins."""
     histories: dict[int, dict[str, History]] = field(default_factory=dict)
@@ -88,9 +88,11 @@ class Kept:
 class Walk:
     """One call of the transformer."""
 
-    kept: Kept
+    history: StackHistory
     entry: dict[str, Tensor]
     """What the first block was given."""
+    position: int = -1
+    """Of the block that was called last."""
     probe: Tensor | None = None
     full: bool | None = None
     """Whether the blocks after the probe are evaluated; None until that was decided."""
@@ -99,17 +101,20 @@ class Walk:
     begin: int = -1
     end: int = -1
     """Positions of the present segment's first and latest blocks; -1: none is open."""
+    place: Place | None = None
+    """The latest evaluated block."""
     returned: dict[str, Tensor] = field(default_factory=dict)
-    """What the latest evaluated block returned."""
+    """What it returned."""
     residual: Tensor | None = None
-    """What the latest segment that was evaluated added to the stream that probes read."""
+    """What the latest segment that was evaluated added to the denoised stream."""
 
 
 class Stack:
-    """The taps on all blocks of a transformer, and the decision that they share.
+    """The hooks on all blocks of a transformer, and the decision that they share.
 
     Args:
         owner: the transformer.
+        rule: when to evaluate.
         places: all blocks, as `blocks.places` gives them.
         modules: those of the transformer by name.
 
@@ -117,205 +122,175 @@ class Stack:
         ValueError: a rule's first and last blocks are all that there are.
     """
 
-    def __init__(self, owner: Owner, places: list[Place], modules: dict[str, nn.Module]):
+    def __init__(self, owner: Owner, rule: Rule, places: list[Place], modules: dict[str, nn.Module]):
         self.owner = owner
-        rule = owner.settings.rule
         self.rule = rule if isinstance(rule, Probe) else None
-        self.places, self.blocks = places, [modules[place.name] for place in places]
         head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
         self.first, self.last = head, len(places) - tail
         """Positions of the first block that may be forecast, and of the first one after these."""
         if self.first >= self.last:
-            assert self.rule is not None
             raise ValueError(
-                f"refresh={self.rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
+                f"refresh={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
                 f"{owner.name} has {len(places)}, so that none is left to skip"
             )
-        self.position = -1
-        """Of the block that was called last."""
+        self.forecasts = places[self.first : self.last]
+        """The blocks that are left out at a forecast step."""
         self.walk: Walk | None = None
         """The call of the transformer that is going on, once it has reached the first block."""
-        self.taps = [StackTap(self, module) for module in {id(module): module for module in self.blocks}.values()]
-
-    @property
-    def forecasts(self) -> list[Place]:
-        """The blocks that are left out at a forecast step."""
-        return self.places[self.first : self.last]
-
-    def begin(self) -> None:
-        """A call of the transformer begins."""
-        self.position, self.walk = -1, None
+        self.hooks: list[Hook] = []
+        for module in dict.fromkeys(modules[place.name] for place in places):
+            place = next(place for place in places if modules[place.name] is module)
+            self.hooks.append(Hook(module, self._around(module, place)))
 
     def finish(self) -> None:
-        """It ends, and its last segment with it."""
-        if self.walk is None:
+        """A call of the transformer ends, and its last segment with it."""
+        walk, self.walk = self.walk, None
+        if walk is None:
             return
-        self._close(self.walk)
-        if self.walk.full:
-            kept = self.walk.kept
-            kept.histories = {end: kept.histories[end] for end in kept.ends.values()}
-        if self.walk.residual is not None and self.rule is not None:
-            self.rule.evaluated(self.walk.kept.probed, self.walk.residual)
-        self.walk = None
+        self._close(walk)
+        if walk.full:
+            history = walk.history
+            history.histories = {end: history.histories[end] for end in history.ends.values()}
+        if walk.residual is not None and self.rule is not None:
+            self.rule.evaluated(walk.history.probed, walk.residual)
 
-    def call(self, tap: StackTap, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replace a block's call."""
-        position = self._find(tap.module)
-        streams = streams_of(tap.parameters, args, kwargs)
+    def _around(self, module: nn.Module, place: Place) -> Callable[..., Any]:
+        def around(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+            if not self.owner.is_inside:  # used by itself
+                return inner(*args, **kwargs)
+            return self._call(module, place, inner, args, kwargs)
+
+        return around
+
+    def _call(
+        self, module: nn.Module, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Replace a block's forward."""
+        streams = streams_of(module, args, kwargs)
         walk = self.walk
         if walk is None:
-            entry = _copied(streams) if self.rule is not None else streams
-            walk = self.walk = Walk(self.owner.histories.setdefault("stack", Kept()), entry)
-        if not self.first <= position < self.last:
+            entry = _copies(streams) if self.rule is not None else streams
+            walk = self.walk = Walk(self.owner.histories.setdefault("stack", StackHistory()), entry)
+        walk.position += 1
+        if not self.first <= walk.position < self.last:
             if walk.full is not None:
                 self._close(walk)
-            output = tap.patch.inner(*args, **kwargs)
-            if position == self.first - 1:
-                walk.probe = self._parted(tap.module, streams, output)[1][_main(streams)]
+            output = inner(*args, **kwargs)
+            if walk.position == self.first - 1:
+                walk.probe = self._split(module, streams, output)[1][main_name(streams)]
             return output
         if walk.full is None:
-            walk.full = self._decide(walk, self.places[position], args, kwargs)
-        if walk.full:
-            return self._evaluate(walk, position, tap, streams, args, kwargs)
-        return self._forecast(walk, position, streams)
-
-    def _find(self, module: nn.Module) -> int:
-        """The position of a block that is called; others may be left out in between."""
-        for position in range(self.position + 1, len(self.blocks)):
-            if self.blocks[position] is module:
-                self.position = position
-                return position
-        raise RuntimeError(
-            f"{self.owner.name} calls its blocks in another order than it lists them, so that they are no stack; use "
-            "target='block' or 'module'"
-        )
+            walk.full = self._decide(walk, place, inner, args, kwargs)
+        if not walk.full:
+            return self._forecast(walk, place, streams)
+        if walk.begin >= 0 and not _continues(walk, place, streams):
+            self._close(walk)
+        if walk.begin < 0:
+            walk.begin, walk.start = walk.position, self._start(walk, streams)
+        output = inner(*args, **kwargs)
+        walk.history.forms[walk.position], walk.returned = self._split(module, streams, output)
+        walk.history.places[walk.position] = walk.place = place
+        walk.end = walk.position
+        self.owner.evaluated.append(place.name)
+        return output
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
-    def _decide(self, walk: Walk, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _decide(self, walk: Walk, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the blocks between the probe and the last ones are evaluated in this call."""
-        owner, kept = self.owner, walk.kept
-        fresh = not kept.ends
+        owner, history = self.owner, walk.history
+        is_fresh = not history.ends
         if self.rule is None:
-            full = owner.decide(place, args, kwargs) or fresh
+            full = owner.decide(place, inner, args, kwargs) or is_fresh
         else:
-            state, course = kept.probed, owner.course
-            state.index, state.total, state.latent, state.level = course.index, course.total, owner.given, owner.level
-            full = self.rule.is_full(state, walk.entry[_main(walk.entry)], walk.probe, fresh)
+            state, course = history.probed, owner.course
+            state.index, state.total, state.first = course.index, course.total, course.first
+            state.latent, state.level = owner.latent, owner.level
+            full = self.rule.is_full(state, walk.entry[main_name(walk.entry)], walk.probe, is_fresh)
             state.finished(full)
             state.latent = None
-            owner.decided(full)
+            owner.record_decision(full)
         if full:
-            kept.forms, kept.ends = {}, {}
+            history.places, history.forms, history.ends = {}, {}, {}
         return full
 
     # ---- what -------------------------------------------------------------------------------------------------------
 
-    def _start(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _start(self, walk: Walk, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a segment's residual is added to: its first block's input, or the probe's if the rule says so."""
-        whole = self.rule is not None and self.rule.whole and position == self.first
+        is_whole = self.rule is not None and self.rule.whole and walk.position == self.first
         # not where the probe has changed the shapes
-        return walk.entry if whole and _shapes(walk.entry) == _shapes(streams) else _copied(streams)
+        return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
 
-    def _evaluate(
-        self, walk: Walk, position: int, tap: StackTap, streams: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        if walk.begin >= 0 and _shapes(streams) != _shapes(walk.start):
-            self._close(walk)
-        if walk.begin < 0:
-            walk.begin, walk.start = position, self._start(walk, position, streams)
-        output = tap.patch.inner(*args, **kwargs)
-        walk.kept.forms[position], walk.returned = self._parted(tap.module, streams, output)
-        walk.end = position
-        self.owner.evaluated.append(self.places[position].name)
-        return output
-
-    def _parted(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Form, dict[str, Tensor]]:
+    def _split(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Form, dict[str, Tensor]]:
         """How an output is put together, and its streams."""
         leaves, spec = tree_flatten(output)
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         names = continued(module, streams, shapes)
         for name, leaf in zip(names, leaves, strict=True):
             if name is None and isinstance(leaf, Tensor):
+                way = "use target='block' or 'module'" if self.rule is None else "use a rule that counts steps"
                 raise RuntimeError(
                     f"{type(module).__name__} returns a tensor of shape {tuple(leaf.shape)} that continues none of its "
-                    "inputs, so that its blocks are no stack; use target='block' or 'module'"
+                    f"inputs, so that its blocks are no stack; {way}"
                 )
-        rest = [leaf if name is None else None for name, leaf in zip(names, leaves, strict=True)]
-        found = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
-        return Form(names, rest, spec), found
+        constants = [leaf if name is None else None for name, leaf in zip(names, leaves, strict=True)]
+        returned = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
+        return Form(names, constants, spec), returned
 
     def _close(self, walk: Walk) -> None:
         """Remember the residual of the segment that was evaluated, if one is open."""
         if walk.begin < 0:
             return
-        owner, kept = self.owner, walk.kept
-        if walk.full:
-            kept.ends[walk.begin] = walk.end
-            before = kept.histories.get(walk.end, {})
-            added = {name: leaf.detach() - walk.start[name].detach() for name, leaf in walk.returned.items()}
-            kept.histories[walk.end] = {
-                name: owner.basis.update(before.get(name), residual, owner.course.index)
-                for name, residual in added.items()
-            }
-            walk.residual = added.get(_main(walk.start))
-        else:
+        owner, history = self.owner, walk.history
+        if not walk.full:
             raise RuntimeError(
-                f"{self.owner.name} does not call block {self.places[walk.end].name}, which it called when it was "
+                f"{owner.name} does not call block {history.places[walk.end].name}, which it called when it was "
                 "evaluated; call session.reset() where the blocks that are called change"
             )
+        history.ends[walk.begin] = walk.end
+        before = history.histories.get(walk.end, {})
+        added = {name: leaf.detach() - walk.start[name].detach() for name, leaf in walk.returned.items()}
+        history.histories[walk.end] = {
+            name: owner.basis.update(before.get(name), residual, owner.course.index) for name, residual in added.items()
+        }
+        walk.residual = added.get(main_name(walk.start))
         walk.begin, walk.end, walk.returned = -1, -1, {}
 
-    def _forecast(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> Any:
-        owner, kept = self.owner, walk.kept
-        form = kept.forms.get(position)
-        if form is None:
+    def _forecast(self, walk: Walk, place: Place, streams: dict[str, Tensor]) -> Any:
+        owner, history, position = self.owner, walk.history, walk.position
+        form = history.forms.get(position)
+        if form is None or history.places[position] is not place:
             raise RuntimeError(
-                f"{owner.name} calls block {self.places[position].name}, which it left out when it was evaluated; "
+                f"{owner.name} calls block {place.name}, which it left out when it was evaluated; "
                 "call session.reset() where the blocks that are called change"
             )
-        if position in kept.ends:
-            walk.begin, walk.end = position, kept.ends[position]
-            walk.start = self._start(walk, position, streams)
-        owner.forecast.append(self.places[position].name)
+        if position in history.ends:
+            walk.begin, walk.end = position, history.ends[position]
+            walk.start = self._start(walk, streams)
+        owner.forecast.append(place.name)
         if position != walk.end:
-            return form.made(streams)
-        found = dict(streams)
-        step = owner.course.index if self.rule is None else self.rule.forecast_at(kept.probed)
-        for name, history in kept.histories[position].items():
-            value = owner.basis.forecast(history, step)
-            kept.histories[position][name] = owner.basis.roll(history, value)
-            found[name] = walk.start[name] + value
+            return form.build(streams)
+        sums = dict(streams)
+        step = owner.course.index if self.rule is None else self.rule.forecast_at(history.probed)
+        for name, kept in history.histories[position].items():
+            value = owner.basis.forecast(kept, step)
+            history.histories[position][name] = owner.basis.roll(kept, value)
+            sums[name] = walk.start[name] + value
         walk.begin, walk.end = -1, -1
-        return form.made(found)
+        return form.build(sums)
 
 
-class StackTap:
-    """One block of a stack."""
-
-    def __init__(self, stack: Stack, module: nn.Module):
-        self.stack, self.module = stack, module
-        self.place = next(place for place, block in zip(stack.places, stack.blocks, strict=True) if block is module)
-        self.parameters = parameters_of(module)
-        self.patch = Patch(module, self.call)
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the block's call."""
-        if self.stack.owner.inside != threading.get_ident():  # used by itself
-            return self.patch.inner(*args, **kwargs)
-        return self.stack.call(self, args, kwargs)
-
-    def remove(self) -> None:
-        """Take the tap off."""
-        self.patch.remove()
+def _continues(walk: Walk, place: Place, streams: dict[str, Tensor]) -> bool:
+    """Whether a block goes on with the segment: with its shapes, and the first one of a list with its tensors."""
+    if _shapes(streams) != _shapes(walk.start):
+        return False
+    assert walk.place is not None
+    is_same_list = walk.place.name.rpartition(".")[0] == place.name.rpartition(".")[0]
+    return is_same_list or any(walk.returned.get(name) is tensor for name, tensor in streams.items())
 
 
-def _main(streams: dict[str, Tensor]) -> str:
-    """The stream that a probe reads."""
-    return "hidden_states" if "hidden_states" in streams else next(iter(streams))
-
-
-def _copied(streams: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copies(streams: dict[str, Tensor]) -> dict[str, Tensor]:
     """What blocks, and the transformer between them, may not write into."""
     return {name: tensor.clone() for name, tensor in streams.items()}
 

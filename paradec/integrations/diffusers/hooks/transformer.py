@@ -3,39 +3,40 @@
 The pipeline owns the loop: it calls the transformer, guides, and takes the solver's steps. What the sampler decides in
 our own loop it decides here too, asked from inside the pipeline's calls (docs/architecture.md has the table):
 
-- once per solver step, the first hooked module that is called asks `TaylorSeer.evaluates`, and the answer holds for all
-  modules and both guidance branches. (BAC's schedule is a table of steps by module, and is looked up.)
-- every tap updates and expands the histories of its module with `TaylorSeer.forecaster`, when the module is called.
+- once per solver step, the first hooked module that is called asks the sampler, and the answer holds for all modules
+  and both guidance branches. (BAC's schedule is a table of steps by module, and is looked up.)
+- every tap updates and expands the histories of its module when the module is called.
 - the course goes on at the first call of the next step, since nobody says which call of a step is the last.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paradec.integrations.diffusers.hooks.blocks import Place, hooked
+from paradec.integrations.diffusers.hooks.blocks import (
+    Place,
+    hooked,
+    is_feature,
+    latent_of,
+    main_stream,
+    parameters_of,
+)
 from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
-from paradec.integrations.diffusers.hooks.memory import Size, fitting, megabytes
+from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
-from paradec.integrations.diffusers.hooks.spared import Idle, Once, embeddings, feeders
-from paradec.integrations.diffusers.hooks.stack import Kept as KeptStack
-from paradec.integrations.diffusers.hooks.stack import Stack, StackTap
-from paradec.integrations.diffusers.hooks.stand_in import StandIn
-from paradec.integrations.diffusers.hooks.taps import Kept, Patch, Tap, parameters_of
-from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, is_feature, latent_of, unpacked
-from paradec.integrations.diffusers.runs import guidance_above
+from paradec.integrations.diffusers.hooks.spared import FeederTap, feeders
+from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
+from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
+from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, unpacked
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import RunProgress, StepRule, Verification
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
 from paradec.samplers.forecast.taylorseer import TaylorSeer
@@ -54,17 +55,17 @@ class RunState:
     """Whether this step evaluates; None until its first module was called."""
     watched: Tensor | None = None
     """What `TaylorSeer.watch` compares the next step's input with."""
-    branches: dict[str, dict[str, Kept | KeptStack]] = field(default_factory=dict)
+    branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
     counts: dict[str | None, int] = field(default_factory=dict)
     """Calls in this step, by the pipeline's name for them."""
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
     """Noise levels of the steps, where a rule reads them."""
-    deciding: bool = False
+    is_deciding: bool = False
     """Whether the present call decided for its step."""
 
-    def come_to(self, index: int) -> None:
+    def advance_to_step(self, index: int) -> None:
         """A call at this solver step begins; if it is the step's first, the step before it is over."""
         if self.decision is not None:
             if self.course.index == index:
@@ -80,30 +81,34 @@ class RunState:
     @property
     def nbytes(self) -> int:
         """Bytes of all histories."""
-        return sum(kept.nbytes for branch in self.branches.values() for kept in branch.values())
+        return sum(history.nbytes for branch in self.branches.values() for history in branch.values())
 
 
 class Transformer:
     """One transformer of a session.
+
+    Args:
+        choose: `memory.choose_fitting`, where the settings have a `max_memory`.
 
     Raises:
         ValueError: it is accelerated already, has a cache of diffusers' own, is compiled as a whole (unless `target` is
             "output"), or has not what the settings name. Nothing is changed then.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock):
+    def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock, choose: Any = None):
         self.name, self.module, self.asked, self.clock = name, module, settings, clock
+        self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
-        self.sizes: dict[str, dict[str | Modules | None, Size]] = {}
-        """What `fitting` measured, by signature and target."""
-        self.said: set[str] = set()
-        self.lock = threading.RLock()
-        """Held during a run's call: the taps serve one at a time, and do not come off in the middle of it."""
-        self.inside: int | None = None
+        self.logged: set[str] = set()
+        self.choose = choose
+        self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
+        """What `choose` measured, by signature and target."""
+        self.is_inside = False
+        """Whether the module is being called for a run."""
         self.course = RunProgress()
         self.state = RunState(settings, self.course)
-        """Of the run that was served last."""
-        self.given: Tensor | None = None
+        """Of the run that is served."""
+        self.latent: Tensor | None = None
         """The latent of the present call."""
         self.level = 0.0
         """The noise level of its step."""
@@ -111,27 +116,25 @@ class Transformer:
         """Of the branch that is being called."""
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
-        self.called: dict[str, int] = {}
-        self.computed: dict[Any, tuple[Any, Any]] = {}
-        self.taps: list[Tap | StackTap] = []
+        self.call_counts: dict[str, int] = {}
+        self.hooks: list[Hook] = []
+        """On modules inside."""
+        self.taps: list[Tap] = []
+        self.feeders: list[FeederTap] = []
         self.stack: Stack | None = None
         """Of target "stack"."""
         self.watcher: Hidden | Modulated | None = None
         """Of a rule that watches something else than what the module that decides is given."""
-        self.spared: list[Idle | Once] = []
-        self.set_aside: list[tuple[nn.Module, Any]] = []
+        self.compiled: list[tuple[nn.Module, Any]] = []
         """Compiled blocks that run eagerly while modules inside them are hooked."""
-        self.contexts: dict[int, str] = {}
-        """What the pipeline calls the branch that it is about to call, by thread."""
-        self.base = getattr(module, "_orig_mod", module)
-        self.parameters = parameters_of(self.base)
         self._check()
-        self._tap(settings)
-        self.patch = Patch(module, self.call)
-        self.old_context = getattr(self.base, "cache_context", None)
-        self.stand_ins = [StandIn(self.base, "_paradec_session", self)]
-        if self.old_context is not None:
-            self.stand_ins.append(StandIn(self.base, "cache_context", self._cache_context))
+        try:
+            self._tap(settings)
+        except BaseException:
+            self._untap()
+            raise
+        self.root = Hook(module, self.call, on_reset=clock.end)
+        self.base._paradec_session = self
 
     # ---- attaching --------------------------------------------------------------------------------------------------
 
@@ -144,28 +147,30 @@ class Transformer:
         if hasattr(self.base, "_paradec_session"):
             raise ValueError(f"{self.name} is accelerated already; detach that session first")
         if self.module is not self.base or self.base._compiled_call_impl is not None:
-            if self.asked.target != "output":
-                raise ValueError(
-                    f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
-                    "target='output', or compile its blocks: transformer.compile_repeated_blocks()"
-                )
+            self._check_compiled()
         if isinstance(self.asked.rule, Probe):
             self.asked.rule.check_model(self.base)
+
+    def _check_compiled(self) -> None:
+        if self.asked.target != "output":
+            raise ValueError(
+                f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
+                "target='output', or compile its blocks: transformer.compile_repeated_blocks()"
+            )
 
     def _tap(self, settings: TaylorSeer) -> None:
         """Hook what these settings name."""
         self._untap()
-        found = hooked(self.base, settings)
-        rule = settings.rule
+        found, rule = hooked(self.base, settings), settings.rule
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
-            named = {place.name for place in found if place.kind == "forecast"}
-            if set(schedule) != named:
-                odd = sorted(set(schedule) ^ named)
+            names = {place.name for place in found if place.kind == "forecast"}
+            if set(schedule) != names:
+                odd = sorted(set(schedule) ^ names)
                 side = "does not have" if odd[0] in schedule else "has, but the schedule does not"
                 raise ValueError(f"refresh: {type(self.base).__name__} {side} {', '.join(odd[:6])}")
-        verifies = isinstance(rule, Verification)
-        if verifies and found[0].kind in ("output", "stack"):
+        is_verified = isinstance(rule, Verification)
+        if is_verified and found[0].kind in ("output", "stack"):
             raise ValueError(
                 f"refresh=Verification(...) evaluates the last block to measure the error, and "
                 f"target={found[0].kind!r} leaves it out; use target='module' or 'block'"
@@ -174,142 +179,137 @@ class Transformer:
         modules = dict(self.base.named_modules(remove_duplicate=False))
         first = {id(module): name for name, module in reversed(modules.items())}
         self.settings, self.basis, self.schedule = settings, settings.forecaster, schedule
-        self.stack = Stack(self, found, modules) if found[0].kind == "stack" else None
-        if self.stack is not None:
+        self.measures = rule.measures and isinstance(rule, StepRule)
+        if found[0].kind == "stack":
+            self.stack = Stack(self, rule, found, modules)
+            self.hooks += self.stack.hooks
             found = self.stack.forecasts
         found = [place for place in found if first[id(modules[place.name])] == place.name]  # shared ones once
-        self._set_aside(found, modules)
-        if self.stack is not None:
-            self.taps += self.stack.taps
-        else:
-            for place in found:
-                self.taps.append(Tap(self, place, modules[place.name], verifies and place.block == last))
-        self.measures = rule.measures
-        watch = rule.watch if isinstance(rule, AccumulatedChange) else None
-        if watch == "hidden" and settings.target == "module":
-            self.watcher = Hidden(self.base, modules)
-        elif watch == "modulated" and settings.target in ("block", "stack"):
-            self.watcher = Modulated(self.base, modules)
-        self._spare(found, modules, last if verifies else None)
+        self._run_eagerly(found, modules)
+        if self.stack is None:
+            self.taps = [Tap(self, place, modules[place.name], is_verified and place.block == last) for place in found]
+            self.hooks += [tap.hook for tap in self.taps if tap.hook is not None]
+        self._watch(rule, modules)
+        if any(place.kind == "forecast" for place in found):
+            is_complete = not isinstance(settings.target, Modules)
+            for feeder in feeders(self.base, found, last if is_verified else None, is_complete):
+                self.feeders.append(FeederTap(self, feeder, modules))
+            self.hooks += [tap.hook for tap in self.feeders]
         self.names = [place.name for place in found]
+        self.parents = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names if name]
+        self.children = [modules[name] for name in self.names if name]
         self.unprobed = any(place.kind == "skip" and not place.narrow for place in found)
         covered = {id(p): p.numel() for place in found for p in modules[place.name].parameters()}
         total = sum({id(p): p.numel() for p in self.base.parameters()}.values())
         self.coverage = sum(covered.values()) / max(total, 1)
 
-    def _set_aside(self, found: list[Place], modules: dict[str, nn.Module]) -> None:
+    def _watch(self, rule: Any, modules: dict[str, nn.Module]) -> None:
+        """Hook what the rule watches, where that is not what the module that decides is given."""
+        watch, target = getattr(rule, "watch", None), self.settings.target
+        if watch == "hidden" and target == "module":
+            self.watcher = Hidden(self.base, modules)
+            self.hooks.append(self.watcher.hook)
+        elif watch == "modulated" and target in ("block", "stack"):
+            self.watcher = Modulated(self.base, modules)
+
+    def _run_eagerly(self, found: list[Place], modules: dict[str, nn.Module]) -> None:
         """Let what holds a hooked module run eagerly: a compiled graph would hold the taps."""
         inner = [place for place in found if place.kind not in ("residual", "stack", "output")]
         holders = {place.name[:i] for place in inner for i, letter in enumerate(place.name) if letter == "."}
         self.holders = [modules[name] for name in sorted(holders)]
         for holder in self.holders:
             if holder._compiled_call_impl is not None:
-                self.set_aside.append((holder, holder._compiled_call_impl))
+                self.compiled.append((holder, holder._compiled_call_impl))
                 holder._compiled_call_impl = None
-        if self.set_aside:
+        if self.compiled:
             self._note(
                 "compiled",
-                f"{len(self.set_aside)} compiled blocks run eagerly while modules inside them are hooked; "
+                f"{len(self.compiled)} compiled blocks run eagerly while modules inside them are hooked; "
                 "target='block' or 'output' keeps them compiled",
             )
 
-    def _spare(self, found: list[Place], modules: dict[str, nn.Module], verified: str | None) -> None:
-        """Leave out what only feeds these places, and what was computed before."""
-        if not any(place.kind == "forecast" for place in found):
-            return
-        whole = not isinstance(self.settings.target, Modules)
-        for feeder in feeders(self.base, found, verified, whole):
-            self.spared.append(
-                Idle(self, feeder, modules[feeder.name], modules[feeder.block] if feeder.block else None)
-            )
-        self.spared += [Once(self, module) for module in embeddings(self.base)]
-
     def _untap(self) -> None:
-        for tap in self.taps:
-            tap.remove()
-        for spared in self.spared:
-            spared.patch.remove()
-        if self.watcher is not None:
-            self.watcher.remove()
-        self.taps, self.spared, self.stack, self.watcher = [], [], None, None
-        for module, compiled in self.set_aside:
+        for hook in reversed(self.hooks):
+            hook.remove()
+        self.hooks, self.taps, self.feeders, self.stack, self.watcher = [], [], [], None, None
+        for module, compiled in self.compiled:
             module._compiled_call_impl = compiled
-        self.set_aside = []
+        self.compiled = []
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether another module has taken the place of one that is hooked (a LoRA), or was compiled since."""
+        return (
+            any(holder._compiled_call_impl is not None for holder in self.holders)
+            or any(hook.is_overtaken for hook in self.hooks)
+            or any(
+                parent._modules.get(key) is not child
+                for (parent, key), child in zip(self.parents, self.children, strict=True)
+            )
+        )
 
     def remove(self) -> None:
-        """Leave the transformer as it was, once a call in another thread is over."""
-        with self.lock:
-            self.patch.remove()
-            self._untap()
-            for stand_in in self.stand_ins:
-                stand_in.remove()
-            self.histories = {}
-
-    @contextmanager
-    def _cache_context(self, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """The transformer's own `cache_context`, which also tells us the branch's name."""
-        assert self.old_context is not None
-        thread = threading.get_ident()
-        before, self.contexts[thread] = self.contexts.get(thread), name
-        try:
-            with self.old_context(name, *args, **kwargs):
-                yield
-        finally:
-            if before is None:
-                del self.contexts[thread]
-            else:
-                self.contexts[thread] = before
+        """Leave the transformer as it was."""
+        self._untap()
+        if vars(self.base).get("_paradec_session") is self:
+            del self.base._paradec_session
+            self.root.remove()
+        self.histories = {}
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the transformer's call."""
-        run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
-        if run is not None:
-            with self.lock:
-                if self.patch.active:  # not detached while we waited
-                    return self._serve(run, args, kwargs)
-        return self.patch.inner(*args, **kwargs)
+    def call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Replace the transformer's forward."""
+        clock = self.clock
+        with clock.lock:
+            if self.is_inside:
+                return inner(*args, **kwargs)
+            run = clock.see(timestep_of(args, kwargs, parameters_of(self.base)), self.root.context)
+            # not detached while we waited
+            if run is not None and vars(self.base).get("_paradec_session") is self:
+                return self._serve(run, inner, args, kwargs)
+        return inner(*args, **kwargs)
 
-    def _serve(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _serve(self, run: Run, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call that is a run's."""
+        if self.root.is_overtaken:
+            self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
-        if self.settings is not state.settings:  # another thread's run has others
-            self._tap(state.settings)
+        if self._is_stale:
+            self._tap(self.settings)
+            state.branches = {}
         self.state, self.course = state, state.course
-        state.come_to(run.index)
+        state.advance_to_step(run.index)
         leaves = tree_leaves((args, kwargs))
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
         filters = isinstance(self.asked.rule, Probe) and self.asked.rule.filters
-        self.given = unpacked(self.clock.owner, args, kwargs) if filters else latent_of(args, kwargs)
+        self.latent = unpacked(self.clock.pipe, args, kwargs) if filters else latent_of(args, kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
-        state.deciding = False
-        self.evaluated, self.forecast, self.called = [], [], {}
-        if self.stack is not None:
-            self.stack.begin()
-        stopwatch, self.inside = Stopwatch(leaves), threading.get_ident()
+        state.is_deciding = False
+        self.evaluated, self.forecast, self.call_counts = [], [], {}
+        stopwatch, self.is_inside = Stopwatch(leaves), True
         try:
             if self.settings.target == "output":
-                whole = self.taps[0]
-                assert isinstance(whole, Tap)
-                output = whole.answer(self.patch.inner, args, kwargs)
+                output = self.taps[0].answer(inner, args, kwargs)
                 rule = self.settings.rule
-                if state.deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
+                if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
                     rule.evaluated(state.course, state.watched, latent_of((output,), {}))
             else:
-                output = self.patch.inner(*args, **kwargs)
+                output = inner(*args, **kwargs)
             if self.stack is not None:
                 self.stack.finish()
         except BaseException:
-            self.clock.end(run)  # what was remembered belongs to a run that did not end
+            self.clock.end()  # what was remembered belongs to a run that did not end
             raise
         finally:
-            self.inside, self.computed, self.given = None, {}, None
+            self.is_inside, self.latent = False, None
+            if self.stack is not None:
+                self.stack.walk = None
         evaluated, forecast = len(self.evaluated), len(self.forecast)
         if not evaluated and not forecast:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
-        self._probe(output, run)
+        self._probe(output)
         kind = "full" if not forecast else "mixed" if evaluated else "forecast"
         state.records.append(
             CallRecord(self.name, run.index, branch, kind, evaluated, forecast, state.nbytes, stopwatch.stop())
@@ -318,28 +318,25 @@ class Transformer:
 
     def _begin(self, run: Run) -> RunState:
         """A run starts: nothing of the one before is left."""
-        rule, total = self.asked.rule, self.clock.total
-        run_facts = {"scheduler": self.clock.scheduler, "guidance": guidance_above(sys._getframe())}
-        rule.check_run(total, **run_facts)
-        if isinstance(rule, StepSchedule) and (untold := rule.untold(total, **run_facts)):
+        rule, clock = self.asked.rule, self.clock
+        facts = {"scheduler": clock.scheduler, "guidance": guidance_of(clock.pipe)}
+        rule.check_run(clock.total, **facts)
+        if isinstance(rule, StepSchedule) and (untold := rule.untold(clock.total, **facts)):
             self._note(
                 "schedule", f"the run does not tell its {', '.join(untold)}, so that the steps may be those of another"
             )
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
-        elif any(holder._compiled_call_impl is not None for holder in self.holders) or any(
-            tap.patch is not None and tap.patch.overtaken for tap in self.taps
-        ):  # blocks were compiled after we attached
-            self._tap(self.settings)
-        state = run.states[self.name] = RunState(self.settings, RunProgress(total=total, index=run.index))
+        course = RunProgress(clock.total, run.index, clock.first)
+        state = run.states[self.name] = RunState(self.settings, course)
         if isinstance(rule, Probe):
-            state.levels = rule.noise_levels(self.clock.scheduler)
+            state.levels = rule.noise_levels(clock.scheduler)
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
         """The branch that is called: calls of a step keep histories of their own, and other shapes begin them anew."""
-        state, context = self.state, self.contexts.get(threading.get_ident())
+        state, context = self.state, self.root.context
         count = state.counts[context] = state.counts.get(context, -1) + 1
         branch = f"{context or 'call'} {count}"
         signature = [_signature(leaf) for leaf in leaves]
@@ -350,16 +347,16 @@ class Transformer:
             self._fit(str(signature), args, kwargs)
         return branch
 
-    def again(self, name: str) -> str:
+    def call_index(self, name: str) -> str:
         """What tells a module's calls within one call of the transformer apart: blocks may share it."""
-        count = self.called[name] = self.called.get(name, -1) + 1
+        count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
 
-    def rests(self, sinks: Sequence[str], again: str) -> bool:
+    def is_forecast(self, names: Sequence[str], call_index: str) -> bool:
         """Whether all these modules will be forecast in this call; each decision is that of `decide`."""
         state = self.state
         if self.schedule is not None:
-            if any(self.course.index in self.schedule[sink] for sink in sinks):
+            if any(self.course.index in self.schedule[name] for name in names):
                 return False
         elif state.decision is None:
             if self.measures:  # what it watches has not been seen yet
@@ -367,9 +364,9 @@ class Transformer:
             state.decision = self.settings.evaluates(self.course)
         if state.decision and self.schedule is None:
             return False
-        return all(sink + again in self.histories for sink in sinks)
+        return all(name + call_index in self.histories for name in names)
 
-    def decide(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def decide(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a module is evaluated in this call. The first module of a step decides for all and every branch."""
         state = self.state
         if self.schedule is not None:
@@ -377,39 +374,38 @@ class Transformer:
             return self.course.index in self.schedule[place.sink or place.name]
         if state.decision is None:
             if self.measures:
-                seen = self._watched(place, args, kwargs)
+                seen = self._watched_input(place, inner, args, kwargs)
                 if state.watched is not None and state.watched.shape == seen.shape:
                     self.settings.watch(self.course, state.watched, seen)
                 else:
                     self.course.kept = {}
                 state.watched = seen if place.name else seen.clone()
-            state.decision, state.deciding = self.settings.evaluates(self.course), True
+            state.decision, state.is_deciding = self.settings.evaluates(self.course), True
         return state.decision
 
-    def _watched(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _watched_input(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """What the rule watches: unless it says, what the module that decides is given."""
         if self.watcher is not None:
-            return self.watcher(args, kwargs)
-        rule = self.settings.rule
-        if isinstance(rule, AccumulatedChange) and rule.watch == "latent" and place.name:
-            assert self.given is not None
-            return self.given.detach().clone()
-        return latent_of(args, kwargs).detach()
+            return self.watcher(inner, args, kwargs)
+        assert self.latent is not None
+        if not place.name:
+            return self.latent.detach()
+        if getattr(self.settings.rule, "watch", None) == "latent":
+            return self.latent.detach().clone()
+        return main_stream(self.base.get_submodule(place.name), args, kwargs).detach()
 
-    def decided(self, full: bool) -> None:
+    def record_decision(self, full: bool) -> None:
         """What a rule has said inside a call; the step is evaluated if any of its calls is."""
         self.state.decision = full or bool(self.state.decision)
 
-    def _probe(self, output: Any, run: Run) -> None:
+    def _probe(self, output: Any) -> None:
         """Once per attachment: what the skipped modules feed must have been replaced by a forecast."""
-        if not self.unprobed or not any(
-            tap.place.kind == "skip" and tap.place.name in self.forecast for tap in self.taps
-        ):
+        skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
+        if not self.unprobed or not set(skipped).intersection(self.forecast):
             return
         self.unprobed = False
         if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if is_feature(leaf)):
-            skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
-            self.clock.end(run)
+            self.clock.end()
             self.unprobed = True
             raise RuntimeError(
                 f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
@@ -419,19 +415,14 @@ class Transformer:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     @property
-    def branches(self) -> dict[str, dict[str, Kept | KeptStack]]:
-        """Histories of the run that was served last, by branch."""
-        return self.state.branches
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of these histories."""
+        """Bytes of the histories of the run that is served."""
         return self.state.nbytes
 
     def _fit(self, signature: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a branch is called for the first time: choose what fits into `max_memory`."""
         branches, known = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
-        chosen, needed, tried = fitting(self.base, self.asked, branches, args, kwargs, known)
+        chosen, choice = self.choose(self.base, self.asked, branches, args, kwargs, known)
         order = chosen.forecaster.order
         if (chosen.target, order) == (self.settings.target, self.settings.forecaster.order):
             return
@@ -439,19 +430,24 @@ class Transformer:
             self.state.branches = {branch: {} for branch in self.state.branches}
         self._tap(chosen)
         self.state.settings = chosen
-        self._note(
-            "memory",
-            f"max_memory={self.asked.max_memory} chose target {chosen.target}, order {order} "
-            f"({megabytes(needed)} for {branches} calls a step): {'; '.join(tried)}",
-        )
+        self._note("memory", f"max_memory={self.asked.max_memory} chose target {chosen.target}, order {order} {choice}")
 
     def _note(self, topic: str, text: str) -> None:
         """Say what was decided for the user: in the report, and once in the log."""
         text = f"{self.name}: {text}"
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self.logged:
+            self.logged.add(text)
             logger.warning(text)
         self.notes[topic] = text
+
+
+def guidance_of(pipe: Any) -> float | None:
+    """The guidance scale that a pipeline keeps for its run (also in a guider), or None where it keeps none."""
+    for owner, name in ((pipe, "_guidance_scale"), (getattr(pipe, "guider", None), "guidance_scale")):
+        value = getattr(owner, name, None)
+        if isinstance(value, (int, float)):
+            return float(value)
+    return None
 
 
 def _signature(leaf: Any) -> Any:

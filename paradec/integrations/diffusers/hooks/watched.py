@@ -1,21 +1,17 @@
-"""What `AccumulatedChange(watch=...)` watches, wherever the decision is taken."""
+"""What `AccumulatedChange(watch=...)` and `SeaCache` read of a call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from paradec.integrations.diffusers.hooks.blocks import places
-from paradec.integrations.diffusers.hooks.taps import Patch
+from paradec.integrations.diffusers.hooks.blocks import latent_of, main_stream, places
+from paradec.integrations.diffusers.hooks.hook import Hook
 
-
-class _Found(Exception):
-    """The watched tensor, on its way out of a block."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
+NAME = "paradec_watch"
+"""Of these hooks: the same modules may be forecast."""
 
 
 class Hidden:
@@ -23,60 +19,53 @@ class Hidden:
 
     def __init__(self, base: nn.Module, modules: dict[str, nn.Module]):
         self.seen: Tensor | None = None
-        self.patch = Patch(modules[places(base, "block")[0].name], self._call)
+        self.block = modules[places(base, "block", True)[0].name]
+        self.hook = Hook(self.block, self._call, NAME)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen = latent_of(args, kwargs).detach().clone()  # the block may write into it
-        return self.patch.inner(*args, **kwargs)
+    def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.seen = main_stream(self.block, args, kwargs).detach().clone()  # the block may write into it
+        return inner(*args, **kwargs)
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """What the first block of this call was given [B, ...]."""
         assert self.seen is not None
         return self.seen
 
     def remove(self) -> None:
         """Leave the block as it was."""
-        self.patch.remove()
+        self.hook.remove()
 
 
 class Modulated:
     """The input of the first block's attention, where the blocks decide: the block is entered and left again there."""
 
     def __init__(self, base: nn.Module, modules: dict[str, nn.Module]):
-        self.block = modules[places(base, "block")[0].name]
-        self.attention = modules[places(base, "module")[0].name]
+        self.attention = modules[places(base, "module", True)[0].name]
 
-    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """What the attention of a first block with these arguments will be given [B, ...]."""
-        patch = Patch(self.attention, _leave)
+    def __call__(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """What the attention of a first block with these arguments will be given [B, ...]. inner: its forward."""
+
+        def leave(inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+            raise _Found(main_stream(self.attention, args, kwargs).detach())
+
+        hook = Hook(self.attention, leave, NAME)
         try:
-            self.block.forward(*args, **kwargs)
+            inner(*args, **kwargs)
         except _Found as found:
             return found.tensor
         finally:
-            patch.remove()
-        raise RuntimeError(f"watch='modulated': {type(self.block).__name__} did not call its attention")
+            hook.remove()
+        raise RuntimeError("watch='modulated': the first block did not call its attention; use watch='hidden'")
 
     def remove(self) -> None:
         """Nothing was left on the block."""
 
 
-def _leave(*args: Any, **kwargs: Any) -> Any:
-    raise _Found(latent_of(args, kwargs).detach())
+class _Found(Exception):
+    """The watched tensor, on its way out of a block."""
 
-
-def latent_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a module works on: its argument `hidden_states`, or the first of floating numbers."""
-    found: Any = kwargs.get("hidden_states")
-    if not is_feature(found):
-        found = next(leaf for leaf in tree_leaves((args, kwargs)) if is_feature(leaf))
-    assert isinstance(found, Tensor)
-    return found
-
-
-def is_feature(leaf: Any) -> bool:
-    """Whether it is a tensor of floating numbers with more than one axis."""
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 def unpacked(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:

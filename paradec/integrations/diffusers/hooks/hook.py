@@ -1,0 +1,114 @@
+"""A function around a module's forward, in diffusers' hook registry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.hooks.hooks import HookRegistry, ModelHook, StateManager
+from torch import nn
+
+NAME = "paradec"
+Around = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
+"""Gets the module's forward, and the arguments of a call."""
+
+
+class Hook(ModelHook):
+    """Calls `around(forward, args, kwargs)` where the module's forward is called, until `remove`.
+
+    A module that `torch.compile` compiled in place is called through `_compiled_call_impl`, and one that it returned is
+    a module of its own: there the function is put around the compiled call, so that it is no part of the graph.
+
+    Args:
+        module: the module.
+        around: the function.
+        name: in the registry; another one for a second hook on the same module.
+        on_reset: called when a pipeline of diffusers has run and resets the hooks' state.
+    """
+
+    def __init__(self, module: nn.Module, around: Around, name: str = NAME, on_reset: Callable[[], None] | None = None):
+        super().__init__()
+        self.module, self.name, self.on_reset = module, name, on_reset
+        self.around: Around = torch.compiler.disable(around)
+        self._is_stateful = on_reset is not None
+        self.states = StateManager(_Empty)  # type: ignore[arg-type]
+        self.slot = "forward" if hasattr(module, "_orig_mod") else None
+        if module._compiled_call_impl is not None:
+            self.slot = "_compiled_call_impl"
+        self.before = vars(module).copy()
+        if self.slot is not None:
+            self.compiled = getattr(module, self.slot)
+            self.placed = functools.partial(self.new_forward, module)
+            setattr(module, self.slot, self.placed)
+            return
+        with beneath_offloading(module):
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(self, name)
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replace the module's forward."""
+        return self.around(self.compiled if self.slot else self.fn_ref.original_forward, args, kwargs)
+
+    def reset_state(self, module: nn.Module) -> nn.Module:
+        """Called by diffusers at the end of a pipeline's call."""
+        self.states.reset()
+        if self.on_reset is not None:
+            self.on_reset()
+        return module
+
+    @property
+    def context(self) -> str | None:
+        """The name of the `cache_context` that a call is made in, or None outside of one."""
+        context = getattr(self.states, "_context", None) or getattr(self.states, "_current_context", None)
+        return getattr(context, "name", context)
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the module was compiled in place after it was hooked."""
+        return self.slot is None and self.module._compiled_call_impl is not None
+
+    def remove(self) -> None:
+        """Leave the module as it was; hooks that others registered since stay."""
+        module = self.module
+        if self.slot is not None:
+            if vars(module).get(self.slot) is self.placed:
+                setattr(module, self.slot, self.compiled)
+            return
+        registry = vars(module).get("_diffusers_hook")
+        if registry is None or registry.get_hook(self.name) is not self:
+            return
+        with beneath_offloading(module):
+            registry.remove_hook(self.name, recurse=False)
+            plain = vars(module).get("forward")
+            if "forward" not in self.before and getattr(plain, "__func__", None) is type(module).forward:
+                del module.forward
+        if not registry.hooks and "_diffusers_hook" not in self.before:
+            del module._diffusers_hook
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an accelerated transformer cannot be copied or pickled; call session.detach() first (save_pretrained and "
+            "state_dict leave the hooks out)"
+        )
+
+
+class _Empty:
+    """The state that diffusers asks for: ours is kept by run."""
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+@contextmanager
+def beneath_offloading(module: nn.Module) -> Iterator[None]:
+    """Change what accelerate's hook on a module calls, which it also puts back when it is taken off."""
+    attributes = vars(module)
+    outer, inner = attributes.get("forward"), attributes.get("_old_forward")
+    if inner is None:
+        yield
+        return
+    attributes["forward"] = inner
+    yield
+    attributes |= {"_old_forward": module.forward, "forward": outer}
