@@ -195,7 +195,7 @@ def device_loop(
     return decode_on_device
 
 
-def build_output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> Output:
+def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
     """Read the canvas of a state: rows that start at column 0 become rows that end at the same column, padded on the
     left."""
     facts, width, counts = state.facts, int(state.asked.max()), state.counts

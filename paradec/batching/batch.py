@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import numpy as np
@@ -418,8 +419,8 @@ class Batch:
                 for ticket in tickets:
                     ticket.new_tokens, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    parts = key, first.sampler, state, row, self._model_of(first), self.model
-                    group = DeviceGroup(*parts, capture=self.capture) if on_device else Group(*parts)
+                    make: Any = partial(DeviceGroup, capture=self.capture) if on_device else Group
+                    group = make(key, first.sampler, state, row, self._model_of(first), self.model)
                     self._groups.append(group)
                 group.make_room(most, self.waiting, width, count)
                 slots = group.enter(tickets, state, self._model_of(first))
@@ -604,9 +605,9 @@ class Batch:
         for ticket in self._waits.remove_cancelled():
             self._fail(ticket, self._cause(ticket))
         for group in self._groups:
-            for slot, ticket in enumerate(group.tickets):
-                if ticket is not None and ticket.cancelled:
-                    self._let_go(group, [slot], self._cause(ticket))
+            for slot, running in enumerate(group.tickets):
+                if running is not None and running.cancelled:
+                    self._let_go(group, [slot], self._cause(running))
                     group.stop_rows(np.array([slot]))
 
     def _cause(self, ticket: Ticket) -> Exception:

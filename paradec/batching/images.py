@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 
 from paradec.api.images import (
-    ImageArguments,
     ImageOutput,
     build_output,
     check_output_type,
@@ -38,10 +37,10 @@ REFILLED = ("masked", "draft_verify")
 
 @dataclass(eq=False)
 class ImageTicket(Ticket):
-    """A prompt that was given to an `ImageBatch`."""
+    """A prompt in an `ImageBatch`."""
 
     laid: Any = None
-    """Its row as the model has laid it out."""
+    """Its `ImageRequest`."""
     accepted: list[int] = field(default_factory=list, repr=False)
     """Tokens that became final at each step, less those that were taken back."""
 
@@ -52,8 +51,8 @@ class ImageBatch(Batch):
     Args:
         model: an autoregressive or a masked image model.
         height, width, negative_prompt, output_type: as in `paradec.generate_images`; the same size for all.
-        batch_size, max_memory, calls_per_step: as in `Batch`.
-        preset, arguments: as in `paradec.generate_images`.
+        arguments: batch_size, max_memory, calls_per_step as in `Batch`; preset and the fields of a request as in
+            `paradec.generate_images`.
 
     Raises:
         TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
@@ -64,29 +63,17 @@ class ImageBatch(Batch):
         self,
         model: PictureModel,
         *,
-        batch_size: int = 8,
-        max_memory: int | None = None,
-        calls_per_step: int = 3,
         height: int | None = None,
         width: int | None = None,
         negative_prompt: Any = None,
         output_type: str = "pil",
-        preset: Preset | None = None,
-        **arguments: Unpack[ImageArguments],
+        **arguments: Any,
     ):
         check_refillable(model)
         check_output_type(model, output_type)
         self.grid = model.grid(height, width)
         self.output_type, self.negative_prompt = output_type, negative_prompt
-        self._arguments = Request.merge_arguments(arguments, preset)
-        limits: dict[str, Any] = {
-            "batch_size": batch_size,
-            "max_memory": max_memory,
-            "calls_per_step": calls_per_step,
-            "prefix_memory": 0,
-            **arguments,
-        }
-        super().__init__(model, preset=preset, **limits)
+        super().__init__(model, prefix_memory=0, **arguments)
 
     def add(  # type: ignore[override]  # nothing is streamed
         self,
@@ -111,15 +98,15 @@ class ImageBatch(Batch):
         """
         request, sampler = self._prepare_prompt(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
-        laid = self._laid(self.model, prompt, negative_prompt)
+        laid = self._lay_out(self.model, prompt, negative_prompt)
         drafter = getattr(sampler, "drafter", None)
         if isinstance(drafter, PictureModel):  # it reads the same conditions
-            self._laid(drafter, prompt, negative_prompt)
+            self._lay_out(drafter, prompt, negative_prompt)
         prompts = encode(self.model, laid.prompts)
         return self._queue(ImageTicket(0, id, prompts, request, sampler, on_done=on_done, laid=laid), alone)
 
-    def _laid(self, model: PictureModel, prompt: Any, negative_prompt: Any) -> ImageRequest:
-        """One prompt's row.
+    def _lay_out(self, model: PictureModel, prompt: Any, negative_prompt: Any) -> ImageRequest:
+        """Make the row of one prompt.
 
         Raises:
             ValueError: of a model that holds what it knows of a request's rows and does not say how they are exchanged.
@@ -134,16 +121,17 @@ class ImageBatch(Batch):
 
     # ---- of pictures ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _prepare(model: Any, arguments: Mapping[str, Any], preset: Preset | None = None, **_: Any) -> Any:
-        request = picture_request(model, arguments, preset)
+    def _prepare(self, model: Any, arguments: Mapping[str, Any], preset: Preset | None = None) -> Any:  # type: ignore[override]
+        self._arguments = Request.merge_arguments(arguments, preset)
+        request = picture_request(model, self._arguments)
         return request, request.sampler
 
     def _check_model(self, model: Any) -> None:
         check_refillable(model)
 
     def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
-        return self._prepare(self.model, {**self._arguments, **Request.merge_arguments(changes, preset)})
+        request = picture_request(self.model, {**self._arguments, **Request.merge_arguments(changes, preset)})
+        return request, request.sampler
 
     def _model_of(self, ticket: ImageTicket) -> Any:
         return ticket.laid.model

@@ -59,13 +59,12 @@ def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticke
     width, row = int(rows.asked[index]), slice(index, index + 1)
     changes: dict[str, Any] = {name: getattr(output, name)[row, -width:].clone() for name in TENSORS}
     changes |= {name: value[row] for name in LISTS if (value := getattr(output, name)) is not None}
+    changes |= {name: value[index] for name in ("text", "fills") if (value := getattr(output, name)) is not None}
     if output.logprobs is not None:
         changes["logprobs"] = output.logprobs.row(index).placed(lambda tensor, fill: tensor[:, -width:].clone())
     return replace(
         output,
         **changes,
-        text=None if output.text is None else output.text[index],
-        fills=None if output.fills is None else output.fills[index],
         new_tokens=changes["sequences"][:, width - ticket.new_tokens :],
         row_forwards=int(counts[1, index]),
         forwarded_tokens=int(counts[2, index]),

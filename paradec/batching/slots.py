@@ -338,7 +338,7 @@ class DeviceGroup(Group["MaskedState"]):
         super()._arrange(occupied, slots, columns)
 
 
-def can_run_on_device(sampler: Any, model: Any, request: Request, state: RowState, uncapturable: str) -> bool:
+def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, uncapturable: str) -> bool:
     """Whether a row's steps run on the device. uncapturable: why no graph could be captured, if so."""
     if not request.compile:
         return False

@@ -160,8 +160,9 @@ def from_fields(cls: type[T], data: Any) -> T:
     Raises:
         ValueError: a field that is missing, or a value of another type; the message begins with where it is.
     """
+    kind: Any = cls
     try:
-        value: T = _reader(cls)(data)
+        value: T = _reader(kind)(data)
     except ValueError as error:
         raise ValueError(str(error).removeprefix(".")) from None
     return value
