@@ -50,7 +50,7 @@ from paradec.models.adapter import Model
 from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import aup, bootstrap
-from paradec.tools.tuning import Asked
+from paradec.tools.evaluation.questions import Question
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "antibodies.fasta"
@@ -102,7 +102,7 @@ def read_chains(file: Path = DATA) -> list[Chain]:
     return chains
 
 
-def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Asked], list[int]]:
+def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
     """The chains as prompts with their masks under seed 0 and what belongs there, for `paradec tune` and rankings; and
     the tokens that none of them has."""
     mask, asked = model.facts.mask_token_id, []
@@ -110,7 +110,7 @@ def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Asked], list[in
         ids = model.tokenizer(" ".join(chain.residues))["input_ids"]
         at = (chain.masked(0) + 1).tolist()
         masked = [mask if k in set(at) else i for k, i in enumerate(ids)]
-        asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
+        asked.append(Question(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
     return asked, [i for i in model.tokenizer.all_special_ids if i != mask]
 
 

@@ -38,11 +38,11 @@ import paradec
 from paradec import FixedBlocks, PipelinedBlocks
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Configuration
+from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning.halving import fronts
-from paradec.tools.tuning.measuring import Failed, Half, Measured
-from paradec.tools.tuning.prompts import Asked, halves, prompts_of
+from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.result import grouped_bootstrap
-from paradec.tools.tuning.scoring import Scorer
+from paradec.tools.tuning.scoring import Failed, Half, Measured, Scorer
 
 COSTS = ("forwards", "positions", "cpu")
 LOSS = 0.05
@@ -181,7 +181,7 @@ class Place:
     """What scores are measured with; it may look up what it has evaluated before."""
     plain: Any
     """What CPU seconds are measured with."""
-    halves: tuple[list[Asked], list[Asked]]
+    halves: tuple[list[Question], list[Question]]
     entries: list[Entry]
     positions: int
     length: int

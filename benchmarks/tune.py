@@ -29,11 +29,11 @@ from provenance import RESULTS, write_result
 import paradec
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Configuration, configurations
-from paradec.tools.tuning import Asked, Tuning
-from paradec.tools.tuning.measuring import Half
+from paradec.tools.evaluation.questions import Question
+from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.result import grouped_bootstrap
-from paradec.tools.tuning.scoring import Scorer
+from paradec.tools.tuning.scoring import Half, Scorer
 
 SLOW = {"packaged": 0.1, "antibody": 0.3}
 """Forwards per undecided position; samplers whose defaults take more have no rows made by hand here, for time."""
@@ -42,7 +42,7 @@ TOLERANCE = 0.01
 
 def by_hand(
     model: Any,
-    asked: Sequence[Asked],
+    asked: Sequence[Question],
     positions: int,
     blocks: int,
     slowest: float,
@@ -91,7 +91,9 @@ def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
 
 
-def beside(tuning: Tuning, model: Any, first: list[Asked], second: list[Asked], **more: Any) -> list[dict[str, Any]]:
+def beside(
+    tuning: Tuning, model: Any, first: list[Question], second: list[Question], **more: Any
+) -> list[dict[str, Any]]:
     """The preset, and what is made by hand: the reported half, with the differences of the preset's score."""
     choosing, reported = (by_hand(model, half, **more) for half in (first, second))
     fair = taken(choosing)["name"]

@@ -87,7 +87,6 @@ def parallel(
 def take_output(shared: dict[str, Any]) -> Output:
     """Take the options of the output out of `shared`. Raise ValueError unless a comparison can be written so."""
     from paradec.tools.evaluation.plot import check_plot
-    from paradec.tools.evaluation.written import FORMATS
 
     output = out, plot, resume, format_, as_json = tuple(
         shared.pop(name) for name in ("out", "plot", "resume", "format_", "as_json")
@@ -99,7 +98,7 @@ def take_output(shared: dict[str, Any]) -> Output:
     if plot is not None:
         check_plot(plot)
     if format_ is not None:
-        check_choice("--format", format_, FORMATS)
+        check_choice("--format", format_, tables.FORMATS)
         if as_json:
             raise ValueError(f"--json and --format {format_} are two ways to print the results; give one")
     return output
@@ -111,7 +110,6 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
     from paradec.tools import evaluation
     from paradec.tools.evaluation.compare import padding_lines
     from paradec.tools.evaluation.plot import frontier
-    from paradec.tools.evaluation.written import FORMATS
 
     out, plot, resume, format_, as_json = output
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
@@ -136,7 +134,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
     if format_ is None:
         tables.comparison(found.columns(), found.table())
     else:
-        typer.echo(FORMATS[format_](found.columns(), found.table()))
+        typer.echo(tables.FORMATS[format_](found.columns(), found.table()))
     for line in padding_lines(found.results):
         print(line, file=sys.stderr)
     if code:

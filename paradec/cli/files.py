@@ -20,7 +20,7 @@ import typer
 
 import paradec
 from paradec.cli import options, show
-from paradec.cli.work import Work
+from paradec.cli.work import Work, completed, in_batches
 from paradec.constraints.values import constraint_of
 from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
@@ -200,7 +200,6 @@ class Run:
                     self.answer([line])
 
     def _decode(self, lines: list[Line]) -> None:
-        from paradec.cli.batches import completed, in_batches
 
         if not lines:
             return

@@ -13,7 +13,7 @@ import typer
 from paradec.cli import options, show
 from paradec.cli.files import FileJob
 from paradec.cli.options import existing_file
-from paradec.cli.work import Work, one_prompt, prepare
+from paradec.cli.work import Work, completed, in_batches, one_prompt, prepare
 from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.core.text_files import lines_of
 
@@ -126,7 +126,6 @@ def print_answers(
 ) -> tuple[show.Answers, int]:
     """Decode `size` rows at a time; print each batch unless `quiet`. Returns the answers, of an interrupted batch the
     rows that had ended (of the only batch all rows), and the exit code."""
-    from paradec.cli.batches import completed, in_batches
     from paradec.cli.watch import PACE, LiveView
 
     answers, bar, code = show.Answers(prompts.single), show.Bar(), 0

@@ -18,7 +18,7 @@ import pytest
 from terminals import Terminal, refused, run, start
 
 import paradec
-from paradec.cli import batches, options, show
+from paradec.cli import options, show, work
 
 PROMPT = "Sort: pear fig apple"
 
@@ -185,7 +185,7 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
     flags = ("-n", 7, "--temperature", 1, "--top-p", 0.95, "--top-k", 20, "--seed", 3, "--json")
     whole = json.loads(ok(*command, *flags))
     assert len(set(whole["text"])) > 1
-    monkeypatch.setattr(batches, "MOST_ROWS", 3)
+    monkeypatch.setattr(work, "MOST_ROWS", 3)
     parts = json.loads(ok(*command, *flags))
     assert parts.pop("seconds") > 0 and whole.pop("seconds") > 0
     assert parts.pop("nfe") >= whole.pop("nfe")  # of all batches
@@ -199,12 +199,12 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
 def test_rows_that_fit() -> None:
     """Fewer of longer rows, of larger vocabularies and where two branches are evaluated; never none."""
     model = paradec.load()
-    assert batches.rows_that_fit(model, 64, 1) == batches.MOST_ROWS
-    counts = [batches.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
+    assert work.rows_that_fit(model, 64, 1) == work.MOST_ROWS
+    counts = [work.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
     assert counts == sorted(counts, reverse=True) and counts[-1] == 1 and len(set(counts)) > 3
-    middle = next(power for power, count in enumerate(counts, 8) if 4 <= count < batches.MOST_ROWS)
-    guided = batches.rows_that_fit(model, 2**middle, 2)
-    assert guided == pytest.approx(batches.rows_that_fit(model, 2**middle, 1) / 2, rel=0.3)
+    middle = next(power for power, count in enumerate(counts, 8) if 4 <= count < work.MOST_ROWS)
+    guided = work.rows_that_fit(model, 2**middle, 2)
+    assert guided == pytest.approx(work.rows_that_fit(model, 2**middle, 1) / 2, rel=0.3)
 
 
 def test_stop_strings() -> None:
@@ -388,7 +388,7 @@ def test_a_full_answer_is_complete_without_an_end_token() -> None:
         callback=lambda state, commit: True,  # after one token of each
     )
     assert out.finished == [False, False] and out.tokens == [1, 1]
-    assert batches.completed(out) == [0]
+    assert work.completed(out) == [0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from terminals import ok, refused, run, start
 
 import paradec
-from paradec.cli import batches, files, show
+from paradec.cli import files, show, work
 from paradec.core import interrupts
 from paradec.core.version import DRAWS
 
@@ -247,7 +247,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_plain_lines_and_more_answers_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "MOST_ROWS", 2)
+    monkeypatch.setattr(work, "MOST_ROWS", 2)
     source, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("Shuffle: pear fig apple\r\n\nCopy: fig fox cow\n")
     ok("generate", "--in", source, "--out", out, "-n", 3, "--temperature", 1, "--seed", 5)

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from paradec.api.generate import model_defaults
 from paradec.api.output import Output
 from paradec.batching.many import generate_many
 from paradec.batching.slots import why_unsupported
+from paradec.constraints.automaton import TokenAutomaton
+from paradec.constraints.values import Constraint, of_sequences
 from paradec.core.checks import check_bool, check_choice, check_int, check_model
 from paradec.core.prompts import ids_of
 from paradec.request import Preset, Request
 from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
-from paradec.tools.evaluation.multiple_choice import CHOICES, decoded
-from paradec.tools.evaluation.recipe import cut_at_stops, generation_fields, request_from_arguments
+from paradec.tools.evaluation.recipe import CHOICES, cut_at_stops, generation_fields, request_from_arguments
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 """The packaged prompts as tasks ("paradec", or "paradec_copy", ...): a folder for the harness' `--include_path`."""
@@ -280,7 +281,7 @@ class Answering:
         ]
         found, begin = dict[int, tuple[float, bool]](), time.perf_counter()
         for group, (chosen, output) in zip(
-            groups, decoded(self.model, self.request, asked_for, self.batch_size), strict=True
+            groups, decode_choices(self.model, self.request, asked_for, self.batch_size), strict=True
         ):
             self.spent.add(output)
             for at, number in enumerate(group):
@@ -346,3 +347,54 @@ class Answering:
 
 def _number(value: float) -> float | None:
     return None if value != value or value < 0 else value
+
+
+@dataclass(frozen=True)
+class Sequences(Constraint):
+    """One of several sequences of ids, whatever they read."""
+
+    ids: tuple[tuple[int, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ids": [[*ids] for ids in self.ids]}
+
+    def lifted(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
+        return of_sequences(self.ids, vocab_size)
+
+
+def decode_choices(
+    model: Any, request: Request, asked: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
+) -> Iterator[tuple[int, Output]]:
+    """For each (context, continuations), as ids: the number of the continuation that the model writes when a constraint
+    holds it to them, and the output. One answer of a few forwards stands in for the log-likelihood of every choice,
+    which takes a masked model a hundred forwards each.
+
+    Args:
+        request: how it decodes; the answer has the tokens of the longest continuation, and an end token. batch_size:
+            rows decoded together.
+
+    Raises:
+        ValueError: the model has no end token, or what `paradec.generate` refuses of this request with a constraint.
+    """
+    if not model.facts.eos_token_ids:
+        raise ValueError(f"choices='decode' needs an end token, and {model.facts.name} has none")
+    entries = [
+        {
+            "prompt": context,
+            "constraint": Sequences(tuple(map(tuple, continuations))),
+            "max_new_tokens": max(map(len, continuations)) + 1,
+        }
+        for context, continuations in asked
+    ]
+    ends = {*model.facts.eos_token_ids}
+    with generate_many(model, entries, batch_size=batch_size, errors="raise", preset=request) as outputs:
+        for (_, continuations), output in zip(asked, outputs, strict=True):
+            new = output.new_tokens.flatten().tolist()
+            yield (
+                next(
+                    number
+                    for number, ids in enumerate(continuations)
+                    if new[: len(ids)] == ids and new[len(ids)] in ends
+                ),
+                output,
+            )

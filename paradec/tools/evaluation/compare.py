@@ -314,6 +314,8 @@ def compare(
     questions = packaged_questions() if questions is None else list(questions)
     if not questions:
         raise ValueError("questions is empty; give at least one")
+    if unjudged := [question.prompt for question in questions if question.right is None]:
+        raise ValueError(f"questions: {shown(unjudged[0])} has no judge of its answers; give right")
     model = load() if model is None else model
     attention_of(Request(attention=attention), Configuration(BASELINE).make(), model)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -403,7 +405,7 @@ def _measure(
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **asked)
         for row, (question, text) in enumerate(zip(rows, output.text or (), strict=True)):
-            judged = bool(question.right(text))
+            judged = bool(question.right and question.right(text))
             right.setdefault(question.task, []).append(judged)
             counts_of = {"nfe": output.row_nfe[row], "tokens": output.tokens[row]}
             result.answers.append({"text": text, "right": judged, **counts_of})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +14,39 @@ from paradec.core.registry import unknown
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 
-LINE = ("prompt", "answer", "regex", "task", "constraint")
+FIELDS = ("prompt", "answer", "regex", "task", "constraint")
 """Fields of a line of a file of prompts."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and the judge of its answer.
+    """A prompt, and what is known of its answer.
 
     Attributes:
-        task: what the prompt is counted under.
-        prompt: what the user says.
-        right: whether a text (without special tokens) is a right answer.
+        prompt: a text; of tuning also a chat, or ids (with the mask id where they are to be filled).
+        key: prompt and answer as text; a comparison or a study goes on with equal keys only.
+        right: whether a text (without special tokens) is a right answer; None where that is not known.
+        truth: the ids that belong at the filled positions, in order; None where they are not known.
+        task: what the prompt is counted under; tuning spreads prompts of a task over both halves.
+        group: prompts of a group stay in one half of tuning, and are one draw of the intervals; by default a prompt's
+            own.
         many: whether there are several right answers; None when that is not known.
-        key: what is asked and how it is judged, as text; a comparison is only resumed on equal questions.
         constraint: what the answer must be; None takes what is asked of all.
     """
 
-    task: str
-    prompt: str
-    right: Callable[[str], bool]
-    many: bool | None = None
+    prompt: Any
     key: str = ""
+    right: Callable[[str], bool] | None = None
+    truth: tuple[int, ...] | None = None
+    task: str = "prompts"
+    group: str = ""
+    many: bool | None = None
     constraint: Constraint | None = None
+
+    @property
+    def judged(self) -> bool:
+        """Whether something is known of the answer."""
+        return self.right is not None or self.truth is not None
 
 
 def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
@@ -53,13 +63,8 @@ def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | No
 
     def question(example: Any) -> Question:
         task = get_task(example.task)
-        return Question(
-            task.name,
-            example.prompt,
-            lambda text: task.check(example, text),
-            task.many_answers,
-            f"{task.name}: {example.prompt}",
-        )
+        key, right = f"{task.name}: {example.prompt}", lambda text: task.check(example, text)
+        return Question(example.prompt, key, right, task=task.name, many=task.many_answers)
 
     return [question(example) for example in load_prompts(tasks, limit)]
 
@@ -102,20 +107,35 @@ def read_questions(
 
 
 def _question(line: str) -> Question:
+    fields = read_fields(line, FIELDS)
+    right, many = judge(fields)
+    constraint = one_constraint("constraint", fields.get("constraint"))
+    task = fields.get("task", "prompts")
+    return Question(fields["prompt"], line.strip(), right, task=task, many=many, constraint=constraint)
+
+
+def read_fields(line: str, allowed: Sequence[str], ids: bool = False) -> dict[str, Any]:
+    """The object in a line of a file of prompts. ids: whether `input_ids` may take the place of `prompt`.
+
+    Raises:
+        ValueError: no object, an unknown field, or a prompt, task or group that is no text.
+    """
     fields = parse_json(line)
     if not isinstance(fields, dict):
-        raise ValueError(f"{shown(fields)} is not an object with a prompt and an answer")
+        raise ValueError(f"{shown(fields)} is not an object with a prompt")
     for name in fields:
-        if name not in LINE:
-            raise ValueError(unknown("field", name, LINE))
-    prompt, task = fields.get("prompt"), fields.get("task", "prompts")
-    if not isinstance(prompt, str) or not prompt.strip():
+        if name not in allowed:
+            raise ValueError(unknown("field", name, allowed))
+    if ids and ("prompt" in fields) == ("input_ids" in fields):
+        raise ValueError("give either prompt or input_ids")
+    prompt = fields.get("prompt")
+    if "input_ids" not in fields and (not isinstance(prompt, str) or not prompt.strip()):
         raise ValueError(f"prompt={shown(prompt)} must be a text")
-    check_text("prompt", prompt)
-    if not isinstance(task, str) or not task:
-        raise ValueError(f"task={shown(task)} must be a text")
-    right, many = judge(fields)
-    return Question(task, prompt, right, many, line.strip(), one_constraint("constraint", fields.get("constraint")))
+    check_text("prompt", prompt or "")
+    for name in ("task", "group"):
+        if name in fields and (not isinstance(fields[name], str) or not fields[name]):
+            raise ValueError(f"{name}={shown(fields[name])} must be a text")
+    return fields
 
 
 def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:

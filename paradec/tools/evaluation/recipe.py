@@ -30,9 +30,10 @@ from paradec.core.registry import unknown
 from paradec.core.text_files import read_text
 from paradec.request import FIELDS, Preset, Request
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS
-from paradec.tools.evaluation.multiple_choice import CHOICES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+CHOICES = ("score", "decode")
+"""Ways to answer a task with choices."""
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
 """Fields that name files, which are beside the recipe's own."""

@@ -15,9 +15,9 @@ registry = Registry(
         "page": "paradec.tools.traces.files:page",
         "animation": "paradec.tools.traces.gif:write",
         "plot": "paradec.tools.traces.plot:figure",
-        "frame": "paradec.tools.traces.notebook:of_trace",
-        "output": "paradec.tools.traces.notebook:of_output",
-        "report": "paradec.tools.traces.notebook:of_report",
+        "frame": "paradec.tools.traces.files:of_trace",
+        "output": "paradec.tools.traces.files:of_output",
+        "report": "paradec.tools.traces.files:of_report",
     },
 )
 """Functions that draw, by what they make."""

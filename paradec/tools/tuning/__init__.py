@@ -1,7 +1,7 @@
 """Settings for one's own model and prompts: searched on one half of the prompts, reported on the other."""
 
-from paradec.tools.tuning.prompts import Asked, read_prompts
+from paradec.tools.tuning.prompts import read_prompts
 from paradec.tools.tuning.result import Tuning
 from paradec.tools.tuning.run import tune
 
-__all__ = ["Asked", "Tuning", "read_prompts", "tune"]
+__all__ = ["Tuning", "read_prompts", "tune"]

@@ -6,46 +6,19 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from paradec.core.checks import check_int, check_text, shown
-from paradec.core.registry import unknown
-from paradec.core.text_files import parse_json, read_lines
-from paradec.tools.evaluation.questions import Question, judge
+from paradec.core.checks import check_int, shown
+from paradec.core.text_files import read_lines
+from paradec.tools.evaluation.questions import Question, judge, read_fields
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "group")
 """What a line of a file may say."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt, and what is known of its answer.
-
-    Attributes:
-        prompt: a text, a chat, or ids (with the mask id where they are to be filled).
-        key: prompt and answer as text; a study goes on with equal keys only.
-        right: whether a text is a right answer; None where that is not known.
-        truth: the ids that belong at the filled positions, in order; None where they are not known.
-        task: prompts of a task are spread over both halves.
-        group: prompts of a group stay in one half, and are one draw of the intervals; by default a prompt's own.
-    """
-
-    prompt: Any
-    key: str
-    right: Callable[[str], bool] | None = None
-    truth: tuple[int, ...] | None = None
-    task: str = "prompts"
-    group: str = ""
-
-    @property
-    def judged(self) -> bool:
-        """Whether something is known of the answer."""
-        return self.right is not None or self.truth is not None
-
-
-def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list[Asked]:
+def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
     """Read a file of JSON lines, one object per prompt.
 
         {"prompt": "What is 2 + 3?", "answer": "5"}
@@ -55,7 +28,7 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
 
     `answer` and `regex` are those of `paradec.tools.evaluation.read_questions`, and may be left out. `input_ids` take
     the place of `prompt` for models without a tokenizer, and may hold the mask id; `answer_ids` are what belongs at the
-    filled positions, in order. `task` and `group`: see `Asked`.
+    filled positions, in order. `task` and `group`: see `Question`.
 
     Args:
         limit: how many prompts, from the first one on; None takes all.
@@ -70,36 +43,22 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
     return found[:limit]
 
 
-def _of_line(line: str) -> Asked:
-    fields = parse_json(line)
-    if not isinstance(fields, dict):
-        raise ValueError(f"{shown(fields)} is not an object with a prompt")
-    for name in fields:
-        if name not in FIELDS:
-            raise ValueError(unknown("field", name, FIELDS))
-    if ("prompt" in fields) == ("input_ids" in fields):
-        raise ValueError("give either prompt or input_ids")
-    if "prompt" in fields and (not isinstance(fields["prompt"], str) or not fields["prompt"].strip()):
-        raise ValueError(f"prompt={shown(fields['prompt'])} must be a text")
-    check_text("prompt", fields.get("prompt", ""))
-    for name in ("task", "group"):
-        if not isinstance(fields.get(name, "x"), str) or not fields.get(name, "x"):
-            raise ValueError(f"{name}={shown(fields[name])} must be a text")
+def _of_line(line: str) -> Question:
+    fields = read_fields(line, FIELDS, ids=True)
     right = judge(fields)[0] if "answer" in fields or "regex" in fields else None
     truth = _ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
     if right is not None and truth is not None:
         raise ValueError("give answer_ids, or answer or regex, not both")
     prompt = fields["prompt"] if "prompt" in fields else list(_ids("input_ids", fields["input_ids"]))
     task, group = fields.get("task", "prompts"), fields.get("group", "")
-    return Asked(prompt, json.dumps(fields, sort_keys=True), right, truth, task, group or _identity(prompt))
+    return Question(prompt, json.dumps(fields, sort_keys=True), right, truth, task, group or _identity(prompt))
 
 
-def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Asked]:
+def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Question]:
     """What a caller gave as prompts.
 
     Args:
-        prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, `Asked`, or
-            `paradec.tools.evaluation.Question`.
+        prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.
         answers: one for each prompt that is a text, chat or row of ids: a text, a list of texts, ids, or None.
 
     Raises:
@@ -119,14 +78,12 @@ def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Asked
     return [_of_entry(index, *entry) for index, entry in enumerate(zip(prompts, given, strict=True))]
 
 
-def _of_entry(index: int, prompt: Any, answer: Any) -> Asked:
-    if isinstance(prompt, (Asked, Question)) and answer is not None:
+def _of_entry(index: int, prompt: Any, answer: Any) -> Question:
+    if isinstance(prompt, Question) and answer is not None:
         raise ValueError(f"prompt {index} is judged by itself; leave its entry of answers None")
-    if isinstance(prompt, Asked):
-        return prompt if prompt.group else Asked(**{**vars(prompt), "group": _identity(prompt.prompt)})
     if isinstance(prompt, Question):
-        key = prompt.key or prompt.prompt
-        return Asked(prompt.prompt, key, prompt.right, None, prompt.task, _identity(prompt.prompt))
+        identity = _identity(prompt.prompt)
+        return replace(prompt, key=prompt.key or identity, group=prompt.group or identity)
     if isinstance(prompt, str):
         plain: Any = prompt
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(turn, dict) for turn in prompt):
@@ -139,7 +96,7 @@ def _of_entry(index: int, prompt: Any, answer: Any) -> Asked:
     elif answer is not None:
         truth = _ids(f"answer {index}", answer)
         answer = list(truth)
-    return Asked(plain, json.dumps([plain, answer]), right, truth, "prompts", _identity(plain))
+    return Question(plain, json.dumps([plain, answer]), right, truth, "prompts", _identity(plain))
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -155,12 +112,12 @@ def _identity(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
-def fingerprint(asked: Sequence[Asked]) -> str:
+def fingerprint(asked: Sequence[Question]) -> str:
     """A short text that other prompts or answers do not have."""
     return hashlib.sha256("\n".join(entry.key for entry in asked).encode()).hexdigest()[:16]
 
 
-def halves(asked: Sequence[Asked], seed: int) -> tuple[list[Asked], list[Asked]]:
+def halves(asked: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
     """The half that chooses and the half that is reported, each in the order in which it is decoded.
 
     Groups are shuffled within their task and dealt in turns, so that both halves have as much of every task; a group
@@ -169,18 +126,18 @@ def halves(asked: Sequence[Asked], seed: int) -> tuple[list[Asked], list[Asked]]
     Raises:
         ValueError: fewer than two groups.
     """
-    groups: dict[str, list[Asked]] = {}
+    groups: dict[str, list[Question]] = {}
     for entry in asked:
         groups.setdefault(entry.group, []).append(entry)
     if len(groups) < 2:
         raise ValueError(
             f"prompts has {len(groups)} different prompt; tune needs two at least: half choose, half are reported"
         )
-    by_task: dict[str, list[list[Asked]]] = {}
+    by_task: dict[str, list[list[Question]]] = {}
     for members in groups.values():
         by_task.setdefault(members[0].task, []).append(members)
     draw, turn = random.Random(seed), 0
-    dealt: tuple[list[list[list[Asked]]], list[list[list[Asked]]]] = ([], [])
+    dealt: tuple[list[list[list[Question]]], list[list[list[Question]]]] = ([], [])
     for members_of_task in by_task.values():
         draw.shuffle(members_of_task)
         for half in dealt:
@@ -192,7 +149,7 @@ def halves(asked: Sequence[Asked], seed: int) -> tuple[list[Asked], list[Asked]]
     return first, second
 
 
-def _in_turns(tasks: list[list[list[Asked]]]) -> list[Asked]:
+def _in_turns(tasks: list[list[list[Question]]]) -> list[Question]:
     longest = max(map(len, tasks))
     found = [groups[k] for k in range(longest) for groups in tasks if k < len(groups)]
     return [entry for members in found for entry in members]

@@ -16,7 +16,7 @@ from paradec.core.text_files import write_json
 from paradec.request import Request
 from paradec.tools.evaluation.metrics import wilson
 from paradec.tools.tuning.halving import fronts
-from paradec.tools.tuning.measuring import Measured
+from paradec.tools.tuning.scoring import Measured
 from paradec.tools.tuning.space import Candidate
 
 SCHEMA = "paradec-tuning/1"

@@ -17,12 +17,12 @@ from paradec.core.protocol import Interrupted
 from paradec.core.version import DRAWS
 from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
+from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import goes_on, rungs
-from paradec.tools.tuning.measuring import Failed, Half, Measured
-from paradec.tools.tuning.prompts import Asked, fingerprint, halves, prompts_of
+from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
 from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thinned
-from paradec.tools.tuning.scoring import Checker, Scorer, truth
+from paradec.tools.tuning.scoring import Checker, Failed, Half, Measured, Scorer
 from paradec.tools.tuning.space import Candidate, Space
 from paradec.tools.tuning.study import SCHEMA, Study, candidate_of, check_installed, rung_of, up_to
 
@@ -233,7 +233,7 @@ class _Work:
                 pass
         return spaces.build_space(self.model, self.choosing.prompts.part(0, 1), self.base, names, cache_names, lengths)
 
-    def setup(self, space: Space, asked: Sequence[Asked], **said: Any) -> dict[str, Any]:
+    def setup(self, space: Space, asked: Sequence[Question], **said: Any) -> dict[str, Any]:
         """What two processes or sittings must share to work on one study."""
         prompts = {"choose": len(self.choosing), "report": len(self.reporting), "text": fingerprint(asked)}
         return {
@@ -394,29 +394,14 @@ class _Search:
             kept = self.study.kept() if kept is None else kept
             if key not in kept:
                 ids: dict[int, list[int]] = {}
-                part = self._measure_reference(half, request, begin, end, ids)
+                try:
+                    part = half.measure(request, begin, end, self.work.batch, self.work.scorer, ids, is_reference=True)
+                except Failed as error:
+                    raise ValueError(f"one token per step does not work on these prompts: {error}") from error
                 self.study.keep(key, {"ids": [ids[k] for k in range(begin, end)], "measured": part.to_data()})
                 kept = self.study.kept()
             tokens.update(zip(range(begin, end), kept[key]["ids"]))
             measured.add(Measured.from_data(kept[key]["measured"]))
-
-    def _measure_reference(
-        self, half: Half, request: Request, begin: int, end: int, ids: dict[int, list[int]]
-    ) -> Measured:
-        try:
-            output, filled, texts = half.decode(request, begin, end)
-        except Failed as error:
-            raise ValueError(f"one token per step does not work on these prompts: {error}") from error
-        found, rows = Measured(), end - begin
-        for offset, (tokens, text) in enumerate(zip(filled, texts, strict=True)):
-            entry: Asked = half.asked[begin + offset]
-            ids[begin + offset] = tokens
-            found.score.append(self.work.scorer.score(entry, tokens, text, tokens))
-            found.truth.append(truth(entry, tokens, text))
-        found.forwards += [int(count) for count in output.row_nfe]
-        found.positions += [output.forwarded_tokens / rows] * rows
-        found.seconds += [output.seconds / rows] * rows
-        return found
 
     # ---- what was found -----------------------------------------------------------------------------------------
 

@@ -1,13 +1,18 @@
-"""How good an answer is: judged by what is known of it, by the caller's checker, or by one token per step."""
+"""What is measured of a setting: how good its answers are, by what is known of them, by the caller's checker or by one
+token per step; and what they cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from paradec.api.generate import decode_request, make_sampler
 from paradec.core.checks import check_choice, shown
-from paradec.tools.tuning.prompts import Asked
+from paradec.core.prompts import Prompts, encode
+from paradec.request import Request
+from paradec.tools.evaluation.questions import Question
 
 SCORES = ("answers", "checker", "agreement")
 Checker = Callable[[Any, Any], float]
@@ -27,7 +32,7 @@ class Scorer:
     checker: Checker | None = None
 
     @classmethod
-    def of(cls, asked: Sequence[Asked], kind: str | None, checker: Checker | None) -> Scorer:
+    def of(cls, asked: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
         """The scorer that was asked for; by default a checker, else answers where all prompts have one, else
         agreement.
 
@@ -53,7 +58,7 @@ class Scorer:
         """Whether what one token per step gives must be known."""
         return self.kind == "agreement"
 
-    def score(self, asked: Asked, tokens: Sequence[int], text: str | None, reference: Sequence[int] | None) -> float:
+    def score(self, asked: Question, tokens: Sequence[int], text: str | None, reference: Sequence[int] | None) -> float:
         """How good an answer is, from 0 to 1.
 
         Args:
@@ -80,7 +85,7 @@ class Scorer:
         return number
 
 
-def truth(asked: Asked, tokens: Sequence[int], text: str | None) -> float | None:
+def truth(asked: Question, tokens: Sequence[int], text: str | None) -> float | None:
     """How much of what is known of an answer is right, from 0 to 1; None where nothing is known."""
     if asked.truth is not None:
         return agreement(tokens, asked.truth)
@@ -96,3 +101,120 @@ def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
     longest = max(len(tokens), len(reference))
     equal = sum(a == b for a, b in zip(tokens, reference))
     return equal / longest if longest else 1.0
+
+
+FAILURES = (ValueError, FloatingPointError, RuntimeError, NotImplementedError)
+"""What decoding raises where a setting does not work, with a device that is out of memory among it."""
+
+
+class Failed(Exception):
+    """A setting could not be decoded; the message says why."""
+
+
+@dataclass
+class Measured:
+    """What was measured, one entry per prompt, in the half's order."""
+
+    score: list[float] = field(default_factory=list)
+    """From 0 to 1, by what chooses."""
+    truth: list[float | None] = field(default_factory=list)
+    """From 0 to 1; None where nothing is known of the answer."""
+    forwards: list[int] = field(default_factory=list)
+    positions: list[float] = field(default_factory=list)
+    """Positions evaluated, padding excluded; a batch's are spread over its rows evenly."""
+    seconds: list[float] = field(default_factory=list)
+    """Wall time of decoding, spread in the same way."""
+
+    def __len__(self) -> int:
+        return len(self.score)
+
+    def add(self, other: Measured) -> None:
+        """Append what was measured of the prompts that follow."""
+        for entry in fields(self):
+            getattr(self, entry.name).extend(getattr(other, entry.name))
+
+    def mean(self, name: str) -> float:
+        """The mean of one of the lists, of what is known of it."""
+        known = [value for value in getattr(self, name) if value is not None]
+        return sum(known) / len(known)
+
+    def point(self, costs: Sequence[str]) -> tuple[float, ...]:
+        """The mean score, then the mean costs."""
+        return (self.mean("score"), *(self.mean(cost) for cost in costs))
+
+    def to_data(self) -> dict[str, list[Any]]:
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, list[Any]]) -> Measured:
+        return cls(**{entry.name: list(data[entry.name]) for entry in fields(cls)})
+
+
+class Half:
+    """The prompts that choose, or those that are reported, encoded once."""
+
+    def __init__(self, name: str, model: Any, asked: Sequence[Question], chat: bool | None, mask: str | None):
+        self.name, self.model, self.asked = name, model, list(asked)
+        # numbered among all: what a row draws does not depend on the batch that it is decoded in
+        self.prompts: Prompts = encode(model, [entry.prompt for entry in asked], chat=chat, placeholder=mask).numbered()
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+    def decode(self, request: Request, first: int, stop: int) -> tuple[Any, list[list[int]], list[str | None]]:
+        """Decode the prompts from `first` to `stop` (exclusive): the output, and of each row the ids that were filled
+        up to its end token, and the text.
+
+        Raises:
+            Failed: the request does not work.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # advice for one request; here they are compared
+                sampler = make_sampler(self.model, request.sampler)
+                output = decode_request(self.model, self.prompts.part(first, stop), request, sampler)
+        except FAILURES as error:
+            raise Failed(str(error) or type(error).__name__) from error
+        filled = [
+            ids[there].tolist()[:count]
+            for ids, there, count in zip(output.sequences, output.filled, output.tokens, strict=True)
+        ]
+        text = output.text
+        texts: list[str | None] = [None] * (stop - first)
+        if text is not None:
+            texts = [text] if isinstance(text, str) else [*text]
+        return output, filled, texts
+
+    def measure(
+        self,
+        request: Request,
+        first: int,
+        stop: int,
+        batch: int,
+        scorer: Scorer,
+        references: dict[int, list[int]],
+        is_reference: bool = False,
+    ) -> Measured:
+        """Decode the prompts from `first` to `stop` (exclusive), `batch` together.
+
+        Args:
+            references: by prompt, the ids of one token per step, where the scorer needs them.
+            is_reference: whether the request is that one: the ids are put into `references`.
+
+        Raises: as `decode`; whatever the checker raises.
+        """
+        found = Measured()
+        for begin in range(first, stop, batch):
+            end = min(begin + batch, stop)
+            output, filled, texts = self.decode(request, begin, end)
+            for offset, (tokens, text) in enumerate(zip(filled, texts, strict=True)):
+                entry = self.asked[begin + offset]
+                if is_reference:
+                    references[begin + offset] = tokens
+                found.score.append(scorer.score(entry, tokens, text, references.get(begin + offset)))
+                found.truth.append(truth(entry, tokens, text))
+            rows = end - begin
+            found.forwards += [int(count) for count in output.row_nfe]
+            found.positions += [output.forwarded_tokens / rows] * rows
+            found.seconds += [output.seconds / rows] * rows
+        return found

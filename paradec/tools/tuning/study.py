@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.tools.tuning.measuring import Measured
+from paradec.tools.tuning.scoring import Measured
 from paradec.tools.tuning.space import Candidate
 
 NAME = "paradec"

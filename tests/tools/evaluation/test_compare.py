@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import caches, cli, samplers
 from paradec.cli import show
+from paradec.cli.tables import FORMATS
 from paradec.core.prompts import encode
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
@@ -32,7 +33,6 @@ from paradec.tools.evaluation import Comparison, Configuration
 from paradec.tools.evaluation.compare import Result, padding_lines
 from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
-from paradec.tools.evaluation.written import FORMATS
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_length": 12}

@@ -17,7 +17,7 @@ from wrapped_models import decoder, wrapped
 import paradec
 from paradec.core.query import Query
 from paradec.models.adapter import Model
-from paradec.tools.evaluation import maskings
+from paradec.tools.evaluation import likelihood
 from paradec.tools.evaluation.likelihood import Likelihood, greedily_decoded, log_likelihoods
 
 CONTEXT, CONTINUATION = [3, 17, 8, 30, 2], [5, 21, 9, 33]
@@ -93,9 +93,9 @@ def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
     model, continuation = tiny(1, topology), CONTINUATION * 2
     row = CONTEXT + continuation
     if method == "chain":
-        parts = maskings.chain(model.facts, CONTEXT, continuation, "random", 6, 2)
+        parts = likelihood.chain_maskings(model.facts, CONTEXT, continuation, "random", 6, 2)
     else:
-        parts = maskings.monte_carlo(model.facts, CONTEXT, continuation, 6, 2, 2)
+        parts = likelihood.random_maskings(model.facts, CONTEXT, continuation, 6, 2, 2)
     value = variance = 0.0
     for part in parts:
         strata = [0.0] * (part.rows[-1].stratum + 1)
@@ -113,8 +113,8 @@ def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
 @pytest.mark.parametrize(("length", "stratum"), [(8, 16), (24, 16), (5, 16), (40, 16), (7, 1)])
 def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> None:
     # at 8 and 24 a rounding to even numbers would favour these
-    keys = maskings._keys(0, [length])
-    sizes = np.array(maskings._sizes(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
+    keys = likelihood._keys(0, [length])
+    sizes = np.array(likelihood._sizes(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
     assert {sizes.min(), sizes.max()} == {1, length}
     even = np.isin(sizes, range(2, length + 1, 2)).mean()
     assert even == pytest.approx((length // 2) / length, abs=0.03)
@@ -152,7 +152,7 @@ def test_pairs_are_planned_and_forgotten_one_after_the_other() -> None:
     for _ in range(7):
         next(found)
     gc.collect()
-    assert sum(isinstance(entry, maskings.Masking) for entry in gc.get_objects()) <= 2 * 31
+    assert sum(isinstance(entry, likelihood.Masking) for entry in gc.get_objects()) <= 2 * 31
 
 
 def test_causal_models_are_exact() -> None:

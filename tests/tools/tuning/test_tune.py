@@ -22,8 +22,8 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.tools.evaluation import configurations
 from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.halving import goes_on, rungs
-from paradec.tools.tuning.measuring import Half
 from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.scoring import Half
 from paradec.tools.tuning.study import Study
 
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]

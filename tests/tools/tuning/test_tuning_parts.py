@@ -20,20 +20,20 @@ from paradec.core.registry import Registry
 from paradec.request import Request
 from paradec.tools.evaluation import configurations, packaged_questions
 from paradec.tools.evaluation.configuration import Configuration
-from paradec.tools.tuning import Asked, read_prompts
+from paradec.tools.evaluation.questions import Question
+from paradec.tools.tuning import read_prompts
 from paradec.tools.tuning.halving import dominates, fronts, goes_on, rungs
-from paradec.tools.tuning.measuring import Measured
 from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
 from paradec.tools.tuning.result import Point, choose, grouped_bootstrap, pareto, surely_below, thinned
-from paradec.tools.tuning.scoring import Scorer, agreement, truth
+from paradec.tools.tuning.scoring import Measured, Scorer, agreement, truth
 from paradec.tools.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 
-def asked(tasks: dict[str, int], group: int = 1) -> list[Asked]:
+def asked(tasks: dict[str, int], group: int = 1) -> list[Question]:
     """So many prompts of each task, in groups of so many."""
-    return [Asked(f"{task} {k}", f"{task} {k}", None, (k,), task, f"{task} {k // group}") for task in tasks
+    return [Question(f"{task} {k}", f"{task} {k}", None, (k,), task, f"{task} {k // group}") for task in tasks
             for k in range(tasks[task])]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_prompts_of_python() -> None:
 
 
 def test_what_chooses() -> None:
-    known, unknown = asked({"a": 2}), [Asked("x", "x")]
+    known, unknown = asked({"a": 2}), [Question("x", "x")]
     assert Scorer.of(known, None, None).kind == "answers"
     assert Scorer.of(known + unknown, None, None).kind == "agreement"
     assert Scorer.of(unknown, None, lambda prompt, answer: 1).kind == "checker"
@@ -138,7 +138,7 @@ def test_what_chooses() -> None:
 def test_scores_by_hand() -> None:
     assert agreement([1, 2, 3], [1, 9, 3, 4]) == 2 / 4
     assert agreement([], []) == 1 and agreement([], [1]) == 0
-    entry = Asked("p", "p", None, (1, 2))
+    entry = Question("p", "p", None, (1, 2))
     assert Scorer("answers").score(entry, [1, 3], None, None) == 0.5
     assert Scorer("agreement").score(entry, [1, 3], None, [1, 3]) == 1
     seen: list[Any] = []
@@ -149,7 +149,7 @@ def test_scores_by_hand() -> None:
         with pytest.raises(ValueError, match="from 0 to 1"):
             Scorer("checker", lambda prompt, answer, wrong=wrong: wrong).score(entry, [], "", None)
     with pytest.raises(ValueError, match="tokenizer"):
-        truth(Asked("p", "p", lambda text: True), [1], None)
+        truth(Question("p", "p", lambda text: True), [1], None)
 
 
 def test_rungs() -> None:
