@@ -38,10 +38,10 @@ import paradec
 from paradec import FixedBlocks, PipelinedBlocks
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Configuration
+from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning.halving import fronts
 from paradec.tools.tuning.prompts import halves, prompts_of
-from paradec.tools.tuning.result import grouped_bootstrap
 from paradec.tools.tuning.scoring import Failed, Half, Measured, Scorer
 
 COSTS = ("forwards", "positions", "cpu")
@@ -293,7 +293,7 @@ class Ranking:
         pairs = zip(getattr(ours.measured, of), getattr(other.measured, of), strict=True)
         values = [a - b for a, b in pairs]
         groups = self.batches if of == "positions" else self.groups
-        return (sum(values) / len(values), *grouped_bootstrap(values, groups))
+        return (sum(values) / len(values), *bootstrap(values, groups))
 
     def cheaper(self, ours: Reported, other: Reported, cost: str) -> bool:
         """Whether ours is clearly cheaper."""

@@ -29,10 +29,10 @@ from provenance import RESULTS, write_result
 import paradec
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Configuration, configurations
+from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.prompts import halves, prompts_of
-from paradec.tools.tuning.result import grouped_bootstrap
 from paradec.tools.tuning.scoring import Half, Scorer
 
 SLOW = {"packaged": 0.1, "antibody": 0.3}
@@ -106,7 +106,7 @@ def beside(
     rows = summary(tuning)
     for label, entry in by_hand_rows.items():
         values = [a - b for a, b in zip(tuning.score(chosen), entry["scores"], strict=True)]
-        difference = [sum(values) / len(values), *grouped_bootstrap(values, tuning.groups)]
+        difference = [sum(values) / len(values), *bootstrap(values, tuning.groups)]
         rows.append(
             {key: entry[key] for key in ("name", "score", "forwards")} | {"row": label, "tuned_minus": difference}
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class Attention(nn.Module):
@@ -29,16 +30,10 @@ class Attention(nn.Module):
         return self.proj(attended.transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
+def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool = True) -> nn.Sequential:
     """Two layers with GELU between them."""
-
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, inner)
-        self.fc2 = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x)))
+    first, last = nn.Linear(width, inner, bias=bias), nn.Linear(inner, out, bias=bias)
+    return nn.Sequential(OrderedDict(fc1=first, act=nn.GELU(approximate), fc2=last))
 
 
 class Block(nn.Module):
@@ -55,7 +50,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attn = Attention(width, heads, layer, bias)
         self.norm2 = nn.LayerNorm(width, eps=eps)
-        self.mlp = Mlp(width, inner or 4 * width)
+        self.mlp = mlp(width, inner or 4 * width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, store: Any = None) -> Tensor:
         """x [R, Q, width]; mask [R or 1, 1, Q or 1, K] bool, True where visible, None shows everything; `store` has

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, pad, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, pad, rms_norm, scaled_dot_product_attention, silu
 
 from paradec.core.checks import check_choice, check_int, check_number
+from paradec.models.images.blocks import mlp
 
 CONDITIONS = ("c2i", "t2i")
 
@@ -157,22 +158,12 @@ class LabelEmbedding(nn.Module):
         self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)
 
 
-class CaptionProjection(nn.Module):
-    def __init__(self, config: LlamaGenConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
-        self.fc2 = nn.Linear(config.dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x), approximate="tanh"))
-
-
 class CaptionEmbedding(nn.Module):
     """Features of captions, and learned ones in their stead for guidance."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
-        self.cap_proj = CaptionProjection(config)
+        self.cap_proj = mlp(config.caption_dim, config.dim, config.dim, "tanh", bias=False)
         self.uncond_embedding = nn.Parameter(torch.zeros(config.caption_length, config.caption_dim))
 
 

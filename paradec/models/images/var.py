@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, linear, normalize, scaled_dot_product_attention
 
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
+from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
@@ -250,7 +251,7 @@ class Block(nn.Module):
         super().__init__()
         self.eps = eps
         self.attn = Attention(width, heads, l2_norm)
-        self.ffn = FeedForward(width, hidden)
+        self.ffn = mlp(width, hidden, width, "tanh")
         if shared_adaln:
             self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, width))
         else:
@@ -309,16 +310,6 @@ class Attention(nn.Module):
             key, value = store.extended(layer, begin, key, value)
         found = scaled_dot_product_attention(query.to(value.dtype), key, value, mask, scale=self.scale)
         return self.proj(found.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x), approximate="tanh"))
 
 
 class HeadNorm(nn.Module):

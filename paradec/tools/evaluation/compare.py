@@ -44,7 +44,7 @@ from paradec.tools.evaluation.metrics import aup, wilson
 from paradec.tools.evaluation.questions import Question, packaged_questions
 
 SCHEMA = "paradec-compare/2"
-READ = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source", "draws")
+READ = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source")
 """Fields of `Result` that a file holds unchanged."""
 Progress = Callable[["Comparison", "Configuration", float], None]
 """Called after every batch with what is finished, the configuration under way, and the share of the work done."""
@@ -71,8 +71,6 @@ class Result:
     """In the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens" of each."""
     source: str | None = None
     """Of a sampler that is not paradec's own: a digest of the file that it is in."""
-    draws: int | None = None
-    """Version of the draws that it was measured with; None where nothing was drawn."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
         """(right answers, prompts) of some tasks, or of all."""
@@ -292,8 +290,8 @@ def compare(
         seed: of the samplers that draw.
         max_new_tokens, block_length: as in `paradec.generate`.
         constraint: what every answer must be whose question does not say it; prompts decoded together have the same.
-        resume: an earlier comparison with the same setup; its results are not measured again, except for samplers of a
-            file that has changed and those that drew with another version of the draws (a UserWarning names them).
+        resume: an earlier comparison with the same setup, version of the draws included; its results are not measured
+            again, except for samplers of a file that has changed.
         progress: called after every batch.
 
     Returns:
@@ -328,7 +326,7 @@ def compare(
     setup = _setup(model, questions, request)
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
-    finished = {} if resume is None else _finished(resume, setup, request)
+    finished = {} if resume is None else _finished(resume, setup)
     comparison.to_ask = len(todo) * len(questions)
     work = [_expected_forwards(configuration, new) for configuration in todo]
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
@@ -363,7 +361,7 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
     policy = block_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
     setup: dict[str, Any] = {"model": model.facts.name}
     setup |= {name: request[name] for name in ("cache", "seed", "max_new_tokens")}
-    setup |= {"blocks": repr(policy), "baseline": BASELINE}
+    setup |= {"blocks": repr(policy), "baseline": BASELINE, "draws": DRAWS}
     setup["tasks"] = dict(Counter(question.task for question in questions))
     setup["questions"] = hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16]
     own = _digest(type(caches.create(request["cache"])))
@@ -399,8 +397,7 @@ def _measure(
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
         asked = request | _said(request, rows[0]) | configuration.request(new, max(counts))
-        result.draws = _draws(configuration, request)
-        if result.draws is None:
+        if not seed_matters(method, asked.get("temperature", 0), request["suffix"]):
             asked["seed"] = None
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **asked)
@@ -439,25 +436,13 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
     return new / 2 if configuration.make().uses_steps else new / 16
 
 
-def _draws(configuration: Configuration, request: dict[str, Any]) -> int | None:
-    """The version of the draws; None where a configuration draws nothing."""
-    temperature = configuration.request(1).get("temperature", 0)
-    return DRAWS if seed_matters(configuration.make(), temperature, request["suffix"]) else None
-
-
-def _finished(resume: Comparison, setup: dict[str, Any], request: dict[str, Any]) -> dict[str, Result]:
+def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
         was, value = resume.setup.get(name), setup.get(name)
         if was != value:
             raise ValueError(f"the comparison to resume has {name}={shown(was)}, this one has {name}={shown(value)}")
-    same = [each for each in resume.results if each.source is None or each.source == _source(each.configuration)]
-    other = [each.configuration.name for each in same if each.draws != _draws(each.configuration, request)]
-    if other:
-        warnings.warn(
-            f"another version of the draws drew {', '.join(other)}: measured again where asked for, else left out",
-            stacklevel=3,
-        )
-    return {each.configuration.name: each for each in same if each.configuration.name not in other}
+    results = [result for result in resume.results if result.source in (None, _source(result.configuration))]
+    return {result.configuration.name: result for result in results}
 
 
 def _source(configuration: Configuration) -> str | None:

@@ -8,10 +8,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number
 
 LARGEST_LOSS = 5.0
 """Points of accuracy that a setting may lose to the method's slowest one before the area leaves it out."""
+DRAWS = 10_000
+"""Resamples of a bootstrap."""
 DECAY = 3.0
 """How fast the weight of an accuracy falls with its distance to the best one."""
 
@@ -35,7 +37,10 @@ def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, flo
     """
     check_int("asked", asked, low=1)
     check_int("right", right, low=0, high=asked)
-    z = NormalDist().inv_cdf((1 + _confidence(confidence)) / 2)
+    check_number("confidence", confidence, low=0, high=1, open_low=True)
+    if confidence == 1:
+        raise ValueError("confidence=1 must be below 1")
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     share = right / asked
     centre = (share + z * z / (2 * asked)) / (1 + z * z / asked)
     half = z / (1 + z * z / asked) * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
@@ -79,32 +84,22 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
     return area
 
 
-def bootstrap(
-    values: Sequence[float], confidence: float = 0.95, draws: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of `values`: (low, high).
+def bootstrap(values: Sequence[float], groups: Sequence[str] | None = None, seed: int = 0) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean of `values`, whole groups drawn at a time: (low, high).
 
     Args:
-        values: one number per independent unit, at least 1.
-        confidence: coverage, in (0, 1).
-        draws: resamples, at least 1.
+        groups: of each value; None draws the values one by one.
         seed: of the resampling; equal seeds give equal intervals.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: no values.
     """
-    numbers = np.asarray(values, np.float64)
-    if numbers.ndim != 1 or not len(numbers) or not np.isfinite(numbers).all():
-        raise ValueError(f"values={shown(values)} must be at least one finite number")
-    check_int("draws", draws, low=1)
-    tail = (1 - _confidence(confidence)) / 2
-    index = np.random.default_rng(seed).integers(len(numbers), size=(draws, len(numbers)))
-    low, high = np.quantile(numbers[index].mean(1), (tail, 1 - tail))
+    if not len(values):
+        raise ValueError("values is empty; give at least one number")
+    groups = [str(place) for place in range(len(values))] if groups is None else groups
+    index = {name: k for k, name in enumerate(dict.fromkeys(groups))}
+    place = np.array([index[name] for name in groups])
+    sums, sizes = np.bincount(place, np.asarray(values, np.float64)), np.bincount(place)
+    drawn = np.random.default_rng(seed).integers(len(sums), size=(DRAWS, len(sums)))
+    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def _confidence(value: float) -> float:
-    check_number("confidence", value, low=0, high=1, open_low=True)
-    if value == 1:
-        raise ValueError("confidence=1 must be below 1")
-    return value

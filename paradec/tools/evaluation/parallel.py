@@ -15,7 +15,7 @@ from paradec import samplers
 from paradec.caches.suffix import Suffix
 from paradec.core.checks import check_choice, check_int
 from paradec.models.base import Model
-from paradec.tools.evaluation.compare import Comparison, Progress, compare
+from paradec.tools.evaluation.compare import Comparison, compare
 from paradec.tools.evaluation.configuration import BASELINE, Configuration
 from paradec.tools.evaluation.questions import Question, packaged_questions
 
@@ -98,10 +98,7 @@ def parallel(
     block_length: int | None = None,
     cache: str = "none",
     suffix: Suffix | int | str | None = None,
-    batch: int = 1,
-    seed: int = 0,
-    resume: Comparison | None = None,
-    progress: Progress | None = None,
+    **others: Any,
 ) -> Comparison:
     """Sweep samplers over the tasks, at temperature 0.
 
@@ -111,7 +108,8 @@ def parallel(
         settings: of each sampler, 2 to 5.
         tasks, limit: as in `parallel_questions`.
         max_new_tokens: by default the model's own.
-        others: as in `paradec.tools.evaluation.compare`.
+        block_length, cache, suffix, others: as in `paradec.tools.evaluation.compare`, without `questions`, `names` and
+            `defaults`.
 
     Returns:
         A `Comparison`; `aup` has every sampler, `paradec.tools.evaluation.plot.frontier` draws it.
@@ -123,26 +121,13 @@ def parallel(
     configurations = [one for name in (SWEEPS if names is None else names) for one in sweep(name, settings)]
     questions = parallel_questions(tasks, limit)
     model = paradec.load() if model is None else model
-    asked = {"cache": cache, "suffix": suffix, "block_length": block_length}
-    asked |= {"max_new_tokens": max_new_tokens or model.default_max_new_tokens}
+    asked: dict[str, Any] = {"cache": cache, "suffix": suffix, "block_length": block_length}
+    asked["max_new_tokens"] = max_new_tokens or model.default_max_new_tokens
     for configuration in configurations:  # not after hours
         with configuration.make().start(model, questions[0].prompt, **asked).freed_store():
             pass
     if all(configuration.sampler != BASELINE for configuration in configurations):
-        configurations = [
-            *sweep(BASELINE, settings),
-            *configurations,
-        ]  # it is measured anyway, and gets a curve as well
-    return compare(
-        model,
-        questions=questions,
-        names=configurations,
-        cache=cache,
-        suffix=suffix,
-        batch=batch,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        block_length=block_length,
-        resume=resume,
-        progress=progress,
-    )
+        # it is measured anyway, and gets a curve as well
+        configurations = [*sweep(BASELINE, settings), *configurations]
+    asked["max_new_tokens"] = max_new_tokens
+    return compare(model, questions=questions, names=configurations, **asked, **others)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from paradec.tools.evaluation.compare import Comparison
 from paradec.tools.evaluation.metrics import wilson
+from paradec.tools.traces.payload import check_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,10 +49,7 @@ def check_plot(file: str | os.PathLike[str]) -> None:
         raise ValueError(f"plot={str(file)!r} must end in .png, .pdf or .svg")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write the plot to {str(file)!r}: not a file in an existing folder")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            'plots need matplotlib; install paradec with its extra "bench", or pip install matplotlib'
-        )
+    check_matplotlib()
 
 
 def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:

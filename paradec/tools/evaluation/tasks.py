@@ -137,66 +137,34 @@ def is_held_out(prompt: str) -> bool:
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] < 16
 
 
-# What the templates of some tasks draw; the others have None there --------------------------------
+# Answers ------------------------------------------------------------------------------------------
 
 
-def _word(x: Example) -> str:
-    return cast(str, x.word)
+def _insertions(x: Example) -> Lines:
+    return [[*x.items[:k], str(x.word), *x.items[k:]] for k in range(len(x.items) + 1)]
 
 
-def _target(x: Example) -> str:
-    return cast(str, x.target)
+def _removals(x: Example) -> Lines:
+    return [[*x.items[:k], *x.items[k + 1 :]] for k in range(len(x.items))]
 
 
-def _index(x: Example) -> int:
-    return cast(int, x.index)
+def _replacements(x: Example) -> Lines:
+    return [[*x.items[:k], str(x.word), *x.items[k + 1 :]] for k in range(len(x.items))]
 
 
-# One right answer --------------------------------------------------------------------------------
+def _at_index(options: Callable[[Example], Lines]) -> Callable[[Example, Random], Lines]:
+    """The one of several answers at the position that the prompt names."""
+    return lambda x, rng: [options(x)[cast(int, x.index)]]
 
 
-def _copy(x: Example, rng: Random) -> Lines:
-    return [list(x.items)]
+def _any_of(options: Callable[[Example], Lines]) -> tuple[Any, Any]:
+    """How to draw one of several answers, and how to judge one."""
 
+    def solve(x: Example, rng: Random) -> Lines:
+        lines = options(x)
+        return [lines[rng.randrange(len(lines))]]
 
-def _reverse(x: Example, rng: Random) -> Lines:
-    return [list(x.items[::-1])]
-
-
-def _sort(x: Example, rng: Random) -> Lines:
-    return [sorted(x.items)]
-
-
-def _insert_at(x: Example, rng: Random) -> Lines:
-    return [[*x.items[: _index(x)], _word(x), *x.items[_index(x) :]]]
-
-
-def _insert_after(x: Example, rng: Random) -> Lines:
-    cut = x.items.index(_target(x)) + 1
-    return [[*x.items[:cut], _word(x), *x.items[cut:]]]
-
-
-def _remove_at(x: Example, rng: Random) -> Lines:
-    return [[*x.items[: _index(x)], *x.items[_index(x) + 1 :]]]
-
-
-def _remove_name(x: Example, rng: Random) -> Lines:
-    return [[item for item in x.items if item != x.target]]
-
-
-def _replace_at(x: Example, rng: Random) -> Lines:
-    return [[*x.items[: _index(x)], _word(x), *x.items[_index(x) + 1 :]]]
-
-
-def _replace_name(x: Example, rng: Random) -> Lines:
-    return [[_word(x) if item == x.target else item for item in x.items]]
-
-
-def _rotations(x: Example, rng: Random) -> Lines:
-    return [[*x.items[k:], *x.items[:k]] for k in range(len(x.items))]
-
-
-# Many right answers: how to draw one, and how to judge one ---------------------------------------
+    return solve, lambda x, lines: len(lines) == 1 and lines[0] in options(x)
 
 
 def _shuffle(x: Example, rng: Random) -> Lines:
@@ -207,36 +175,6 @@ def _shuffle(x: Example, rng: Random) -> Lines:
 
 def _is_shuffle(x: Example, lines: Lines) -> bool:
     return len(lines) == 1 and sorted(lines[0]) == sorted(x.items) and lines[0] != list(x.items)
-
-
-def _insert_random(x: Example, rng: Random) -> Lines:
-    cut = rng.randrange(len(x.items) + 1)
-    return [[*x.items[:cut], _word(x), *x.items[cut:]]]
-
-
-def _is_insertion(x: Example, lines: Lines) -> bool:
-    options = ([*x.items[:k], _word(x), *x.items[k:]] for k in range(len(x.items) + 1))
-    return len(lines) == 1 and lines[0] in options
-
-
-def _remove_random(x: Example, rng: Random) -> Lines:
-    gone = rng.randrange(len(x.items))
-    return [[*x.items[:gone], *x.items[gone + 1 :]]]
-
-
-def _is_removal(x: Example, lines: Lines) -> bool:
-    options = ([*x.items[:k], *x.items[k + 1 :]] for k in range(len(x.items)))
-    return len(lines) == 1 and lines[0] in options
-
-
-def _replace_random(x: Example, rng: Random) -> Lines:
-    gone = rng.randrange(len(x.items))
-    return [[*x.items[:gone], _word(x), *x.items[gone + 1 :]]]
-
-
-def _is_replacement(x: Example, lines: Lines) -> bool:
-    options = ([*x.items[:k], _word(x), *x.items[k + 1 :]] for k in range(len(x.items)))
-    return len(lines) == 1 and lines[0] in options
 
 
 def _latin_square(x: Example, rng: Random) -> Lines:
@@ -264,20 +202,24 @@ def _task(name: str, solve: Callable[[Example, Random], Lines], *checked: Any, *
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        _task("copy", _copy),
-        _task("reverse", _reverse),
-        _task("sort", _sort),
-        _task("insert_at", _insert_at, slots=1),
-        _task("insert_after", _insert_after),
-        _task("remove_at", _remove_at),
-        _task("remove_name", _remove_name),
-        _task("replace_at", _replace_at),
-        _task("replace_name", _replace_name),
-        _task("rotations", _rotations, max_answer_tokens=41),
+        _task("copy", lambda x, rng: [[*x.items]]),
+        _task("reverse", lambda x, rng: [[*x.items[::-1]]]),
+        _task("sort", lambda x, rng: [sorted(x.items)]),
+        _task("insert_at", _at_index(_insertions), slots=1),
+        _task("insert_after", lambda x, rng: [_insertions(x)[x.items.index(str(x.target)) + 1]]),
+        _task("remove_at", _at_index(_removals)),
+        _task("remove_name", lambda x, rng: [[item for item in x.items if item != x.target]]),
+        _task("replace_at", _at_index(_replacements)),
+        _task("replace_name", lambda x, rng: [[str(x.word) if item == x.target else item for item in x.items]]),
+        _task(
+            "rotations",
+            lambda x, rng: [[*x.items[k:], *x.items[:k]] for k in range(len(x.items))],
+            max_answer_tokens=41,
+        ),
         _task("shuffle", _shuffle, _is_shuffle),
-        _task("insert_random", _insert_random, _is_insertion),
-        _task("remove_random", _remove_random, _is_removal),
-        _task("replace_random", _replace_random, _is_replacement),
+        _task("insert_random", *_any_of(_insertions)),
+        _task("remove_random", *_any_of(_removals)),
+        _task("replace_random", *_any_of(_replacements)),
         _task(
             "latin_square",
             _latin_square,

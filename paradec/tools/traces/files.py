@@ -13,7 +13,7 @@ from typing import Any
 
 from paradec.core.checks import count, per_forward
 from paradec.core.trace import Trace
-from paradec.tools.traces.payload import check_runs, run_data
+from paradec.tools.traces.payload import check_matplotlib, check_runs, run_data
 
 DATA, PAGES, ANIMATIONS = ("", ".json"), (".html", ".htm"), (".gif",)
 PLOTS = (".png", ".pdf", ".svg")
@@ -33,8 +33,8 @@ def check_suffix(path: str | os.PathLike[str], what: str = "path") -> None:
             f"{what} {str(path)!r} must end in .json (data), .html (a page), .gif (an animation), or .png, .pdf or "
             ".svg (a plot)"
         )
-    if suffix in PLOTS and importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError('plots need matplotlib; install paradec with its extra "bench", or pip install it')
+    if suffix in PLOTS:
+        check_matplotlib()
     if suffix in ANIMATIONS and importlib.util.find_spec("PIL") is None:
         raise ModuleNotFoundError("animations need pillow: pip install pillow")
 

@@ -5,6 +5,7 @@ However long a run is, a page stays within a few megabytes. What is left out is 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,12 @@ LONGEST_TEXT = 60
 LONGEST_SETTING = 200
 MOST_IMAGE_TEXT = 4_000_000
 """Characters of all pictures together; further ones are left out."""
+
+
+def check_matplotlib() -> None:
+    """Raise ModuleNotFoundError where matplotlib, which draws plots, is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError('plots need matplotlib; install paradec with its extra "bench", or pip install it')
 
 
 def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
@@ -149,22 +156,13 @@ def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool)
             if row < rows
         ],
     }
-    if step.nfe is not None:
-        data["n"] = step.nfe[:rows]
-    if step.draft_nfe is not None:
-        data["d"] = step.draft_nfe[:rows]
+    by_row: dict[str, Any] = {"n": step.nfe, "d": step.draft_nfe, "b": step.blocks, "o": step.starts}
+    by_row |= {"e": step.evaluated if spans else None, "p": step.pictures or None if pictures else None}
+    data |= {key: values[:rows] for key, values in by_row.items() if values is not None}
     if step.seconds is not None:
         data["s"] = _number(step.seconds)
-    if step.blocks is not None:
-        data["b"] = step.blocks[:rows]
-    if step.starts is not None:
-        data["o"] = step.starts[:rows]
-    if step.evaluated is not None and spans:
-        data["e"] = step.evaluated[:rows]
     if step.rejected and drafts:
         data["r"] = [list(entry) for entry in step.rejected if entry[0] < rows]
-    if step.pictures and pictures:
-        data["p"] = step.pictures[:rows]
     return data
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from paradec.core.checks import count
 from paradec.core.trace import Trace
-from paradec.tools.traces.payload import check_runs
+from paradec.tools.traces.payload import check_matplotlib, check_runs
 
 KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
@@ -23,12 +23,9 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
             `paradec.tools.traces.files.page`.
     """
     called = check_runs(traces, names)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ModuleNotFoundError(
-            'plots need matplotlib; install paradec with its extra "bench", or pip install matplotlib'
-        ) from None
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
     drawn = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
     axes = drawn.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
     for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):

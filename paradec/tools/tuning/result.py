@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paradec.core.checks import check_int
 from paradec.core.text_files import write_json
 from paradec.request import Request
-from paradec.tools.evaluation.metrics import wilson
+from paradec.tools.evaluation.metrics import bootstrap, wilson
 from paradec.tools.tuning.halving import fronts
 from paradec.tools.tuning.scoring import Measured
 from paradec.tools.tuning.space import Candidate
@@ -25,8 +23,6 @@ MOST_POINTS = 8
 """Points of a front that are reported."""
 FEW = 30
 """Prompts: fewer choose badly, and the report says so."""
-DRAWS = 10_000
-"""Resamples of a bootstrap."""
 
 
 @dataclass
@@ -129,7 +125,7 @@ class Tuning:
         prompt is a group of its own, else a percentile bootstrap over groups."""
         if self.exact:
             return wilson(int(sum(values)), len(values))
-        return grouped_bootstrap(values, self.groups)
+        return bootstrap(values, self.groups)
 
     @property
     def exact(self) -> bool:
@@ -142,7 +138,7 @@ class Tuning:
     def difference(self, ours: Measured, other: Measured) -> tuple[float, float, float]:
         """Mean difference of two scores, prompt by prompt, and its 95 % interval: a paired bootstrap over groups."""
         values = [a - b for a, b in zip(self.score(ours), self.score(other), strict=True)]
-        return (sum(values) / len(values), *grouped_bootstrap(values, self.groups))
+        return (sum(values) / len(values), *bootstrap(values, self.groups))
 
     def alike(self) -> list[list[int]]:
         """For every point the others, counted from 1, whose score is not separated from its own: the interval of the
@@ -341,7 +337,7 @@ def surely_below(ours: Measured, others: Iterable[Measured], groups: Sequence[st
 
 def paired(ours: Measured, other: Measured, groups: Sequence[str]) -> tuple[float, float]:
     """95 % interval of the mean difference of two scores, prompt by prompt: a bootstrap over groups."""
-    return grouped_bootstrap([a - b for a, b in zip(ours.score, other.score, strict=True)], groups)
+    return bootstrap([a - b for a, b in zip(ours.score, other.score, strict=True)], groups)
 
 
 def thinned(
@@ -365,13 +361,3 @@ def thinned(
         kept.pop(min(gaps, key=lambda k: gaps[k]))
     place = None if chosen is None else next(k for k, point in enumerate(kept) if point is chosen)
     return kept, place
-
-
-def grouped_bootstrap(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean of `values`, whole groups drawn at a time: (low, high)."""
-    index = {name: k for k, name in enumerate(dict.fromkeys(groups))}
-    place = np.array([index[name] for name in groups])
-    sums, sizes = np.bincount(place, np.asarray(values, np.float64)), np.bincount(place)
-    drawn = np.random.default_rng(seed).integers(len(sums), size=(DRAWS, len(sums)))
-    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), (0.025, 0.975))
-    return float(low), float(high)

@@ -408,31 +408,14 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
         evaluation.compare(packaged, questions=other, resume=partial, **SMALL)
 
 
-def test_other_draws_are_not_resumed(packaged: Model, tmp_path: Path) -> None:
-    """What was drawn with another version of the draws is measured again, by name; what draws nothing is kept."""
-    questions, file = evaluation.packaged_questions(["copy"], limit=2), tmp_path / "results.json"
-    wanted = [Configuration("random"), Configuration("factor"), Configuration("threshold", {"temperature": 0.3})]
-    asked: dict[str, Any] = {"questions": questions, "names": wanted, "max_new_tokens": 6, "block_length": 6}
+def test_other_draws_are_not_resumed(packaged: Model) -> None:
+    asked: dict[str, Any] = {"questions": evaluation.packaged_questions(["copy"], limit=2), "names": ["factor"]}
+    asked |= {"defaults": True, "max_new_tokens": 6, "block_length": 6}
     whole = evaluation.compare(packaged, **asked)
-    drew = {result.configuration.name: result.draws for result in whole.results}
-    assert drew == {"threshold": None, "factor": None, "random": DRAWS, "threshold(temperature=0.3)": DRAWS}
-    measured: list[str] = []
-
-    def note(comparison: Comparison, configuration: Configuration, share: float) -> None:
-        measured.append(configuration.name)
-
-    for earlier in (None, DRAWS - 1):
-        for result in whole.results:
-            result.draws = None if result.draws is None else earlier
-        whole.to_json(file)
-        measured.clear()
-        with pytest.warns(UserWarning, match=r"drew random, threshold\(temperature=0.3\): measured again"):
-            again = evaluation.compare(packaged, resume=Comparison.from_json(file), progress=note, **asked)
-        assert set(measured) == {"random", "threshold(temperature=0.3)"}
-        again.to_json(file)
-        measured.clear()
-        evaluation.compare(packaged, resume=Comparison.from_json(file), progress=note, **asked)
-        assert not measured
+    assert whole.setup["draws"] == DRAWS
+    whole.setup["draws"] = DRAWS - 1
+    with pytest.raises(ValueError, match=f"has draws={DRAWS - 1}, this one has draws={DRAWS}"):
+        evaluation.compare(packaged, resume=whole, **asked)
 
 
 def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: Comparison) -> None:

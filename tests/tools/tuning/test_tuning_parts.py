@@ -20,11 +20,12 @@ from paradec.core.registry import Registry
 from paradec.request import Request
 from paradec.tools.evaluation import configurations, packaged_questions
 from paradec.tools.evaluation.configuration import Configuration
+from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import read_prompts
 from paradec.tools.tuning.halving import dominates, fronts, goes_on, rungs
 from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
-from paradec.tools.tuning.result import Point, choose, grouped_bootstrap, pareto, surely_below, thinned
+from paradec.tools.tuning.result import Point, choose, pareto, surely_below, thinned
 from paradec.tools.tuning.scoring import Measured, Scorer, agreement, truth
 from paradec.tools.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
 
@@ -339,7 +340,7 @@ def test_a_setting_made_by_hand_is_dropped_where_it_is_surely_worse() -> None:
 
 def test_a_grouped_bootstrap_draws_whole_groups() -> None:
     values, groups = [0.0, 0.0, 1.0, 1.0, 1.0, 0.0], ["a", "a", "b", "b", "b", "c"]
-    low, high = grouped_bootstrap(values, groups)
+    low, high = bootstrap(values, groups)
     sums, sizes = {"a": 0, "b": 3, "c": 0}, {"a": 2, "b": 3, "c": 1}
     means = sorted(
         sum(sums[name] for name in drawn) / sum(sizes[name] for name in drawn)
@@ -347,6 +348,6 @@ def test_a_grouped_bootstrap_draws_whole_groups() -> None:
     )
     # 27 draws, equally likely: 8 of them without b, one of b alone
     assert low == means[0] == 0 and high == means[-1] == 1
-    assert grouped_bootstrap([0.5] * 4, list("abcd")) == (0.5, 0.5)
-    single = grouped_bootstrap(list(np.linspace(0, 1, 40)), [str(k) for k in range(40)])
+    assert bootstrap([0.5] * 4, list("abcd")) == (0.5, 0.5)
+    single = bootstrap(list(np.linspace(0, 1, 40)), [str(k) for k in range(40)])
     assert single[0] == pytest.approx(0.5 - 1.96 * 0.3 / 40**0.5, abs=0.02)
