@@ -18,7 +18,7 @@ import paradec
 from paradec.core import rng
 from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.distilled import check_stages
+from paradec.models.images.distilled import Stages
 from paradec.models.images.distilled_var import SECONDS, DistilledVARModel, load_distilled_var
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
 from paradec.models.images.var import VARModel, ends_of, load_var
@@ -210,7 +210,7 @@ def test_other_teachers_are_refused() -> None:
     student = tiny_var_student()
     with pytest.raises(TypeError, match="must be a VAR"):
         Distilled(teacher=tiny_llamagen()).start(student, [1])
-    with pytest.raises(ValueError, match="has classes=7, its student 5"):
+    with pytest.raises(ValueError, match="has classes=7; .* has 5"):
         Distilled(teacher=tiny_var(classes=7)).start(student, [1])
     with pytest.raises(ValueError, match="other codes than its student"):
         Distilled(teacher=tiny_var(vq_seed=3)).start(student, [1])
@@ -256,7 +256,7 @@ def test_published_stages() -> None:
     assert SECONDS == {1024: 5, 1280: 4, 1536: 4}
     for name, calls in (("var_d16_3", 3), ("var_d16_4", 4), ("var_d16_6", 6)):
         sampler = paradec.samplers.create("distilled", preset=name, teacher=tiny_var())
-        stages = check_stages((0, *ends_of(PUBLISHED_SCALES[256])), 5, 5, scales=True)
+        stages = Stages((0, *ends_of(PUBLISHED_SCALES[256])), 5, 5, scales=True)
         assert len(sampler.plan(stages, None)) == calls
 
 

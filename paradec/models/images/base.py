@@ -209,3 +209,13 @@ def merge_defaults(published: Mapping[str, Any], given: Mapping[str, Any] | None
         if name not in published:
             raise ValueError(unknown("default of requests", name, published))
     return {**published, **(given or {})}
+
+
+def check_alike(role: str, other: Any, model: Any, theirs: Any, ours: Any, fields: Sequence[str]) -> None:
+    """Raise ValueError unless `theirs` of a model, the `role` of another one, equals `ours` in these fields."""
+    for name in fields:
+        if getattr(theirs, name) != getattr(ours, name):
+            raise ValueError(
+                f"{role} {other.facts.name} has {name}={shown(getattr(theirs, name))}; {model.facts.name} has "
+                f"{shown(getattr(ours, name))}"
+            )

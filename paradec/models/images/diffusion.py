@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_int
 from paradec.core.query import LatentQuery
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
+from paradec.models.images.base import labels_of
 
 
 class DiffusionModel(Adapter):
@@ -66,11 +66,8 @@ class DiffusionModel(Adapter):
             )
         if set(given) != {"class_labels"}:
             raise ValueError(f"conditions {sorted(given)} must be: class_labels")
-        labels = given["class_labels"]
-        labels = labels.tolist() if hasattr(labels, "tolist") else labels
-        labels = list(labels) if isinstance(labels, (list, tuple)) else [labels] * len(latent)
-        for label in labels:
-            check_int("class_labels", label, low=0, high=self.null_label)
+        labels = labels_of(given["class_labels"], self.null_label + 1)
+        labels = labels * len(latent) if not isinstance(given["class_labels"], (Sequence, Tensor)) else labels
         if len(labels) != len(latent):
             raise ValueError(
                 f"class_labels has {len(labels)} entries for {len(latent)} rows; give one int, or one per row"

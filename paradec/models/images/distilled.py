@@ -25,7 +25,11 @@ from paradec.models.images.grid import Grid
 
 @dataclass(frozen=True)
 class Stages:
-    """How a picture's tokens are counted, and what its student was trained for."""
+    """How a picture's tokens are counted, and what its student was trained for.
+
+    Raises:
+        ValueError: a stage out of its range.
+    """
 
     kept: tuple[int, ...]
     """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise after them is decoded again."""
@@ -35,6 +39,10 @@ class Stages:
     """K(split) tokens become codes at every call; those after them stay as the continuous head gives them."""
     scales: bool = False
     """Whether a stage is a scale of VAR, or else a cell of the raster."""
+
+    def __post_init__(self) -> None:
+        check_int("second", self.second, low=1, high=self.last)
+        check_int("split", self.split, low=0, high=self.last)
 
     @property
     def last(self) -> int:
@@ -94,11 +102,12 @@ class ContinuousHead(nn.Module):
 
 
 class DistilledModel(PictureModel, Adapter):
-    """Base of the students' adapters. A kind of them says how a call is evaluated (`_heads`), what its codes are
-    (`codes`), and how vectors become pictures (`grid`, `latent`, `decode`).
+    """Base of the students' adapters. A kind of them says what its codes are (`codes`), and how vectors
+    become pictures (`grid`, `latent`, `_pixels`).
 
     Args:
-        module: the network; it is put into evaluation mode.
+        module: the network: from labels [B], tokens [B, N, C] and the number of those that are data, vectors [B, N, C]
+            and logits [B, N, V]. It is put into evaluation mode.
         facts: what samplers read of it.
         defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
 
@@ -126,10 +135,6 @@ class DistilledModel(PictureModel, Adapter):
         """[V, C]: the code vectors as the student reads them."""
         raise NotImplementedError
 
-    def _heads(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        """Vectors [B, N, C] and logits [B, N, V] for labels [B] and tokens [B, N, C] of which so many are data."""
-        raise NotImplementedError
-
     def check_teacher(self, teacher: Any) -> None:
         """Raise TypeError or ValueError unless it is a teacher of this student's kind and sizes."""
         raise NotImplementedError
@@ -144,7 +149,7 @@ class DistilledModel(PictureModel, Adapter):
     def __call__(self, query: DistilledQuery) -> DistilledAnswer:
         """Evaluate one query."""
         with torch.no_grad(), Evaluation(self.module):
-            continuous, logits = self._heads(query.labels, query.tokens.to(self.dtype), query.kept)
+            continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.kept)
         wide = torch.promote_types(continuous.dtype, torch.float32)
         return DistilledAnswer(continuous.to(wide), logits.to(wide))
 
@@ -160,14 +165,3 @@ class DistilledModel(PictureModel, Adapter):
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
         before = [self.facts.stages.kept[-1] - grid.length] * state.batch  # of scales the last is the raster
         return Reading(state.tokens.cpu(), state.done, accepted, before, [0] * state.batch)
-
-
-def check_stages(kept: tuple[int, ...], second: int, split: int, scales: bool = False) -> Stages:
-    """The stages of a student.
-
-    Raises:
-        ValueError: a stage out of its range.
-    """
-    check_int("second", second, low=1, high=len(kept) - 1)
-    check_int("split", split, low=0, high=len(kept) - 1)
-    return Stages(kept, second, split, scales)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_int
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
+from paradec.models.images.base import check_alike
+from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import Format, LlamaGenModel, read_network
 from paradec.models.images.llamagen_network import Block, LabelEmbedding, LlamaGenConfig, RMSNorm, angles
-from paradec.models.images.vq import VQModel
+from paradec.models.images.vq import VQModel, check_codebook
 from paradec.models.weights import NESTED
 
 SPLITS = {768: 80, 1024: 130}
@@ -122,11 +123,9 @@ class DistilledLlamaGenModel(DistilledModel):
         config = module.config
         if vq is None:
             raise ValueError(f"{name} reads code vectors: give vq=..., LlamaGen's VQ autoencoder")
-        book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
-        if book != (config.vocab_size, config.codebook_dim):
-            raise ValueError(f"the codebook is {list(book)}; {name} has {[config.vocab_size, config.codebook_dim]}")
+        check_codebook(vq, config.vocab_size, name, config.codebook_dim)
         assert config.second is not None and config.split is not None
-        stages = check_stages(tuple(range(config.grid**2 + 1)), config.second, config.split)
+        stages = Stages(tuple(range(config.grid**2 + 1)), config.second, config.split)
         facts = DistilledFacts(name, stages, config.num_classes, config.vocab_size, config.codebook_dim)
         super().__init__(module, facts, defaults)
         self.vq = vq
@@ -134,20 +133,12 @@ class DistilledLlamaGenModel(DistilledModel):
     def codes(self) -> Tensor:
         return self.vq.quantize.codes
 
-    def _heads(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        return self.module(labels, tokens, kept)
-
     def check_teacher(self, teacher: Any) -> None:
         """Raise TypeError unless it is a LlamaGen, ValueError unless it writes the same codes for the same classes."""
         if type(teacher) is not LlamaGenModel:
             raise TypeError(f"teacher must be a LlamaGen; {self.facts.name} is the student of one")
-        own, other = self.module.config, teacher.module.config
-        for name in ("condition", "grid", "vocab_size", "num_classes"):
-            if getattr(own, name) != getattr(other, name):
-                raise ValueError(
-                    f"teacher {teacher.facts.name} has {name}={getattr(other, name)!r}, its student "
-                    f"{getattr(own, name)!r}"
-                )
+        fields = ("condition", "grid", "vocab_size", "num_classes")
+        check_alike("teacher", teacher, self, teacher.module.config, self.module.config, fields)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import shown
-from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
+from paradec.models.images.base import check_alike
+from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ
 from paradec.models.images.var import VAR, ScalePictures, VARModel, read_network
+from paradec.models.images.vq import check_codebook
 from paradec.models.weights import NESTED
 
 SECONDS = {1024: 5, 1280: 4, 1536: 4}
@@ -97,13 +98,11 @@ class DistilledVARModel(ScalePictures, DistilledModel):
             raise TypeError(f"module must be a DistilledVAR, not {type(module).__name__}")
         if not isinstance(vq, MultiScaleVQ):
             raise TypeError(f"vq must be a MultiScaleVQ, not {type(vq).__name__}: {name} reads code vectors")
-        book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
-        if book != (module.codebook_size, module.code_dim):
-            raise ValueError(f"the codebook is {list(book)}; {name} has {[module.codebook_size, module.code_dim]}")
+        check_codebook(vq, module.codebook_size, name, module.code_dim)
         published = SECONDS.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
         second = published or max(1, len(module.scales) // 2) if second is None else second
         split = second if split is None else split
-        stages = check_stages((0, *module.ends), second, split, scales=True)
+        stages = Stages((0, *module.ends), second, split, scales=True)
         facts = DistilledFacts(name, stages, module.classes, module.codebook_size, module.code_dim)
         super().__init__(module, facts, defaults)
         self.vq = vq.eval()
@@ -111,20 +110,12 @@ class DistilledVARModel(ScalePictures, DistilledModel):
     def codes(self) -> Tensor:
         return self.vq.codes
 
-    def _heads(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        return self.module(labels, tokens, kept)
-
     def check_teacher(self, teacher: Any) -> None:
         """Raise TypeError unless it is a VAR, ValueError unless it writes the same codes for the same classes."""
         if not isinstance(teacher, VARModel):
             raise TypeError(f"teacher must be a VAR; {self.facts.name} is the student of one")
-        own, other = self.module, teacher.module
-        for name in ("scales", "classes", "codebook_size", "code_dim"):
-            if getattr(own, name) != getattr(other, name):
-                raise ValueError(
-                    f"teacher {teacher.facts.name} has {name}={shown(getattr(other, name))}, its student "
-                    f"{shown(getattr(own, name))}"
-                )
+        fields = ("scales", "classes", "codebook_size", "code_dim")
+        check_alike("teacher", teacher, self, teacher.module, self.module, fields)
         if not torch.equal(teacher.codes.float().cpu(), self.codes().float().cpu()):
             raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: give both one vq")
 

@@ -160,7 +160,9 @@ class LlamaGenModel(ImageModel):
         else:
             rows = self._rows(query)
             assert self._captions is not None
-            given = take_rows(self._captions.flatten(0, 1)[rows], (ids - vocab).clamp(min=0))
+            table = self._captions.flatten(0, 1)[rows]
+            index = (ids - vocab).clamp(0, table.shape[1] - 1).unsqueeze(-1)
+            given = table.gather(1, index.expand(-1, -1, table.shape[-1]))
         return torch.where(prompt.unsqueeze(-1), given, tokens)
 
     def cells(self, query: Query) -> Tensor:
@@ -174,11 +176,6 @@ class LlamaGenModel(ImageModel):
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.module.head(hidden)
-
-
-def take_rows(table: Tensor, index: Tensor) -> Tensor:
-    """table [R, T, d], index [R, Q] -> [R, Q, d]."""
-    return table.gather(1, index.clamp(max=table.shape[1] - 1).unsqueeze(-1).expand(-1, -1, table.shape[-1]))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

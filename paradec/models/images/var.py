@@ -29,6 +29,7 @@ from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, check_scales, load_multi_scale_vq
+from paradec.models.images.vq import check_codebook
 from paradec.models.weights import NESTED, read_weights
 
 HEAD = 64
@@ -398,12 +399,7 @@ class VARModel(ScalePictures, Adapter):
                 f"vq must be a MultiScaleVQ, not {type(vq).__name__}: codes of a scale are the next's input"
             )
         super().__init__(module.eval())
-        book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
-        if book != (module.codebook_size, module.code_dim):
-            raise ValueError(
-                f"vq has {book[0]} codes of {book[1]} numbers; {name or 'VAR'} writes {module.codebook_size} of "
-                f"{module.code_dim}"
-            )
+        check_codebook(vq, module.codebook_size, name or "VAR", module.code_dim)
         self.vq = vq.eval()
         self.facts = ScaleFacts(name or "VAR", module.scales, module.classes, module.codebook_size, module.code_dim)
         self.defaults = merge_defaults(DEFAULTS, defaults)

@@ -388,10 +388,15 @@ def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> 
     return (vq if isinstance(vq, VQModel) else load_vq(vq)).to(device).eval().requires_grad_(False)
 
 
-def check_codebook(vq: VQModel | None, size: int, name: str) -> None:
-    """Raise ValueError where the codebook has not as many entries as the model called `name` writes codes."""
-    if vq is not None and vq.config.codebook_size != size:
+def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> None:
+    """Raise ValueError where a codebook, if there is one, has not as many entries as the model called `name` writes
+    codes, or entries of another size than `dim`."""
+    if vq is None:
+        return
+    if vq.config.codebook_size != size:
         raise ValueError(f"the codebook has {vq.config.codebook_size} entries; {name} writes {size} codes")
+    if dim not in (None, vq.config.codebook_embed_dim):
+        raise ValueError(f"codes have {vq.config.codebook_embed_dim} numbers; {name} reads {dim}")
 
 
 DECODING = ("decoder.", "post_quant_conv.")

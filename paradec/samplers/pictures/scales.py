@@ -23,6 +23,7 @@ from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import argmax, draw
+from paradec.models.images.base import check_alike
 from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
@@ -418,12 +419,8 @@ class CoDe(VAR):
             raise ValueError(
                 f"sampler 'code' needs drafter=..., the larger model, whose scales {model.facts.name} ends"
             )
-        for name in ("scales", "classes", "vocab_size", "code_dim"):
-            ours, other = getattr(model.facts, name), getattr(self.drafter.facts, name)
-            if ours != other:
-                raise ValueError(
-                    f"drafter={self.drafter.facts.name} has {name}={shown(other)}; {model.facts.name} has {shown(ours)}"
-                )
+        fields = ("scales", "classes", "vocab_size", "code_dim")
+        check_alike("drafter", self.drafter, model, self.drafter.facts, model.facts, fields)
         if not torch.equal(model.codes.cpu(), self.drafter.codes.to("cpu", model.codes.dtype)):
             raise ValueError(f"drafter={self.drafter.facts.name} has another codebook than {model.facts.name}")
         if self.split_of(len(model.facts.scales)) > len(model.facts.scales):
