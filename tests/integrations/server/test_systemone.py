@@ -20,6 +20,7 @@ from torch import Tensor
 
 import paradec
 
+pytest.importorskip("transformers.decision", reason="needs transformers 5.23")
 PATH = "/v1/systemone"
 QUESTIONS: dict[str, Any] = {
     "spam": {"type": "noul", "instructions": "Is it spam?", "criteria": {"false": "a letter"}},

@@ -1,0 +1,62 @@
+"""Clients that others wrote: langchain-openai and litellm (the extra "clients")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import NAME
+from test_protocol import BEGIN, CALL, scripted
+
+langchain = pytest.importorskip("langchain_openai", reason='needs the extra "clients"')
+litellm = pytest.importorskip("litellm", reason='needs the extra "clients"')
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_langchain_chats_streams_and_calls_tools() -> None:
+    with scripted(f"Well. {CALL}") as (server, _, _):
+        options: Any = {"model": NAME, "base_url": f"{server.address}/v1", "api_key": "none", "max_retries": 0}
+        model = langchain.ChatOpenAI(**options, max_tokens=200, stream_usage=True)
+        assert model.invoke("hi").content == f"Well. {CALL}"
+        chunks = list(model.stream("hi"))
+        whole = chunks[0]
+        for chunk in chunks[1:]:
+            whole += chunk
+        assert whole.content == f"Well. {CALL}" and whole.usage_metadata["output_tokens"] > 0
+        bound = model.bind_tools([WEATHER])
+        answer = bound.invoke("hi")
+        assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("f", {"x": "\u00e9"})]
+        from langchain_core.messages import HumanMessage, ToolMessage
+
+        result = ToolMessage("21 degrees", tool_call_id=answer.tool_calls[0]["id"])
+        assert bound.invoke([HumanMessage("hi"), answer, result]).tool_calls
+        streamed = None
+        for chunk in bound.stream("hi"):
+            streamed = chunk if streamed is None else streamed + chunk
+        assert streamed is not None and streamed.content == "Well."
+        assert [call["args"] for call in streamed.tool_calls] == [{"x": "\u00e9"}]
+        texts = langchain.OpenAI(**options, max_tokens=200, temperature=0).generate([BEGIN, f"x{BEGIN}"])
+        assert [one.text for (one,) in texts.generations] == [f"Well. {CALL}"] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_litellm_chats_streams_and_calls_tools() -> None:
+    with scripted(f"Well. {CALL}") as (server, _, _):
+        options: Any = {"model": f"openai/{NAME}", "api_base": f"{server.address}/v1", "api_key": "none"}
+        ask: Any = {**options, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+        assert litellm.completion(**ask).choices[0].message.content == f"Well. {CALL}"
+        pieces = litellm.completion(**ask, stream=True, stream_options={"include_usage": True})
+        assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == f"Well. {CALL}"
+        (call,) = litellm.completion(**ask, tools=[WEATHER]).choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("f", '{"x": "\u00e9"}')
+        pieces = [piece.choices[0].delta for piece in litellm.completion(**ask, tools=[WEATHER], stream=True)]
+        found = [call.function.arguments for delta in pieces for call in delta.tool_calls or []]
+        assert "".join(found) == '{"x": "\u00e9"}'
+        options["model"] = f"text-completion-openai/{NAME}"
+        answer = litellm.text_completion(**options, prompt=[BEGIN, f"x{BEGIN}"], max_tokens=200)
+        assert [choice.text for choice in answer.choices] == [f"Well. {CALL}"] * 2

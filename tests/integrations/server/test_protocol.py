@@ -1,0 +1,274 @@
+"""The protocol of OpenAI's endpoints, on causal models whose answers are known token by token."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import openai
+import pytest
+import torch
+from byte_tokenizers import byte_level_tokenizer
+from pydantic import BaseModel
+from serving import NAME, Running, chat, running
+from torch import Tensor, nn
+
+import paradec
+
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "<|im_start|>assistant\n{{ '<think>\n' if thinks }}"
+)
+BEGIN = "<|im_start|>assistant\n"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+class Scripted(nn.Module):
+    """Writes given ids after the last `BEGIN` of a row, then the end token."""
+
+    def __init__(self, tokenizer: Any, text: str):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=2048)
+        self.begin = ids_of(tokenizer, BEGIN)
+        self.answer = [*ids_of(tokenizer, text), tokenizer.eos_token_id]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, self.config.vocab_size)
+        for row, tokens in enumerate(ids.tolist()):
+            size = len(self.begin)
+            ends = [at + size for at in range(len(tokens) - size + 1) if tokens[at : at + size] == self.begin]
+            for place in range((ends or [1])[-1] - 1, len(tokens)):
+                done = place + 1 - (ends or [1])[-1]
+                logits[row, place, self.answer[min(done, len(self.answer) - 1)]] = 30.0
+        return logits
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@contextmanager
+def scripted(text: str) -> Iterator[tuple[Running, openai.OpenAI, list[int]]]:
+    tokenizer = byte_level_tokenizer("<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    ends = {"eos_token_id": tokenizer.eos_token_id}
+    model = paradec.wrap(
+        Scripted(tokenizer, text), tokenizer=tokenizer, prediction="shifted", topology="causal", **ends
+    )
+    with running(model, request={"sampler": "sjd"}) as server:
+        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
+        yield server, client, ids_of(tokenizer, text)
+
+
+def both(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
+    """Content, reasoning, arguments of calls and the finish reason: of a plain answer and of a streamed one."""
+    body = {"model": NAME, **chat("hi"), "max_tokens": 200, **more}
+    choice = client.chat.completions.create(**body).choices[0]
+    calls = [call.function.arguments for call in choice.message.tool_calls or []]
+    reasoning = getattr(choice.message, "reasoning_content", "")
+    plain = (choice.message.content or "", reasoning, calls, choice.finish_reason)
+    content, reasoning, calls, reason, indices = "", "", [], "", []
+    for chunk in client.chat.completions.create(**body, stream=True):
+        assert chunk.usage is None
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason or reason
+        content, reasoning = content + (delta.content or ""), reasoning + getattr(delta, "reasoning_content", "")
+        calls += [call.function.arguments for call in delta.tool_calls or []]
+        indices += [call.index for call in delta.tool_calls or []]
+    assert indices == [*range(len(calls))]
+    return [plain, (content, reasoning, calls, reason)]
+
+
+@pytest.mark.parametrize("text", ["  indented\n    code\n", "\n\nhello", "text \n", "naïve 😀 \t", f" {CALL} \n"])
+def test_the_text_is_the_text(text: str) -> None:
+    with scripted(text) as (_, client, _):
+        assert both(client) == [(text, "", [], "stop")] * 2
+        assert both(client, tools=[TOOL], tool_choice="none") == [(text, "", [], "stop")] * 2
+        assert client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200).choices[0].text == text
+
+
+@pytest.mark.parametrize("stop", [" fox", "fo", "ox ju", ["zebra", "q"]])
+def test_stop_sequences_cut_the_same_everywhere(stop: Any) -> None:
+    text = "the quick brown fox jumps"
+    expected = text[: min(text.find(word) for word in ([stop] if isinstance(stop, str) else stop) if word in text)]
+    with scripted(text) as (_, client, _):
+        assert both(client, stop=stop) == [(expected, "", [], "stop")] * 2
+        assert client.completions.create(model=NAME, prompt=BEGIN, stop=stop, max_tokens=99).choices[0].text == expected
+
+
+def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
+    text = f"Well.\n{CALL}\n{CALL}\n"
+    with scripted(text) as (server, client, ids):
+        arguments = ['{"x": "é"}']
+        assert both(client, tools=[TOOL]) == [("Well.", "", arguments * 2, "tool_calls")] * 2
+        for size in (12, len(ids) - 12, len(ids)):
+            cut, (plain, streamed) = (
+                server.engine.model.tokenizer.decode(ids[:size]),
+                both(client, tools=[TOOL], max_tokens=size),
+            )
+            calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
+            content = "Well.\n" + rest.removeprefix("Well.\n") if calls == 0 else "Well." + rest
+            assert plain == streamed == (content, "", arguments * calls, "length")
+        body = {"model": NAME, **chat("hi"), "tools": [TOOL], "n": 3}
+        answer = client.chat.completions.create(**body, max_tokens=200)
+        found = [call.id for choice in answer.choices for call in choice.message.tool_calls]
+        assert len({*found}) == 6 and answer.choices[0].message.content == "Well."
+        for given in ("", None, "{}", {}):
+            call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
+            history = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+            assert (
+                server.post(chat(messages=[*history, {"role": "tool", "tool_call_id": "a", "content": "x"}]))[0] == 200
+            )
+
+
+def test_calls_in_the_format_of_qwen_coder() -> None:
+    call = "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>"
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with scripted(f"Now {call}") as (server, client, _):
+        server.engine.model.tokenizer.chat_template = TEMPLATE + "{# <function= #}"
+        assert both(client, tools=[tool]) == [("Now", "", ['{"x": 3}'], "tool_calls")] * 2
+
+
+def test_reasoning_is_apart_only_where_the_template_opens_it() -> None:
+    text = "I think <b>\n</think>\n\nYes."
+    opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
+    with scripted(text) as (server, client, ids):
+        assert both(client) == [(text, "", [], "stop")] * 2
+        server.engine.model.unwrap().begin = ids_of(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
+        assert both(client, **opened) == [("\n\nYes.", "I think <b>\n", [], "stop")] * 2
+        assert both(client, **opened, max_tokens=3)[0][:2] == ("", server.engine.model.tokenizer.decode(ids[:3]))
+        opened["extra_body"] |= {"guided_choice": ["yes"]}
+        assert both(client, **opened) == [("yes", "", [], "stop")] * 2
+
+
+def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
+    class Reply(BaseModel):
+        answer: Literal["yes", "no"]
+
+    with scripted("x") as (server, client, _):
+        ids = ids_of(server.engine.model.tokenizer, "yes")
+        for size in (len(ids), len(ids) + 1):
+            assert both(client, max_tokens=size, extra_body={"guided_choice": ["yes"]}) == [("yes", "", [], "stop")] * 2
+        messages: Any = [{"role": "user", "content": "hi"}]
+        parsed = client.chat.completions.parse(model=NAME, messages=messages, response_format=Reply, max_tokens=60)
+        assert parsed.choices[0].message.parsed.answer in ("yes", "no")
+        pytest.importorskip("llguidance", reason='needs the extra "grammar"')
+        grammar: Any = {"structured_outputs": {"grammar": 'start: "a" "b"*'}}
+        assert both(client, max_tokens=1, extra_body=grammar)[0][3] == "stop"
+        grammar["structured_outputs"]["grammar"] = 'start: "a" "b" "c"'
+        assert both(client, max_tokens=1, extra_body=grammar)[0][3] == "length"
+
+
+def test_tokens_are_named_by_their_bytes() -> None:
+    text = "ok 😀!"
+    with scripted(text) as (server, client, ids):
+        body: Any = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": "hi"}],
+            "logprobs": True,
+            "top_logprobs": 3,
+        }
+        entries = client.chat.completions.create(**body).choices[0].logprobs.content
+        assert bytes(byte for entry in entries for byte in entry.bytes) == text.encode() and len(entries) == len(ids)
+        chunks = client.chat.completions.create(**body, stream=True)
+        streamed = [e for chunk in chunks if chunk.choices[0].logprobs for e in chunk.choices[0].logprobs.content]
+        assert [entry.bytes for entry in streamed] == [entry.bytes for entry in entries]
+        part = next(entry for entry in entries if entry.bytes[0] >= 128)
+        assert part.token == "bytes:" + "".join(f"\\x{byte:02x}" for byte in part.bytes)
+        found = client.completions.create(model=NAME, prompt=BEGIN, logprobs=5, max_tokens=20).choices[0].logprobs
+        assert all(len(top) == 5 and token in top for token, top in zip(found.tokens, found.top_logprobs))
+        smile = text.index("😀")
+        assert sorted({*found.text_offset}) == [n for n in range(len(text)) if n <= smile or n == smile + 1]
+
+
+def test_usage_comes_in_a_chunk_of_its_own_on_request() -> None:
+    with scripted("hello") as (_, client, ids):
+        body: Any = {"model": NAME, **chat("hi"), "stream": True}
+        for options in ({}, {"include_usage": False}, {"include_obfuscation": True}):
+            assert not any(c.usage for c in client.chat.completions.create(**body, stream_options=options))
+        *chunks, last = client.chat.completions.create(**body, n=2, stream_options={"include_usage": True})
+        assert last.choices == [] and last.usage.completion_tokens == 2 * (len(ids) + 1)
+        assert not any(chunk.usage for chunk in chunks) and len({chunk.id for chunk in [*chunks, last]}) == 1
+
+
+def test_lists_of_prompts_and_echo() -> None:
+    with scripted("hello") as (server, client, ids):
+        model = server.engine.model
+        first, second = BEGIN, f"x{BEGIN}"
+        rows = [ids_of(model.tokenizer, text) for text in (first, second)]
+        for prompts in ([first, second], rows):
+            answer = client.completions.create(model=NAME, prompt=prompts, n=2, max_tokens=9)
+            assert [(choice.index, choice.text) for choice in answer.choices] == [(n, "hello") for n in range(4)]
+            assert answer.usage.prompt_tokens == len(rows[0]) + len(rows[1])
+        assert client.completions.create(model=NAME, prompt=rows[0], max_tokens=9).choices[0].text == "hello"
+        body: Any = {"model": NAME, "prompt": ["x y", rows[1]], "echo": True, "max_tokens": 0, "logprobs": 2}
+        for choice, row in zip(client.completions.create(**body).choices, (ids_of(model.tokenizer, "x y"), rows[1])):
+            scores = model.unwrap()(torch.tensor([row]))[0].double().log_softmax(-1)
+            expected = [float(scores[at, token]) for at, token in enumerate(row[1:])]
+            assert choice.logprobs.token_logprobs[0] is None
+            assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-6)
+            assert choice.finish_reason == "length" and choice.text == model.tokenizer.decode(
+                row, skip_special_tokens=True
+            )
+        body |= {"prompt": first, "max_tokens": 9, "stream": True}
+        pieces = [choice for chunk in client.completions.create(**body) for choice in chunk.choices]
+        text = model.tokenizer.decode(rows[0], skip_special_tokens=True)
+        assert "".join(piece.text for piece in pieces) == f"{text}hello"
+        assert [n for piece in pieces if piece.logprobs for n in piece.logprobs.text_offset][-1] >= len(text)
+
+
+INERT: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.0, "min_p": 0.0, "ignore_eos": False, "min_tokens": 0, "presence_penalty": 0},
+    {"frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "skip_special_tokens": True, "user": "x"},
+    {"stream": True, "stream_options": {"include_obfuscation": False}, "prompt_cache_retention": "24h"},
+    {"max_tokens": 8, "max_completion_tokens": 8, "top_k": 20, "temperature": 0.7},
+]
+
+
+def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
+    with scripted("hello") as (server, _, _):
+        for more in INERT:
+            assert server.post(chat(**more))[0] == 200, more
+        for name, value in {
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "ignore_eos": True,
+            "reasoning_effort": "none",
+        }.items():
+            status, _, text = server.post(chat(**{name: value}))
+            assert status == 422 and json.loads(text)["error"]["param"] == name
+        for name, value in {"stop": "", "seed": -1, "temperature": "0.5", "top_p": 0, "max_tokens": 0}.items():
+            status, _, text = server.post(chat(**{name: value}))
+            error = json.loads(text)["error"]
+            assert status == 400 and error["param"] == name and error["message"].startswith(f"{name}={value!r}"), text
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": [1]}, {"allOf": {"a": 1}}, {"type": None}, {"type": "object", "required": True}, 3]
+)
+def test_malformed_schemas_are_named(schema: Any) -> None:
+    with scripted("x") as (server, _, _):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        status, _, text = server.post(chat(response_format=form, max_tokens=20))
+        assert status == 422 and json.loads(text)["error"]["param"] == "response_format", text
+
+
+def test_the_model_by_its_name_and_pages_of_other_origins() -> None:
+    with scripted("x") as (server, client, _):
+        assert client.models.retrieve(NAME).id == NAME
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.models.retrieve("other/model")
+    with running(paradec.load(), cors=True, api_key="secret") as server:
+        headers = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+        request = urllib.request.Request(f"{server.address}/v1/chat/completions", headers=headers, method="OPTIONS")
+        with urllib.request.urlopen(request) as answer:
+            assert answer.headers["access-control-allow-origin"] == "*"
+        status, found, _ = server.post(chat(), Origin="http://page")
+        assert status == 401 and found["access-control-allow-origin"] == "*"
