@@ -2,6 +2,6 @@
 
 A value becomes a node of `expressions` (`regex` reads patterns, `json_schema` schemas), the node a minimal automaton
 over bytes (`byte_automaton`), and that one over a model's tokens (`spelling` says what each token reads, `lift` joins
-both). `passes` has the sums over all texts of an `automaton`, `marginals` what they make of logits. Nothing here knows
-a sampler.
+both), for a server in a process with limits (`compiler`). `passes` has the sums over all texts of an `automaton`,
+`marginals` what they make of logits. Nothing here knows a sampler.
 """

@@ -272,6 +272,40 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
     return JsonSchema(value["json_schema"], value.get("depth", 3))
 
 
+@dataclass(frozen=True)
+class ToolCalls(Constraint):
+    """A call of one of several tools, in Hermes' format.
+
+    Raises:
+        ValueError: parameters that an automaton cannot hold.
+    """
+
+    tools: tuple[tuple[str, str], ...]
+    """Names, and the schemas of arguments as JSON."""
+
+    @classmethod
+    def from_functions(cls, functions: Sequence[Mapping[str, Any]]) -> ToolCalls:
+        """Build it of functions as OpenAI's `tools` have them."""
+        tools = []
+        for function in functions:
+            try:
+                schema = JsonSchema(function.get("parameters") or {"type": "object", "additionalProperties": False})
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise ValueError(f"parameters of {shown(function['name'])}: {error}") from error
+            tools.append((function["name"], schema.schema))
+        return cls(tuple(tools))
+
+    def node(self) -> Node:
+        from paradec.constraints.expressions import either, sequence, text
+        from paradec.constraints.json_schema import expression
+
+        calls = []
+        for name, parameters in self.tools:
+            begin = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+            calls.append(sequence((text(begin), expression(parameters, 3), text("}\n</tool_call>"))))
+        return either(calls)
+
+
 _KEPT: weakref.WeakKeyDictionary[Any, dict[Any, TokenAutomaton]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -297,9 +331,23 @@ def token_automaton(
         found = value.lifted(tokenizer, vocab_size)
     elif found is None:
         found = token_automaton(value, tokenizer, vocab_size, (), ()).without(suppressed).ended(ends)
+    _keep(kept, key, found)
+    return found
+
+
+def find_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
+    """Whether the automaton of a constraint is kept."""
+    return (value, vocab_size, (), ()) in _KEPT.get(tokenizer, {})
+
+
+def keep_automaton(value: Constraint, tokenizer: Any, vocab_size: int, automaton: TokenAutomaton) -> None:
+    """Keep the automaton of a constraint, which another process has made, for `token_automaton`."""
+    _keep(_KEPT.setdefault(tokenizer, {}), (value, vocab_size, (), ()), automaton)
+
+
+def _keep(kept: dict[Any, TokenAutomaton], key: Any, found: TokenAutomaton) -> None:
     with _LOCK:
         kept[key] = found
         size = sum(automaton.nbytes for automaton in kept.values())
         while size > MAX_KEPT_BYTES and len(kept) > 1:
             size -= kept.pop(next(iter(kept))).nbytes
-    return found

@@ -155,15 +155,15 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
         GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,))
     with pytest.raises(ValueError, match="no end token"):
         GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ())
-    assert read_constraint("structured_outputs", {"grammar": NESTED.grammar}, causal) == NESTED
+    assert read_constraint("structured_outputs", {"grammar": NESTED.grammar}, causal, None) == NESTED
     check_room(NESTED, causal, 1)
     with pytest.raises(ApiError, match="guided_grammar: .* is for causal models"):
-        read_constraint("guided_grammar", NESTED.grammar, lettered())
+        read_constraint("guided_grammar", NESTED.grammar, lettered(), None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match="paradec.Grammar needs llguidance.*'grammar'"):
         paradec.Grammar("start: /a/")
     with pytest.raises(ApiError, match="needs llguidance"):
-        read_constraint("guided_grammar", "start: /a/", causal)
+        read_constraint("guided_grammar", "start: /a/", causal, None)
 
 
 PATTERNS = [

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paradec.api.output import Output
 from paradec.batching.slots import Ticket
+from paradec.constraints.compiler import Compiler
 from paradec.core.checks import check_int, shown
 from paradec.core.logprobs import LogProbs
 from paradec.core.prompts import Prompts
@@ -141,6 +142,9 @@ class Served:
     """Fields of a request by name."""
     max_answer: int
     """Tokens that a client may ask for."""
+
+    def __post_init__(self) -> None:
+        self.compiler = Compiler(self.model.tokenizer, self.model.facts.vocab_size)
 
     @property
     def model(self) -> Any:

@@ -90,6 +90,7 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         engine.close()
+        service.compiler.close()
 
     app = FastAPI(title="paradec", lifespan=lifespan, openapi_url=None)
 

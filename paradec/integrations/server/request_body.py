@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.expressions import Node, either, sequence, text
+from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
-from paradec.constraints.json_schema import expression
-from paradec.constraints.values import Choice, Constraint, Grammar, JsonSchema, Regex, constraint_of
+from paradec.constraints.values import Choice, Constraint, Grammar, JsonSchema, Regex, ToolCalls, constraint_of
 from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.core.component_text import parse_components
 from paradec.core.registry import unknown
@@ -38,6 +36,7 @@ FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex
 """Fields that say the form of an answer (OpenAI's, vLLM's and its older ones)."""
 CONSTRAINTS: dict[str, Any] = {"json": JsonSchema, "regex": Regex, "choice": Choice, "grammar": Grammar}
 """Keys of `structured_outputs`."""
+ANY_OBJECT = {"type": "object"}
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "parallel_tool_calls",
@@ -284,21 +283,6 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
     return {file.stem: Request.merge_arguments({}, file) for file in files}
 
 
-@dataclass(frozen=True)
-class ToolCalls(Constraint):
-    """Answers that are a call of one of several tools, in Hermes' format."""
-
-    tools: tuple[tuple[str, str], ...]
-    """Names, and the schemas of arguments as JSON."""
-
-    def node(self) -> Node:
-        calls = []
-        for name, parameters in self.tools:
-            begin = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            calls.append(sequence((text(begin), expression(parameters, 3), text("}\n</tool_call>"))))
-        return either(calls)
-
-
 def find_format(body: Body, calls: list[Any] | None) -> tuple[str, Any] | None:
     """Find the field that says the form of an answer, and its value; `calls` are tools of which one must be called.
 
@@ -314,60 +298,58 @@ def find_format(body: Body, calls: list[Any] | None) -> tuple[str, Any] | None:
     return next(iter(formats.items()), None)
 
 
-def read_constraint(name: str, value: Any, model: Any) -> Constraint:
+def read_constraint(name: str, value: Any, model: Any, compiler: Compiler) -> Constraint:
     """Build the constraint of a field and its automaton, which the batch then finds.
 
     Raises:
-        ApiError: a malformed value, one that is not supported, or one that needs too large an automaton.
+        ApiError: a malformed value, one that is not supported, or one that takes too much time or memory.
     """
     try:
-        constraint = _build_constraint(name, value)
+        make, *arguments = _find_maker(name, value)
+        if make in (JsonSchema, Regex, ToolCalls.from_functions):
+            constraint: Constraint = compiler.compile(make, *arguments)
+        else:
+            constraint = make(*arguments)
         if isinstance(constraint, Grammar) and model.facts.topology == "causal":
             _grammar_texts(constraint, model)
         else:
             _automaton(constraint, model)
     except (ValueError, ModuleNotFoundError, RecursionError) as error:
-        raise ApiError(f"{name}: {error}", 422, name) from error
+        param, hint = ("tools", "; tool_choice='auto' does not need them") if name == "tool_choice" else (name, "")
+        raise ApiError(f"{param}: {error}{hint}", 422, param) from error
     except (TypeError, LookupError, AttributeError) as error:  # of a schema whose parts have wrong types
         raise ApiError(f"{name}: malformed ({type(error).__name__}: {error})", 422, name) from error
     return constraint
 
 
-def _build_constraint(name: str, value: Any) -> Constraint:
+def _find_maker(name: str, value: Any) -> tuple[Any, ...]:
+    """A function that builds the constraint of a field, and its arguments."""
+    entries: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
     if name == "tool_choice":
-        return ToolCalls(tuple(_read_tool(tool["function"]) for tool in value))
+        return ToolCalls.from_functions, [tool["function"] for tool in value]
     if name == OWN:
-        if isinstance(constraint := constraint_of("constraint", value), Constraint):
-            return constraint
-        raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
-    parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
+        if "json_schema" in entries and entries.keys() <= {"json_schema", "depth"}:
+            return JsonSchema, entries["json_schema"], entries.get("depth", 3)
+        if not isinstance(constraint := constraint_of("constraint", value), Constraint):
+            raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
+        return (lambda: constraint,)
     if name == "response_format":
-        form: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-        kind, entry = form.get("type"), form.get("json_schema")
+        kind, entry = entries.get("type"), entries.get("json_schema")
         if kind not in ("json_object", "json_schema"):
             raise ValueError(f'{shown(value)} must have the type "text", "json_object" or "json_schema"')
         if kind == "json_schema" and not (isinstance(entry, Mapping) and "schema" in entry):
             raise ValueError(f'json_schema={shown(entry)} must be an object with a "schema"')
-        parts = {"json": entry["schema"]} if kind == "json_schema" and entry else {"json_object": True}
+        return JsonSchema, entry["schema"] if kind == "json_schema" and entry else ANY_OBJECT
     kinds = ", ".join((*CONSTRAINTS, "json_object"))
-    if not isinstance(parts, Mapping) or len(parts) != 1:
+    parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else entries
+    if len(parts) != 1:
         raise ValueError(f"{shown(value)} must be an object with one of the keys {kinds}")
     ((kind, argument),) = parts.items()
     if kind == "json_object" and argument is True:
-        return JsonSchema({"type": "object"})
+        return JsonSchema, ANY_OBJECT
     if kind not in CONSTRAINTS:
         raise ValueError(f"{kind}={shown(argument)} is not offered; give one of {kinds} with true")
-    return CONSTRAINTS[kind](argument)
-
-
-def _read_tool(function: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a tool, and the schema of its arguments."""
-    try:
-        parameters = function.get("parameters") or {"type": "object", "additionalProperties": False}
-        return function["name"], JsonSchema(parameters).schema
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = f"parameters of {shown(function['name'])}: {error}"
-        raise ApiError(f"tools: {reason}; tool_choice='auto' does not need them", 422, "tools") from error
+    return CONSTRAINTS[kind], argument
 
 
 def check_room(constraint: Constraint, model: Any, new: int) -> None:

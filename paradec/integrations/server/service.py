@@ -67,7 +67,7 @@ class Service(Served):
         if (form := find_format(body, required)) is not None:
             if changes.get("stop_strings"):
                 raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
-            constraint = await asyncio.to_thread(read_constraint, *form, self.model)
+            constraint = await asyncio.to_thread(read_constraint, *form, self.model, self.compiler)
         changes["constraint"] = constraint
         if body.num_logprobs is not None:
             changes["logprobs"] = min(body.num_logprobs, self.model.facts.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from serving import NAME, Running, chat, running
 from torch import Tensor, nn
 
 import paradec
+from paradec.constraints.compiler import Compiler
 from paradec.samplers import spans
 
 TEMPLATE = (
@@ -234,3 +236,18 @@ def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> Non
             else:
                 assert re.fullmatch("[a-d]{1,20}", text) if number % 4 < 3 else "more than 8192 states" in text
     assert (server.engine.occupied, server.engine.waiting) == (0, 0)
+
+
+def test_a_schema_that_takes_long_is_refused_and_delays_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = functools.partial(Compiler, seconds=0.2)
+    monkeypatch.setattr("paradec.integrations.server.answers.Compiler", compiler)
+    inner: dict[str, Any] = {"type": "string", "maxLength": 20}
+    for _ in range(2):  # more than a second of work
+        inner = {"type": "object", "properties": {f"key_{number}": inner for number in range(4)}}
+    with running(model, request={"block_length": 32}) as server, ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(server.post, chat("x", max_tokens=40, **of_schema(inner))) for _ in range(3)]
+        assert server.post(chat("x", max_tokens=8))[0] == 200
+        for answer in slow:
+            status, _, text = answer.result()
+            assert status == 422 and "takes more than 0.2 s" in json.loads(text)["error"]["message"], text
+        assert server.post(chat("x", max_tokens=40, guided_regex="[ab]{3}"))[0] == 200

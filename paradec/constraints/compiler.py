@@ -1,0 +1,142 @@
+"""Compile constraints in processes of their own, with limits of time and memory: for a server's threads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from paradec.constraints.automaton import ConstraintSizeError
+from paradec.constraints.byte_automaton import byte_automaton
+from paradec.constraints.lift import lift
+from paradec.constraints.spelling import spelling_of
+from paradec.constraints.values import Constraint, find_automaton, keep_automaton
+
+MAX_KNOWN = 256
+"""Constraints that are known by what they are made of."""
+
+
+class Compiler:
+    """Builds constraints and their automata over the tokens of one tokenizer. Its processes start when needed.
+
+    Args:
+        seconds: of one constraint. max_bytes: of memory that one may take. processes: at most, side by side.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, seconds: float = 10.0, max_bytes: int = 2**30, processes: int = 2
+    ):
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.seconds, self.max_bytes = seconds, max_bytes
+        self._slots, self._lock = threading.Semaphore(processes), threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._known: OrderedDict[bytes, Constraint] = OrderedDict()
+
+    def compile(self, make: Callable[..., Constraint], *arguments: Any) -> Constraint:
+        """Build `make(*arguments)`, and keep its automaton for `token_automaton`. Any thread may call it.
+
+        Raises:
+            ConstraintSizeError: it takes too long, or too much memory. Others: as `make`, `node` and `lift`.
+        """
+        key = pickle.dumps((make, arguments))
+        with self._lock:
+            value = self._known.get(key)
+        if value is not None and find_automaton(value, self.tokenizer, self.vocab_size):
+            return value
+        if spelling_of(self.tokenizer) is None:  # the error says so
+            value = make(*arguments)
+            value.lifted(self.tokenizer, self.vocab_size)
+        with self._slots:
+            answer = self._ask(key)
+        if isinstance(answer, Exception):
+            raise answer
+        value, automaton = answer
+        keep_automaton(value, self.tokenizer, self.vocab_size, automaton)
+        with self._lock:
+            self._known[key] = value
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return value
+
+    def close(self) -> None:
+        """End the idle processes."""
+        while self._idle:
+            _end(self._idle.pop())
+
+    def _ask(self, key: bytes) -> Any:
+        """What a process answers, an error or a constraint with its automaton."""
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = self._start()
+        timer = threading.Timer(self.seconds, process.kill)
+        timer.start()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(key)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):  # it was killed, or has run out of memory
+            _end(process)
+            size = f"{self.seconds:g} s or {self.max_bytes >> 20} MiB"
+            return ConstraintSizeError(f"compiling the constraint takes more than {size}: give a smaller one")
+        finally:
+            timer.cancel()
+        self._idle.append(process)
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        command = [sys.executable, "-m", __name__]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
+        assert process.stdin is not None and process.stdout is not None
+        pickle.dump((spelling_of(self.tokenizer), self.vocab_size, self.max_bytes), process.stdin)
+        process.stdin.flush()
+        pickle.load(process.stdout)  # its time begins when it is ready
+        return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with process:  # closes its pipes and waits
+        pass
+
+
+def _serve() -> None:
+    """Answer what comes on standard input, until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    spelling, vocab_size, max_bytes = pickle.load(sys.stdin.buffer)
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        pass
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+    pickle.dump(None, answers)
+    answers.flush()
+    while True:
+        try:
+            make, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: Any
+        try:
+            value = make(*arguments)
+            answer = value, lift(byte_automaton(value.node()), spelling, vocab_size)
+        except MemoryError:
+            answer = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
+        except Exception as error:
+            answer = error
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()
