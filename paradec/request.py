@@ -159,7 +159,7 @@ class Request:
         suppress_tokens: ids never proposed, besides the mask id; None is those that the tokenizer has no text for.
         stop_strings: a text or several; a row ends with the token that completes one of them in its answer, once
             everything before is decided. Needs a tokenizer.
-        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
+        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.blocks`.
         constraint: what answers must be: `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar`; for holes a list, None
             where one is free (docs/structured.md).
         order: which position comes when, for models of any order and samplers without a drafter: "random" (from the

@@ -23,9 +23,8 @@ from paradec.api.output import Output, align_logprobs, runs
 from paradec.api.streaming import check_streamer, watch
 from paradec.caches.cost import CacheCost
 from paradec.core.checks import check_model
-from paradec.core.contract import TextState
 from paradec.core.prompts import Prompts, encode, right_aligned
-from paradec.core.protocol import decode, interruptible
+from paradec.core.protocol import TextState, decode, interruptible
 from paradec.core.trace import name_tokens
 from paradec.models.requests import UNSHARED
 from paradec.models.tensor_parallel import TensorParallelModel, failing_together

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import shown
-from paradec.core.contract import TextState
 from paradec.core.prompts import right_aligned
-from paradec.core.protocol import Commit, State
+from paradec.core.protocol import Commit, State, TextState
 
 Callback = Callable[[Any, Commit], bool | None]
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
-from paradec.core.contract import CanvasState
 
 DENSE, ESTIMATE, SPARSE = range(3)
 """What a call does for a row: attend to everything; that, and find its lists; attend to what they hold."""
@@ -97,7 +96,7 @@ class SparseD:
             return "the sampler promises the result of single steps, and what a step attends to depends on how many"
         return None
 
-    def begin(self, state: CanvasState, scheduled: bool) -> SparseDState:
+    def begin(self, state: Any, scheduled: bool) -> SparseDState:
         """What a request keeps; `scheduled`: whether its sampler plans how many steps there are."""
         return SparseDState(self, state, scheduled)
 
@@ -105,7 +104,7 @@ class SparseD:
 class SparseDState:
     """Lists of every row, branch of guidance and layer, and what each row's calls did. `B` rows."""
 
-    def __init__(self, settings: SparseD, state: CanvasState, scheduled: bool):
+    def __init__(self, settings: SparseD, state: Any, scheduled: bool):
         self.settings = settings
         self.found_at = np.full(state.batch, -1)
         """[B] int64: the row's step that found its lists; -1 where there are none."""
@@ -130,7 +129,7 @@ class SparseDState:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def modes(self, state: CanvasState, rows: np.ndarray, whole: bool) -> np.ndarray:
+    def modes(self, state: Any, rows: np.ndarray, whole: bool) -> np.ndarray:
         """[N] int64: DENSE, ESTIMATE or SPARSE for the state's `rows` [N] in a call that evaluates all of them or, with
         `whole` False, a part."""
         step, every = state.row_step[rows], self.settings.refresh_pattern_every
@@ -142,18 +141,15 @@ class SparseDState:
             return np.where(has, SPARSE, DENSE)
         return np.where(due, ESTIMATE, np.where(has, SPARSE, DENSE))
 
-    def plan(self, state: CanvasState, part: Any) -> SparsePlan | None:
+    def plan(self, state: Any, part: Any) -> SparsePlan | None:
         """What the attention of one part of the cache's plan does; None attends to everything."""
         rows = state.window.rows[part.index]
         modes = self.modes(state, rows, part.kind == "full")
         if not modes.any():
             return None
-        if not part.lasts:
-            return SparsePlan(self, state, part, rows, modes)
-        key = ("sparsed", part.kind, part.index.tobytes(), part.positions.tobytes(), modes.tobytes())
-        return state.while_blocks_stay(key, lambda: SparsePlan(self, state, part, rows, modes))
+        return SparsePlan(self, state, part, rows, modes)
 
-    def committed(self, state: CanvasState, queries: list[Any]) -> None:
+    def committed(self, state: Any, queries: list[Any]) -> None:
         """Called by a commit after steps are counted: `queries` were answered, and what they did holds."""
         for query in queries:
             plan, rows = query.attention, query.rows
@@ -237,7 +233,7 @@ class SparsePlan:
     Shapes: `N` rows, `R` rows of the call (branches * N).
     """
 
-    def __init__(self, owner: SparseDState, state: CanvasState, part: Any, rows: np.ndarray, modes: np.ndarray):
+    def __init__(self, owner: SparseDState, state: Any, part: Any, rows: np.ndarray, modes: np.ndarray):
         self.owner, self.branches = owner, state.branches
         self.modes = np.tile(modes, state.branches)
         """[R] int64."""

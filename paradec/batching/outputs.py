@@ -28,7 +28,7 @@ LISTS = ("row_nfe", "tokens", "finished", "draft_nfe", "encoder_calls", "denoisi
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
     """Copy rows of a state as far as outputs need them: without what they remember and have stored."""
     light: Any = copy.copy(state)
-    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
+    light.store, light.memory = None, Memory()
     if drafting := getattr(state, "drafting", None):
         light.drafting = replace(drafting, store=None, broken=None, parents=None)
     rows = select_rows(light, np.array(slots, np.int64))

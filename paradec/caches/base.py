@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from paradec.core.contract import CanvasState
 from paradec.core.registry import check_declared
 
 
@@ -28,8 +27,6 @@ class Part:
     kind: str
     """"full" (from end to end: column = position), "rest" (all but what a kept prefix has, and what a suffix leaves
     out) or "window" (a part)."""
-    lasts: bool = True
-    """Whether the next step is likely to ask for the same part; what is derived from it is kept then."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -54,13 +51,13 @@ class Part:
         size = chosen.sum(1)
         width = size.max() if width is None else width
         if len(index) == 1 and size[0] == width:
-            return cls(index, np.flatnonzero(chosen[0])[None], None, "window", lasts=False)
+            return cls(index, np.flatnonzero(chosen[0])[None], None, "window")
         positions = np.argsort(~chosen, axis=1, kind="stable")[:, :width]
         if size.min() == width:
-            return cls(index, positions, None, "window", lasts=False)
+            return cls(index, positions, None, "window")
         valid = np.arange(width) < size[:, None]
         last = np.take_along_axis(positions, size[:, None] - 1, 1)
-        return cls(index, np.where(valid, positions, last), valid, "window", lasts=False)
+        return cls(index, np.where(valid, positions, last), valid, "window")
 
 
 @dataclass(frozen=True)
@@ -85,8 +82,8 @@ class CacheFacts:
     suffixes: bool = False
     """Whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which leave out
     what does not exist for now, and it keeps nothing beyond a block about what is after it."""
-    hears: bool = False
-    """Whether commits tell it how confident the model was (`heard`)."""
+    needs_confidence: bool = False
+    """Whether commits call `observe_confidence`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class Cache:
         """Whether this cache, with its settings, changes no logits of a model of this topology."""
         return topology in self.facts.exact_on
 
-    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         """What to evaluate now, one part per shape bucket; together they cover every running row once.
 
         Args:
@@ -136,17 +133,20 @@ class Cache:
         """
         raise NotImplementedError
 
-    def begin(self, state: CanvasState) -> Any:
+    def begin(self, state: Any) -> Any:
         """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it. Batches
         that are refilled take an array or tensor of B rows, or a dataclass whose fields say which have rows
         (`paradec.core.rows`)."""
         return None
 
-    def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
-        """Called by a commit before `committed`, where a cache's facts say `hears`: the confidence [R, W] float64 of
-        the window's candidates, good where they were `available` [R, W] bool."""
+    def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
+        """Called by a commit before `committed`, where a cache's facts say `needs_confidence`.
 
-    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+        Args:
+            confidence: [R, W] float64, of the window's candidates; valid where they were `available` [R, W] bool.
+        """
+
+    def committed(self, state: Any, tokens: np.ndarray) -> None:
         """Called by a commit once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
     @classmethod
@@ -159,7 +159,7 @@ class Cache:
         return {"cache": self.name} | {key: getattr(self, key) for key in self.settings()}
 
 
-def level_rows(state: CanvasState, chosen: np.ndarray) -> list[Part] | None:
+def level_rows(state: Any, chosen: np.ndarray) -> list[Part] | None:
     """The `chosen` running rows from end to end in one part; None where rows have several lengths, or not all of a row
     is evaluated."""
     if not state.level or state.reuses or state.present is not None:

@@ -6,13 +6,13 @@ The cache of block diffusion (Arriola et al., BD3-LM, arXiv 2503.09573) as SDAR,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class BlockCache(RangeCache):
         topologies=("block_causal", "causal_context"), exact_on=("block_causal", "causal_context"), final_alone=True
     )
 
-    def begin(self, state: CanvasState) -> np.ndarray:
+    def begin(self, state: Any) -> np.ndarray:
         """[B] int64: where the last step began to evaluate the model's block; everything left of it is final."""
         return np.zeros(state.batch, np.int64)
 
-    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+    def committed(self, state: Any, tokens: np.ndarray) -> None:
         rows = state.window.rows
         state.cache_state[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return np.zeros(len(rows), bool)
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = outward(state, rows, state.block_start[rows], state.block_end[rows])
         if state.seeding is None:
             return np.minimum(start, state.cache_state[rows]), stop

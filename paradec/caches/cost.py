@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import Cache
-from paradec.core.contract import TextState
 
 WORTHWHILE = 0.9
 """Share of the positions above which a cache is not worth its bookkeeping."""
@@ -37,7 +37,7 @@ class CacheCost:
     """Positions evaluated, of those that as many whole forwards would have evaluated."""
 
     @classmethod
-    def from_state(cls, state: TextState, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:
+    def from_state(cls, state: Any, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:
         """Read what a state, or some of its rows, cost. counts: `State.counts`, of all rows."""
         nfe, row_forwards, forwarded, full = counts[:, rows]
         return cls(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.stored import ChangeLog, SubsetCache
 from paradec.core.checks import check_int, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.rows import row_layout
 
 UNREAD = 1.0
@@ -54,7 +54,9 @@ class D2Cache(SubsetCache):
     paper = "d2Cache"
     arxiv = "2509.23094"
     summary = "evaluates the masks that may be decided next, and what was decided last"
-    facts = CacheFacts(topologies=("bidirectional",), evaluates="some", steady=False, suffixes=True, hears=True)
+    facts = CacheFacts(
+        topologies=("bidirectional",), evaluates="some", steady=False, suffixes=True, needs_confidence=True
+    )
     exact_when = "the model has one layer, predicts in place, and current_k covers the masks"
 
     def __post_init__(self) -> None:
@@ -63,22 +65,22 @@ class D2Cache(SubsetCache):
         check_number("sigma", self.sigma, low=0, high=100, open_low=True)
         check_int("inflate_w", self.inflate_w, low=0)
 
-    def begin(self, state: CanvasState) -> ReadLog:
+    def begin(self, state: Any) -> ReadLog:
         return ReadLog(state)
 
-    def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
+    def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
         state.cache_state.read(state, confidence, available)
 
-    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+    def committed(self, state: Any, tokens: np.ndarray) -> None:
         super().committed(state, tokens)
         if state.present is not None:
             state.cache_state.stored[state.window.rows] = state.present[state.window.rows]
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         first: np.ndarray = state.row_step[rows] == 0
         return first
 
-    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift = state.cache_state, state.facts.shift
         masks = self.masks(state, rows)
         if shift:  # the first position of all has its own logits
@@ -91,7 +93,7 @@ class D2Cache(SubsetCache):
             needed |= state.present[rows] & ~log.stored[rows]
         return between(needed, self.inflate_w)
 
-    def masks(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def masks(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[N, L] bool: the masks that this step may decide or renews."""
         log, column = state.cache_state, np.arange(state.canvas.shape[1])
         start, end = state.block_start[rows, None], state.block_end[rows, None]
@@ -113,14 +115,14 @@ class D2Cache(SubsetCache):
         np.put_along_axis(chosen, best, True, axis=1)
         return chosen & ahead
 
-    def stop(self, state: CanvasState, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def stop(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
         """[N, 1] int64: where the block ends that has the position `last` [N, 1], all blocks being as long as the open
         one."""
         start, end = state.block_start[rows, None], state.block_end[rows, None]
         found: np.ndarray = start + ((last - start) // (end - start) + 1) * (end - start)
         return found
 
-    def confidence(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def confidence(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[N, L] float64: what masks are ranked by, beside the density."""
         found: np.ndarray = state.cache_state.confidence[rows]
         return found
@@ -156,12 +158,12 @@ class ReadLog(ChangeLog):
     stored: np.ndarray = field(metadata=row_layout(columns=1))
     """[B, L] bool: what existed at the last step."""
 
-    def __init__(self, state: CanvasState):
+    def __init__(self, state: Any):
         super().__init__(state)
         self.confidence = np.full(self.canvas.shape, UNREAD)
         self.stored = np.zeros(self.canvas.shape, bool)
 
-    def read(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
+    def read(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
         """The window's candidates had `confidence` [R, W], where they were `available` [R, W]."""
         at = state.window.rows[:, None], state.window.host_positions
         self.confidence[at] = np.where(available, confidence, self.confidence[at])

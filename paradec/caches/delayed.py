@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from paradec.caches.base import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_choice, check_int
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class DelayedCache(RangeCache):
         if self.waiting is not None:
             check_choice("waiting", self.waiting, ("first", "all"))
 
-    def begin(self, state: CanvasState) -> np.ndarray:
+    def begin(self, state: Any) -> np.ndarray:
         """[B, 1 + delay] int64: how much is kept; then where what was waiting ended before the last step, the one
         before that, ..."""
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
-    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+    def committed(self, state: Any, tokens: np.ndarray) -> None:
         rows, kept = state.window.rows, state.cache_state
         kept[rows, 0] = np.maximum(kept[rows, 0], np.where(self.refreshes(state, rows), 0, kept[rows, -1]))
         waits = self._waits(state, rows)
         kept[rows, 2:] = kept[rows, 1:-1]
         kept[rows, 1] = waits
 
-    def _waits(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def _waits(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[R] int64: where what waits since this step or an earlier one ends; nothing does where that is kept."""
         full = state.block_start[rows]
         if (self.waiting or ("all" if state.facts.shift else "first")) == "all":
@@ -82,7 +82,7 @@ class DelayedCache(RangeCache):
         block = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block)
         return np.where(before > end, before, block)
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         steps, kept = state.row_step[rows], state.cache_state[rows]
         keeps = kept[:, -1] > kept[:, 0]  # a block has waited long enough
         waits = state.block_start[rows] > kept[:, -1]
@@ -90,5 +90,5 @@ class DelayedCache(RangeCache):
         fresh: np.ndarray = (steps < self.cache_delay_iter) | ~keeps & (waits | due)
         return fresh
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, rows, state.cache_state[rows, 0], state.length[rows])

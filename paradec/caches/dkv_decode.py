@@ -6,13 +6,13 @@ Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.1578
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.stored import SubsetCache
 from paradec.core.checks import check_choice, check_int
-from paradec.core.contract import CanvasState
 
 SHIFT_TYPES = ("un_right", "un", "right")
 
@@ -57,20 +57,20 @@ class DkvDecode(SubsetCache):
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.refresh_interval == 1
 
-    def interval(self, state: CanvasState) -> int:
+    def interval(self, state: Any) -> int:
         return self.refresh_interval or (4 if state.facts.shift else 8)
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         if state.facts.shift:
             due = state.row_step[rows] % self.interval(state) == 0
             return due if self.shift_type != "right" else due | ~self._any_logits(state, rows)
         step = state.block_step[rows]
         return (step <= 1) | (step % self.interval(state) == 0)
 
-    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         return ~self.kept(state, rows)
 
-    def kept(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def kept(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[N, L] bool: positions whose stored keys and values serve this step."""
         own = self.settled(state, rows)
         if not state.facts.shift:
@@ -87,11 +87,11 @@ class DkvDecode(SubsetCache):
         # whatever the type, only the prompt is kept from a row's first step
         return np.where(state.row_step[rows, None] <= 1, both, right if self.shift_type == "un" else own)
 
-    def settled(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def settled(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[N, L] bool: what has been evaluated since it was decided."""
         return state.cache_state.settled(state, rows, delay=1)
 
-    def _any_logits(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def _any_logits(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[R] bool: whether an undecided token of the open block would have its logits (which are to its left)."""
         column = np.arange(state.canvas.shape[1])
         block = (column >= state.block_start[rows, None]) & (column < state.block_end[rows, None])

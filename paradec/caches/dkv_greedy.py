@@ -6,13 +6,13 @@ Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.1578
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.stored import SubsetCache
 from paradec.core.checks import check_int
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class DkvGreedy(SubsetCache):
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.refresh_interval == 1
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] % self.refresh_interval == 0
 
-    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         assert picks is not None, "the sampler previews them"
         log = state.cache_state
         column = np.arange(state.canvas.shape[1])

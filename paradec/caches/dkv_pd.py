@@ -6,11 +6,11 @@ Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.1578
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.dkv_decode import DkvDecode
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class DkvPD(DkvDecode):
     def exact_for(self, topology: str) -> bool:
         return topology in self.facts.exact_on
 
-    def interval(self, state: CanvasState) -> int:
+    def interval(self, state: Any) -> int:
         return self.refresh_interval or 4
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.row_step[rows] == 0
 
-    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         due = state.row_step[rows] % self.interval(state) == 0
         if state.facts.shift and self.shift_type == "right":
             due |= ~self._any_logits(state, rows)

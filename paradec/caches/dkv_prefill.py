@@ -6,13 +6,13 @@ Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.1578
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class DkvPrefill(RangeCache):
     facts = CacheFacts(exact_on=("block_causal",))
     exact_when = "the model has one layer"
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.row_step[rows] == 0
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, rows, state.prompt_length[rows] - state.facts.shift, state.length[rows])

@@ -6,12 +6,12 @@ Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.2 (DualCache).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.parts import outward
 from paradec.caches.prefix import PrefixCache
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,5 @@ class DualCache(PrefixCache):
     summary = "keeps both sides of the open block; evaluates the block alone"
     device_step = True
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, rows, state.block_start[rows], state.block_end[rows])

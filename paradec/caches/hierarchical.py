@@ -6,12 +6,12 @@ Wu et al., "Fast-dLLM v2", arXiv 2509.26328, section 3.3, and its generation cod
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.block import BlockCache
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HierarchicalCache(BlockCache):
     facts = CacheFacts(topologies=("block_causal",))
     exact_when = "the request's blocks are the model's, or the model has one layer"
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = super().range(state, rows)
         opened = state.block_step[rows] == 0
         # beside the first small block is the prompt's end, if it shares the model's block

@@ -20,7 +20,6 @@ from paradec.caches.base import Cache
 from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.checks import check_bool, shown
-from paradec.core.contract import CanvasState
 from paradec.core.query import Query, StoreCall
 
 
@@ -35,7 +34,7 @@ class KeptPrefix:
     Attributes:
         tokens: one list of ids per row.
         exact: whether taking it over changes no logits: block-causal models, and a cache that is exact for them.
-        causal_keys: whether its keys and values are those of causal calls (`samplers.masked.needs.Needs`); requests of
+        causal_keys: whether its keys and values are those of causal calls (`samplers.masked.view.Needs`); requests of
             samplers that store others refuse it.
     """
 
@@ -253,7 +252,7 @@ def plan_reuse(
     return Reuse(counts, prefix, source, shared, rows[0][: counts[0]] if shared else [])
 
 
-def keep_prefix(state: CanvasState, model: Any, before: KeptPrefix | None) -> KeptPrefix:
+def keep_prefix(state: Any, model: Any, before: KeptPrefix | None) -> KeptPrefix:
     """Of each row what the next request can take over: on block-causal models the blocks that were evaluated once more
     after they were full, else the leading positions that were evaluated as the tokens they hold.
 

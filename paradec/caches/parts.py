@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import Part, level_rows
-from paradec.core.contract import CanvasState
 
 
-def whole_rows(state: CanvasState, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
+def whole_rows(state: Any, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
     """Parts that evaluate the `chosen` running rows from end to end, but for what was taken over from a prefix."""
     if multiple == 1 and (level := level_rows(state, chosen)) is not None:
         return level
@@ -20,7 +18,7 @@ def whole_rows(state: CanvasState, chosen: np.ndarray, most: int = 3, multiple: 
 
 
 def spans(
-    state: CanvasState,
+    state: Any,
     chosen: np.ndarray,
     start: np.ndarray,
     stop: np.ndarray,
@@ -42,8 +40,7 @@ def spans(
         there = _there(state, chosen, start, stop)
         first, size = there.argmax(1), there.sum(1)
         if (there.shape[1] - there[:, ::-1].argmax(1) - first > size).any():
-            parts = subsets(state, chosen, there, most, multiple)
-            return [replace(part, lasts=True) for part in parts]
+            return subsets(state, chosen, there, most, multiple)
         if kind == "full" and (first + size < stop).any():
             kind = "rest"
         start, stop = first, first + size
@@ -55,7 +52,7 @@ def spans(
     ]
 
 
-def subsets(state: CanvasState, chosen: np.ndarray, needed: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
+def subsets(state: Any, chosen: np.ndarray, needed: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
     """Parts for the positions `needed` [N, L] of the `chosen` running rows, in at most `most` buckets; what was taken
     over from a prefix is left out."""
     if state.reuses:
@@ -69,7 +66,7 @@ def subsets(state: CanvasState, chosen: np.ndarray, needed: np.ndarray, most: in
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]
 
 
-def _there(state: CanvasState, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+def _there(state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
     """[N, L] bool: the positions in [start, stop) of the `chosen` running rows that exist for now."""
     assert state.present is not None
     column = np.arange(state.present.shape[1])
@@ -77,11 +74,11 @@ def _there(state: CanvasState, chosen: np.ndarray, start: np.ndarray, stop: np.n
     return there
 
 
-def _rounded(state: CanvasState, sizes: np.ndarray, multiple: int) -> int:
+def _rounded(state: Any, sizes: np.ndarray, multiple: int) -> int:
     return int(min(-(-sizes.max() // multiple) * multiple, state.canvas.shape[1]))
 
 
-def outward(state: CanvasState, rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def outward(state: Any, rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ranges of `rows` [N], widened to whole blocks of a block-causal model: inside one, positions see each other."""
     if state.facts.topology != "block_causal":
         return start, stop

@@ -6,13 +6,13 @@ Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class PrefixCache(RangeCache):
     facts = CacheFacts(exact_on=("block_causal",), suffixes=True)
     exact_when = "every block takes one step, or the model has one layer"
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] == 0
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, rows, state.block_start[rows], state.length[rows])

@@ -6,6 +6,7 @@ ReCAP, arXiv 2505.19089, and its public code.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from paradec.caches.base import CacheFacts, Part
 from paradec.caches.parts import subsets, whole_rows
 from paradec.caches.stored import StoredCache
 from paradec.core.checks import check_bool
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RecapCache(StoredCache):
         super().__post_init__()
         check_bool("recompute_prompt", self.recompute_prompt)
 
-    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         assert picks is not None  # what `facts.evaluates` asks for
         full = (picks < 0).all(1)
         whole, rest = np.flatnonzero(full), np.flatnonzero(~full)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import Cache, Part
 from paradec.caches.parts import spans, subsets, whole_rows
 from paradec.core.checks import LARGEST_INT64, check_choice, check_int
-from paradec.core.contract import CanvasState
 from paradec.core.rows import row_layout
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -37,7 +37,7 @@ class StoredCache(Cache):
         check_int("max_memory", self.max_memory, low=1, high=LARGEST_INT64, none=True)
         check_int("shape_multiple", self.shape_multiple, low=1, high=2**20)
 
-    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         fresh = self.refreshes(state, state.window.rows)
         whole, rest = np.flatnonzero(fresh), np.flatnonzero(~fresh)
         if not len(rest):
@@ -51,11 +51,11 @@ class StoredCache(Cache):
         ]
         return min(ways, key=lambda parts: sum(part.positions.size for part in parts))
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[R] bool: which of the state's `rows` [R] are evaluated from end to end at this step."""
         raise NotImplementedError
 
-    def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
+    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         """Parts for the `chosen` [N] running rows, in at most `most` buckets."""
         raise NotImplementedError
 
@@ -63,14 +63,14 @@ class StoredCache(Cache):
 class RangeCache(StoredCache):
     """A cache whose partial steps evaluate one contiguous range per row."""
 
-    def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
+    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         rows = state.window.rows[chosen]
         start, stop = self.range(state, rows)
         # the logits of position p are at p - shift
         start = np.maximum(np.minimum(start, state.block_start[rows] - state.facts.shift), 0)
         return spans(state, chosen, start, np.minimum(stop, state.length[rows]), "window", most, self.shape_multiple)
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start and stop [N] int64 of what is evaluated; may reach beyond the row."""
         raise NotImplementedError
 
@@ -80,19 +80,19 @@ class SubsetCache(StoredCache):
 
     costly_rows = True
 
-    def begin(self, state: CanvasState) -> ChangeLog:
+    def begin(self, state: Any) -> ChangeLog:
         return ChangeLog(state)
 
-    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+    def committed(self, state: Any, tokens: np.ndarray) -> None:
         state.cache_state.note(state, tokens)
 
-    def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
+    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         rows = state.window.rows[chosen]
         needed = self.needed(state, rows, None if picks is None else picks[chosen])
         needed &= np.arange(needed.shape[1]) < state.length[rows, None]
         return subsets(state, chosen, needed, most, self.shape_multiple)
 
-    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         """[N, L] bool: which positions of the state's `rows` are evaluated; may reach beyond a row."""
         raise NotImplementedError
 
@@ -106,12 +106,12 @@ class ChangeLog:
     changed_at: np.ndarray = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: the row's step; -1 for what was there from the start."""
 
-    def __init__(self, state: CanvasState):
+    def __init__(self, state: Any):
         self.canvas = state.canvas.cpu().numpy().copy()
         self.changed_at = np.full_like(self.canvas, -1)
         self.mask_id = state.facts.mask_token_id
 
-    def note(self, state: CanvasState, tokens: np.ndarray) -> None:
+    def note(self, state: Any, tokens: np.ndarray) -> None:
         """The window [R, W] of the running rows now holds `tokens`."""
         rows, positions = state.window.rows[:, None], state.window.host_positions
         changed = self.canvas[rows, positions] != tokens
@@ -122,6 +122,6 @@ class ChangeLog:
         """[N, L] bool."""
         return self.canvas[rows] == self.mask_id
 
-    def settled(self, state: CanvasState, rows: np.ndarray, delay: int = 1) -> np.ndarray:
+    def settled(self, state: Any, rows: np.ndarray, delay: int = 1) -> np.ndarray:
         """[N, L] bool: decided, and unchanged since `delay` steps before this one began."""
         return ~self.undecided(rows) & (self.changed_at[rows] < state.row_step[rows, None] - delay)

@@ -1,6 +1,6 @@
 """Which sampler works with which cache on which model, and whether the result is that of no cache.
 
-Nothing here lists pairs: a verdict follows from what samplers (`paradec.samplers.masked.needs.Needs`), caches
+Nothing here lists pairs: a verdict follows from what samplers (`paradec.samplers.masked.view.Needs`), caches
 (`paradec.caches.base.CacheFacts`) and models (`paradec.core.facts.ModelFacts`) say of themselves, so it covers those
 that are registered later.
 """
@@ -44,7 +44,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     """
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
-    if (refused := sampler.needs.refusal(facts)) is not None:
+    if (refused := sampler.needs.why_unsupported(facts)) is not None:
         return Verdict(REFUSED, refused)
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")

@@ -6,6 +6,7 @@ Ma et al., "dInfer", arXiv 2510.08666 (vicinity KV-cache refresh), and python/di
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from paradec.caches.base import CacheFacts
 from paradec.caches.parts import outward
 from paradec.caches.stored import RangeCache
 from paradec.core.checks import check_int
-from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class VicinityCache(RangeCache):
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.cache_update_freq == 1
 
-    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         every = self.cache_update_freq
         due = (state.row_step[rows] <= self.warmup_steps) | (state.block_step[rows] == 0)
         return due if every is None else due | (state.block_step[rows] % every == 0)
 
-    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, rows, state.block_start[rows] - self.prefix_look, state.block_end[rows] + self.after_look)

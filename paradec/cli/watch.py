@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from paradec.core.contract import TextState
+    from paradec.core.protocol import TextState
 
 UNDECIDED = "\N{LIGHT SHADE}"
 """Shown for one token that is not final yet."""

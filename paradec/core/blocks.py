@@ -276,6 +276,24 @@ class PipelinedBlocks(FixedBlocks):
         return replace(self, align=own) if self.align == "model" else self
 
 
+def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B] int64: how many blocks each row will have, to spread `steps` over.
+
+    Args:
+        starts, lengths: [B] int64, where each row's blocks begin and end.
+
+    Raises:
+        ValueError: a policy whose blocks only decoding shows.
+    """
+    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
+    if None in counts:
+        raise ValueError(
+            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
+            "leave steps out"
+        )
+    return np.array(counts, np.int64)
+
+
 POLICIES = {
     "fixed": FixedBlocks,
     "whole": WholeCanvas,

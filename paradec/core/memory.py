@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -46,21 +46,26 @@ Specs: TypeAlias = Mapping[str, MemorySpec]
 Sizes: TypeAlias = Mapping[str, int | tuple[int, ...]]
 
 
-@dataclass(init=False, eq=False)
+@dataclass(eq=False)
 class Memory:
     """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
 
-    tensors: dict[str, Tensor] = field(metadata={"rows": lambda memory, name: memory.specs[name].layout})
+    specs: dict[str, MemorySpec] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(
+        default_factory=dict, metadata={"rows": lambda memory, name: memory.specs[name].layout}
+    )
 
-    def __init__(
-        self, specs: Specs, batch: int, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
-    ):
-        self.specs = dict(specs)
-        self.tensors = {}
-        for name, spec in self.specs.items():
-            own = [sizes[d] if isinstance(d, str) else d for d in spec.dims]
-            shape = [batch, *(n for size in own for n in (size if isinstance(size, tuple) else (size,)))]
-            self.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype or dtype, device=device)
+    @classmethod
+    def allocate(
+        cls, specs: Specs, batch: int, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Self:
+        """Make the tensors of `specs`, filled, for `batch` rows; `sizes` are those of named dimensions."""
+        memory = cls(dict(specs))
+        for name, spec in specs.items():
+            dims = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
+            shape = [batch, *(n for size in dims for n in (size if isinstance(size, tuple) else (size,)))]
+            memory.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype or dtype, device=device)
+        return memory
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

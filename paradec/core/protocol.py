@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -226,6 +226,10 @@ class State:
     def add_counts(self, counts: np.ndarray) -> None:
         """Add what a loop counted that commits on the device: [4, B] as `Cost.counts`."""
         self._counts += counts
+
+
+TextState: TypeAlias = Any
+"""The state of a family of text: a `MaskedState`, `CausalState` or `DenoisingState`."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_int, shown
-from paradec.core.facts import ModelFacts
+from paradec.core.checks import check_int
 from paradec.core.protocol import Sampler
 from paradec.core.trace import Trace
 from paradec.request import FIELDS, Request
+from paradec.samplers.masked.start import randomness
 
 
 def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
@@ -22,72 +22,6 @@ def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
     `supported`."""
     common = ("sampler", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
     return tuple(name for name in FIELDS if name not in (*common, *supported))
-
-
-def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
-    """How many undecided positions are appended to every row, whose `hole` ids are to be filled, too; a message calls
-    them `name`.
-
-    Raises:
-        ValueError: a number out of its range, a row without anything to fill, or one that is too long.
-    """
-    holes = any(hole in row for row in rows)
-    new = asked
-    if new is None:
-        new = 0 if holes else model.default_max_new_tokens
-    check_int("max_new_tokens", new, low=0 if holes else 1)
-    for index, row in enumerate(rows):
-        if not new and hole not in row:
-            raise ValueError(f"the prompt of row {index} has no {name} to fill; give it one, or max_new_tokens above 0")
-    model.facts.check_length(max(map(len, rows)) + new, new)
-    return new
-
-
-def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
-    """[B] int64: the position after the last given token of each row, from which on text may end it."""
-    return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
-
-
-def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
-    """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
-    suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
-    for token in suppressed:
-        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    return sorted({*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())})
-
-
-def stop_strings_of(request: Request, model: Any) -> tuple[str, ...]:
-    """Texts that end a row. Raises ValueError where there is no tokenizer to find them with."""
-    texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
-    if texts and getattr(model, "tokenizer", None) is None:
-        raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none")
-    return texts
-
-
-def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
-    """The generator of `rng="reference"`, and one seed per row.
-
-    Raises:
-        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
-    """
-    seed, generator = request.seed, request.generator
-    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
-    if len(seeds) != len(rows):
-        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
-    if request.rng == "reference":
-        if len({len(row) for row in rows}) != 1:
-            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
-        if generator is None:
-            if len(set(seeds)) != 1:
-                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
-            generator = torch.Generator()
-            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
-        return generator, [0] * len(rows)
-    if seeds[0] is None:
-        device = None if generator is None else generator.device
-        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
-        seeds = [int(drawn)] * len(rows)
-    return None, [int(entry) for entry in seeds]
 
 
 def keys_of(
@@ -108,19 +42,6 @@ def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
     for row, ids in zip(out, rows, strict=True):
         row[: len(ids)] = ids
     return out
-
-
-def trace_of(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **said: Any) -> Trace | None:
-    """What a request is recorded in, if it asks for that.
-
-    Args:
-        canvas: [B, L] int64: what decoding starts from. ends: [B] int64: the columns of each row.
-        said: further fields of `paradec.core.trace.Trace`.
-    """
-    if not request.trace:
-        return None
-    rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]
-    return Trace(rows, sampler.to_dict() | request.sampling(), family=sampler.family, **said)
 
 
 def labels_of(prompt: Sequence[int] | int, last: int) -> list[int]:

@@ -24,7 +24,7 @@ from paradec.core.protocol import plain
 from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.models.calls import take_columns
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
 MODULE = "paradec.schedulers"

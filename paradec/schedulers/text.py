@@ -16,7 +16,7 @@ from paradec.core.checks import check_choice, check_int, check_number, check_tem
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.samplers.distributions import divided
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.renoising.state import annealed
 from paradec.samplers.statistics import token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler

@@ -187,9 +187,9 @@ class AsRecorded(D2Cache):
     feeds: tuple[Fed, ...] = ()
     chosen: Any = None
 
-    def heard(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
+    def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
         if state.row_step[0] == 0:
-            super().heard(state, confidence, available)
+            super().observe_confidence(state, confidence, available)
 
     def stop(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
         """The public loop asks what is undecided in a block by an operation in place, on the block itself: to the cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.samplers.masked.needs import Needs
+from paradec.samplers.masked.view import Needs
 
 UNREADY = {"learn2pd"}
 """They need something that was trained for the model."""
@@ -19,7 +19,7 @@ def fits(name: str, model: Model) -> bool:
     """Whether the model can give what the sampler asks for: some evaluate masks beside the row (`mask_probes`), some
     are for some topologies."""
     needs = getattr(paradec.samplers.get(name), "needs", Needs())
-    if needs.refusal(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
+    if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False
     return not needs.mask_probes or (model.supports_visibility and model.facts.prediction == "same")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import paradec
 from paradec import PipelinedBlocks
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import Needs, View
+from paradec.samplers.masked.loop import Needs, View
 from paradec.samplers.masked.rules.threshold import Threshold
 
 

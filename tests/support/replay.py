@@ -35,7 +35,7 @@ from paradec.caches.parts import spans
 from paradec.caches.prefix import PrefixCache
 from paradec.core.protocol import Commit, Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.loop import MaskedSampler, View
 from paradec.samplers.masked.state import MaskedState
 
 TRACES = golden("traces") / "traces" if (golden("traces") / "traces").is_dir() else golden("traces")

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from paradec.samplers.masked.base import LAST, View
+from paradec.samplers.masked.loop import LAST, View
 from paradec.samplers.statistics import top_by_rank
 
 INF = math.inf

@@ -27,7 +27,7 @@ from paradec.core.query import Query
 from paradec.core.registry import unknown
 from paradec.core.rows import select_rows
 from paradec.request import DEFAULTS, Request
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
 FIELDS = (

@@ -26,7 +26,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.registry import unknown
 from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
 from paradec.request import Request
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 
 PREFIX = "Paradec"
 """Comes before a sampler's class name in SGLang's list of algorithms."""

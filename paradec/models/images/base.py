@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int, shown
-from paradec.core.contract import TextState
 from paradec.core.prompts import Prompts
 from paradec.core.registry import unknown
 from paradec.models.calls import Evaluation
@@ -172,7 +171,7 @@ class PictureModel:
             raise ValueError(f"{self.facts.name} does not take negative_prompt; it is conditioned on {self.conditions}")
 
 
-def tokens_of(state: TextState, grid: Grid) -> Tensor:
+def tokens_of(state: Any, grid: Grid) -> Tensor:
     """[B, grid.length] int64 on the host: what follows each row's prompt in a state's canvas."""
     first = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
     return state.canvas.gather(1, first + torch.arange(grid.length, device=state.canvas.device)).cpu()

@@ -33,7 +33,7 @@ from paradec.core.query import StoreCall
 from paradec.core.rows import ROWS, resize_axis
 from paradec.request import Request
 from paradec.samplers.causal.state import ALL_SLOTS, AnswerTexts, CausalState, Spans
-from paradec.samplers.starting import answer_starts, new_tokens, trace_of
+from paradec.samplers.masked.start import answer_starts, make_trace, new_tokens
 
 NAMED = {None: "random", "random": "random", "chain": "raster"}
 """The orders (`paradec.core.orders`) that a request names."""
@@ -94,7 +94,7 @@ def start(
     state.ends, state.texts, state.spoken = state.ends[:0], None, state.texts
     state.store = model.keep_decided(len(rows), width)
     filled = [_runs(np.flatnonzero(row)) for row in undecided]
-    state.trace = trace_of(sampler, request, state.canvas, state.length, score="probability", filled=filled)
+    state.trace = make_trace(sampler, request, state.canvas, state.length, score="probability", filled=filled)
     sampler.open(state, model)
     return state
 

@@ -30,7 +30,8 @@ from paradec.request import Request, request_for
 from paradec.samplers.causal.state import AnswerTexts, CausalState, Spans, read_logits
 from paradec.samplers.causal.verification import UNIFORM, DraftWindow, Verified, probability
 from paradec.samplers.causal.window import Branches, branched_query, propose_path, propose_window
-from paradec.samplers.starting import keys_of, padded, stop_strings_of, suppressed_ids, trace_of
+from paradec.samplers.masked.start import make_trace, stop_strings_of, suppressed_ids
+from paradec.samplers.starting import keys_of, padded
 
 WINDOW = 16
 """Slots of SJD's scripts."""
@@ -182,7 +183,7 @@ class CausalSampler(Sampler):
         state = self.make_state(model, request, encoded, contexts, shift, lengths, lengths + new, width, grid)
         state.store = model.make_store(len(contexts), longest) if model.supports_store else None
         filled = [[(length, length + new)] for length in lengths.tolist()]
-        state.trace = trace_of(self, request, state.canvas, state.length, score="probability", filled=filled)
+        state.trace = make_trace(self, request, state.canvas, state.length, score="probability", filled=filled)
         state.embeddings = compared_embeddings(self, model)
         self.open(state, model)
         return state
@@ -216,7 +217,7 @@ class CausalSampler(Sampler):
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
         state = (kind or self.state_type)(
             batch=batch,
-            memory=Memory(
+            memory=Memory.allocate(
                 self.memory(), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device, dtype
             ),
             facts=facts,

@@ -20,11 +20,11 @@ class DecisionOrder(Feature):
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64; -1 where the token was given, or the position is undecided."""
 
-    def on_query(self, state: Any, part: Any, query: Any, changes: dict[str, Any]) -> None:
+    def on_query(self, state: Any, part: Any, query: Any) -> None:
         rows = self.decided_at.index_select(0, torch.as_tensor(query.rows, device=self.decided_at.device))
         positions = query.positions[: len(query.rows)]
         read = rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
-        changes["decided_at"] = read.repeat(state.branches, 1)
+        query.decided_at = read.repeat(state.branches, 1)
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         step = decision.steps

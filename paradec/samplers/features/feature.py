@@ -32,9 +32,8 @@ class Feature:
     def on_start(self, state: Any, rows: np.ndarray) -> None:
         """`rows` [N], which run, have opened a block; first when the request starts, then in commits."""
 
-    def on_query(self, state: Any, part: Any, query: Any, changes: dict[str, Any]) -> None:
-        """Complete the model call of one part of the cache's plan: `changes` holds the fields in which it differs from
-        `query`, which is reused from step to step."""
+    def on_query(self, state: Any, part: Any, query: Any) -> None:
+        """Complete the model call of one part of the cache's plan. The state does not change."""
 
     def on_propose(self, state: Any, proposal: Any) -> None:
         """Complete a proposal. The state does not change."""

@@ -19,17 +19,12 @@ class Holes(Feature):
 
     def exclude_ends(self, state: Any, logits: Tensor, index: np.ndarray | None) -> None:
         """Exclude end tokens of logits [N, W, V] in the holes of the running rows `index` [N] (None: all), in place."""
-        holes = state.while_blocks_stay("holes", lambda: self._inside(state))
-        if holes is not None and index is not None and len(index) < len(holes):
-            holes = holes.index_select(0, torch.as_tensor(index, device=holes.device))
-        if holes is not None:
-            exclude_ends(state, logits, holes)
-
-    def _inside(self, state: Any) -> Tensor | None:
-        """[R, W] bool: where windows lie in holes; None where they do nowhere."""
-        # that takes in what was given between them, for which nothing is proposed
+        # that takes in what was given between holes, for which nothing is proposed
         inside = state.window.host_positions < state.answer_start[state.window.rows, None]
-        return torch.as_tensor(inside, device=state.canvas.device) if inside.any() else None
+        if index is not None:
+            inside = inside[index]
+        if inside.any():
+            exclude_ends(state, logits, torch.as_tensor(inside, device=logits.device))
 
 
 def exclude_ends(state: Any, logits: Tensor, holes: Tensor) -> None:

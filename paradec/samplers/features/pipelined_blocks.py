@@ -16,7 +16,7 @@ from torch import Tensor
 from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.samplers.features.feature import Ends, Feature
-from paradec.samplers.masked.stopping import NEVER, EndOfText
+from paradec.samplers.masked.blocks import NEVER, EndOfText
 
 
 @dataclass
@@ -69,7 +69,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
     Args:
         current: [R, W] int64: what the state's window holds.
     """
-    numbers, totals = state.while_blocks_stay("pipeline", lambda: _numbers(state))
+    numbers, totals = _numbers(state)
     undecided = (current == state.mask_id) & (numbers >= 0)
     if state.blocks.forced == "first":
         # not always the window's first one: what a sampler evaluates ahead of the row may fill that
@@ -119,11 +119,15 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def with_progress(selected: Tensor, view: Any) -> Tensor:
-    """The selection [R, W] bool; in blocks that must make progress and have none selected, with the best candidate."""
+    """The selected candidates [R, W] bool; with several open blocks, also the best candidate of those that must make
+    progress and have none selected."""
+    selected = selected & view.candidates
     leading = view.leading
+    if leading is None:
+        return selected
     block = leading.clamp(min=0)
-    there = (selected & (leading >= 0)).long()
-    has = torch.zeros_like(block).scatter_add_(1, block, there).gather(1, block) > 0
+    inside = (selected & (leading >= 0)).long()
+    has = torch.zeros_like(block).scatter_add_(1, block, inside).gather(1, block) > 0
     return selected | best_of_blocks(view.scores, torch.where(has, -1, leading), view.candidates)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.kept import Reuse
+from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
 from paradec.caches.parts import outward
 from paradec.core.query import CallCost
 from paradec.core.trace import TraceStep
@@ -47,3 +47,9 @@ class PrefixReuse(Feature):
         )
         if state.trace is not None:
             state.trace.steps.append(TraceStep([], (reuse.start * first).tolist(), "prefix", [1] * state.batch))
+
+    def kept_prefix(self, state: Any, model: Any) -> KeptPrefix | None:
+        """What the next request can take over, if that was asked for."""
+        if self.settled is None:
+            return None
+        return keep_prefix(state, model, None if self.reuse is None else self.reuse.kept)

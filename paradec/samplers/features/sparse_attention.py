@@ -20,8 +20,8 @@ class SparseAttention(Feature):
     why_rows_stay = "sparse attention keeps a pattern of all rows"
     host_only = "sparse attention keeps its pattern on the host"
 
-    def on_query(self, state: Any, part: Any, query: Any, changes: dict[str, Any]) -> None:
-        changes["attention"] = self.attention_state.plan(state, part)
+    def on_query(self, state: Any, part: Any, query: Any) -> None:
+        query.attention = self.attention_state.plan(state, part)
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         self.attention_state.committed(state, proposal.cost.queries)

@@ -166,7 +166,9 @@ class ForecastSampler(Sampler):
         scheduler.set_timesteps(num_inference_steps, device=latent.device)
         state = ForecastState(
             batch=len(latent),
-            memory=Memory(self.memory(), len(latent), {"latent": latent.shape[1:]}, latent.device, latent.dtype),
+            memory=Memory.allocate(
+                self.memory(), len(latent), {"latent": latent.shape[1:]}, latent.device, latent.dtype
+            ),
             scheduler=scheduler,
             latent=latent,
             conditions=conditions,

@@ -15,4 +15,4 @@ BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Need
 def __getattr__(name: str) -> Any:
     if name not in BASE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("paradec.samplers.masked.base"), name)
+    return getattr(importlib.import_module("paradec.samplers.masked.loop"), name)

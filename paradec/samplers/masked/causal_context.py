@@ -23,7 +23,7 @@ from paradec.core.rows import ROWS
 from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.masked.view import Decision, MaskedProposal
 
 
 @dataclass
@@ -64,7 +64,7 @@ class CausalContext(Feature):
         masked = state.masks_before[rows, start + 1] > state.masks_before[rows, start]
         self.seeding[rows] = masked & (start > 0)  # nothing predicts the first position of a text
 
-    def on_query(self, state: MaskedState, part: Part, query: WindowQuery, changes: dict[str, Any]) -> None:
+    def on_query(self, state: MaskedState, part: Part, query: WindowQuery) -> None:
         """Let the columns before the block be causal, and those of the block see it whole and be stored nowhere; rows
         that seed want the last column before the block."""
         rows = state.window.rows[part.index]
@@ -73,10 +73,13 @@ class CausalContext(Feature):
         sees = column[:, :, None] >= column[:, None, :]
         sees = sees | inside[:, :, None] & (column < stop)[:, None, :]
         device, branches = query.tokens.device, state.branches
-        changes["visible"] = torch.as_tensor(sees, device=device).repeat(branches, 1, 1)
+        query.visible = torch.as_tensor(sees, device=device).repeat(branches, 1, 1)
         if query.store is not None:
-            slots = changes["store"].slots.masked_fill(torch.as_tensor(inside, device=device).repeat(branches, 1), -1)
-            changes["store"] = changes["store"].but(slots=slots, visible_length=int(first.max()))
+            assert query.store.slots is not None
+            query.store.slots = query.store.slots.masked_fill(
+                torch.as_tensor(inside, device=device).repeat(branches, 1), -1
+            )
+            query.store.visible_length = int(first.max())
         if not seeds.any():
             return
         wanted = query.wanted
@@ -84,12 +87,12 @@ class CausalContext(Feature):
         last = np.argmax(column == first - 1, 1)
         chosen = torch.as_tensor(seeds[:, None], device=device).repeat(branches, 1)
         last_column = torch.as_tensor(last[:, None], device=device).repeat(branches, 1)
-        changes["wanted"] = torch.where(chosen, last_column, wanted)
+        query.wanted = torch.where(chosen, last_column, wanted)
         available = state.window.positions[torch.as_tensor(part.index, device=device)] == torch.as_tensor(first)
         available = available | ~chosen[: len(rows)]
         if query.window.available is not None:
             available = available & (query.window.available | chosen[: len(rows)])
-        changes["window"] = query.window.but(available=available)
+        query.window.available = available
 
     def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
         """Rows that seed write their seed, whatever the method says."""

@@ -26,11 +26,10 @@ from paradec.core.rows import ROWS, row_layout
 from paradec.samplers.distributions import tempered
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.masked import logits as stages
-from paradec.samplers.masked.queries import positions_of
+from paradec.samplers.masked.blocks import EndOfText, open_blocks
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stopping import EndOfText, StopStrings
-from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.masked.stopping import StopStrings
+from paradec.samplers.masked.view import Decision, MaskedProposal
 from paradec.samplers.spans import Part, Span, no_texts, parts_of, refused, spans_of
 from paradec.samplers.statistics import token_statistics
 
@@ -61,7 +60,7 @@ class Constrained(Feature):
         self, sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """In the place of the method's `read`."""
-        positions = positions_of(state, query)
+        positions = state.window.query_positions(query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id
         if state.window.valid is not None:
@@ -81,7 +80,7 @@ class Constrained(Feature):
         inside[places] = True
         tokens, quantities = current, dict[str, Tensor]()
         if sampler.needs.decided_logits or bool((undecided & ~inside.view_as(undecided)).any()):
-            tokens, quantities = stages.candidates(sampler, state, logits, query, generator)
+            tokens, quantities = sampler.read(state, logits, query, generator)
         if not found:
             return tokens, quantities
         entries = torch.tensor(places, device=logits.device)
@@ -176,7 +175,7 @@ class Constrained(Feature):
             if not state.remaining[row]:
                 full.append(row)
         if full:
-            state.open_blocks(np.array(full))
+            open_blocks(state, np.array(full))
 
     def _certain(self, state: MaskedState, row: int, canvas: np.ndarray) -> dict[int, int]:
         """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""

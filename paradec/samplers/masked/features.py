@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.contract import CanvasState
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.rows import ROWS
 from paradec.kernels.token_stats import path_for
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.masked.view import Decision, MaskedProposal
 
 
 @dataclass
@@ -57,7 +56,7 @@ def logprobs_features(state: MaskedState, sampler: Any, model: Any) -> dict[str,
     return features
 
 
-def step_logprobs(state: CanvasState, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None) -> StepLogProbs:
+def step_logprobs(state: MaskedState, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None) -> StepLogProbs:
     """Of a query's tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at the
     request's temperature as well. known: as `known_probabilities` gives it."""
     found, temperature = StepLogProbs.of_logits(logits, tokens, count, known), state.request.temperature
@@ -70,7 +69,7 @@ def step_logprobs(state: CanvasState, logits: Tensor, tokens: Tensor, count: int
     return found
 
 
-def known_probabilities(sampler: Any, state: CanvasState, logits: Tensor, confidence: Tensor) -> Tensor | None:
+def known_probabilities(sampler: Any, state: MaskedState, logits: Tensor, confidence: Tensor) -> Tensor | None:
     """The probabilities [N, W] of a query's tokens under softmax(logits [N, W, V]), where its confidences are just
     these; None where they are something else, and in small vocabularies, which are read again at no cost."""
     changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"

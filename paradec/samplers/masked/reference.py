@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.samplers.distributions import divided
 from paradec.samplers.features.feature import Feature
@@ -45,7 +44,7 @@ def after(generator: torch.Generator, drawn: Tensor | None) -> torch.Generator:
 
 
 def categorical(
-    state: CanvasState,
+    state: MaskedState,
     logits: Tensor,
     positions: Tensor,
     rows: np.ndarray,
@@ -65,7 +64,7 @@ def categorical(
     return tokens
 
 
-def top(state: CanvasState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
+def top(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
     """torch.topk over whole rows, one by one, as the public code does: it decides which of equal scores is taken."""
     window = state.window
     full = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
@@ -77,7 +76,7 @@ def top(state: CanvasState, scores: Tensor, count: np.ndarray | Tensor) -> Tenso
     return taken.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
 
 
-def position_noise(state: CanvasState, draws: str, generator: torch.Generator) -> Tensor:
+def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
     """[R, W] float64 uniform numbers, drawn as float32 for the whole "canvas" or for the "masked" positions."""
     canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
     if draws == "canvas":
@@ -88,7 +87,7 @@ def position_noise(state: CanvasState, draws: str, generator: torch.Generator) -
     return canvas.to(state.canvas.device)[state.window.row_index, state.window.positions]
 
 
-def choose(state: CanvasState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
+def choose(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
     """torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
     window, number = state.window, int(count.max())
     full = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
@@ -101,7 +100,7 @@ def choose(state: CanvasState, weights: Tensor, count: np.ndarray, generator: to
 
 
 def gumbel_uniform(
-    state: CanvasState, vocab: int, rows: np.ndarray, positions: Tensor, generator: torch.Generator
+    state: MaskedState, vocab: int, rows: np.ndarray, positions: Tensor, generator: torch.Generator
 ) -> Tensor:
     """LLaDA's noise: uniform float64 for the whole canvas and vocabulary [B, L, V], of which [R, W, V] is used."""
     noise = torch.rand((*state.canvas.shape, vocab), dtype=torch.float64, generator=generator).to(positions.device)
@@ -109,7 +108,7 @@ def gumbel_uniform(
 
 
 def read(
-    sampler: Any, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator
+    sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Candidate tokens and quantities [R, W] from logits [R, W, V] that still hold the mask's: it is no candidate, but
     its share counts in every probability, as in the public code. Trained models give it as much as any wrong token,

@@ -15,7 +15,7 @@ from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, settings_of
 from paradec.core.rows import row_layout
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import Decision, MaskedProposal
+from paradec.samplers.masked.view import Decision, MaskedProposal
 
 
 def check_recorded(sampler: Any, model: Any, state: MaskedState) -> None:
@@ -156,7 +156,8 @@ def approximation_of(state: MaskedState) -> str | None:
         return f"suffix={shown(state.request.suffix)}"
     if "sparse_attention" in state.features:
         return "sparse attention"
-    reuse = state.reuse
+    feature = state.features.get("prefix_reuse")
+    reuse = None if feature is None else feature.reuse
     if reuse is not None and not (state.facts.topology == "block_causal" and getattr(reuse.kept, "exact", True)):
         return "keys and values of a prefix"
     return None

@@ -1,51 +1,52 @@
-"""The start of a masked decoding: a request meets a model, and becomes a state."""
+"""The start of a masked decoding: a request is checked against a model and a sampler, and becomes a state."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from paradec import attention as attentions
+from paradec import caches
 from paradec.caches.base import Cache
 from paradec.caches.kept import Reuse, plan_reuse
+from paradec.caches.none import NoCache
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
+from paradec.caches.table import REFUSED, verdict
 from paradec.core import rng
-from paradec.core.blocks import PipelinedBlocks
-from paradec.core.checks import check_int, check_memory
+from paradec.core.blocks import BlockPolicy, PipelinedBlocks, WholeCanvas
+from paradec.core.checks import check_int, check_memory, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
+from paradec.core.protocol import Sampler
+from paradec.core.trace import Trace
 from paradec.request import Request
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds
 from paradec.samplers.features.decision_order import DecisionOrder
-from paradec.samplers.features.early_stops import EarlyStops
-from paradec.samplers.features.feature import Feature
+from paradec.samplers.features.early_stops import EarlyRule, EarlyStops, split_stop_rules
 from paradec.samplers.features.holes import Holes
 from paradec.samplers.features.pipelined_blocks import OpenBlocks, check_pipelined
 from paradec.samplers.features.prefix_reuse import PrefixReuse
 from paradec.samplers.features.sparse_attention import SparseAttention
 from paradec.samplers.features.suffix_window import SuffixWindow
-from paradec.samplers.masked.commit import block_width
+from paradec.samplers.masked.blocks import EndOfText, check_steps, choose_policy, open_blocks
 from paradec.samplers.masked.features import logprobs_features
-from paradec.samplers.masked.fitting import attention_of, block_policy, cache_of, check_pair, check_steps, check_suffix
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, StopStrings, check_stop
-from paradec.samplers.starting import (
-    answer_starts,
-    new_tokens,
-    padded,
-    randomness,
-    stop_strings_of,
-    suppressed_ids,
-    trace_of,
-)
+from paradec.samplers.masked.stopping import StopStrings
+
+MAX_UNCHECKED = 2**24
+"""Bytes of logits that fit on any device."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
-    """Check what takes the model, then lay out the canvas: each row's prompt from position 0 (masks in it are holes to
+    """Check all arguments, then lay out the canvas: each row's prompt from position 0 (masks in it are holes to
     fill), masks after it.
 
     Raises:
@@ -54,50 +55,57 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     check_pair(sampler, model)
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
-    rows, mask = prompts.rows, facts.mask_id
-    holes = any(mask in row for row in rows)
-    new = new_tokens(model, rows, request.max_new_tokens, mask, "mask")
-    policy = block_policy(sampler, model, request.blocks, request.block_length, holes)
+    rows, mask_id = prompts.rows, facts.mask_id
+    new = new_tokens(model, rows, request.max_new_tokens, mask_id, "mask")
+    policy = choose_policy(
+        sampler, model, request.blocks, request.block_length, holes=any(mask_id in row for row in rows)
+    )
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
-    starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
-    answers, lengths = answer_starts(rows, mask), np.array([len(row) for row in rows], np.int64)
+    starts = np.array([row.index(mask_id) if mask_id in row else len(row) for row in rows], np.int64)
+    answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
     gaps = bool((answers > starts).any())  # something given follows a mask
     check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, gaps)
-    cache = cache_of(request, sampler, model, policy)
+    cache = _make_cache(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = randomness(request, rows)
-    stop_rules, early_rules = check_stop(request.stop, sampler)
-    texts = stop_strings_of(request, model)
-    reuse = _reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
-    attention = attention_of(request, sampler, model)
+    stop_rules: list[Any] = []
+    early: tuple[EarlyRule, ...] = ()
+    if request.stop is not None:
+        others, early = split_stop_rules(request.stop, sampler)
+        stop_rules += others
+    texts = stop_strings_of(request, model) if request.stop_strings else ()
+    reuse = _plan_reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
+    attention = find_attention(request, sampler, model)
     if request.suffix is not None:
-        check_suffix(request, sampler, model, cache, policy, len(rows), gaps)
+        check_suffix(request, sampler, model, cache, policy, len(rows), gaps, bool(early))
 
-    ends = _ends(facts, starts, lengths, new)
-    canvas = padded(rows, int(ends.max()), facts.fill_token_id)
-    column = np.arange(canvas.shape[1])
-    canvas[(column >= lengths[:, None]) & (column < ends[:, None])] = mask
-    rules: list[StopRule] = [*stop_rules]
+    ends = _row_ends(facts, starts, lengths, new)
+    canvas = np.full((len(rows), int(ends.max())), facts.fill_token_id, np.int64)
+    for row, ids, end in zip(canvas, rows, ends, strict=True):
+        row[:end] = mask_id
+        row[: len(ids)] = ids
+    given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
-        rules.append(EndOfText(list(facts.eos_token_ids), mask, answers))
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answers))
     if texts:
-        rules.append(StopStrings(texts, model.tokenizer, mask, canvas, answers))
+        stop_rules.append(StopStrings(texts, model.tokenizer, mask_id, canvas, answers))
+    specs = sampler.memory()
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}
     if sampler.needs.moves:
-        sizes["steps"] = int(sampler.most_steps(np.array([block_width(policy)]))[0])
+        sizes["steps"] = int(sampler.most_steps(np.array([policy.length]))[0])  # type: ignore[attr-defined]
     state = MaskedState(
         batch=len(rows),
-        memory=Memory(sampler.memory(), len(rows), sizes, device),
+        memory=Memory.allocate(specs, len(rows), sizes, device) if specs else Memory(),
         facts=facts,
         request=request.without_objects(),
         cache=cache,
         blocks=policy,
         pads=model.pads,
         canvas=torch.as_tensor(canvas, device=device),
-        given=torch.as_tensor((column < lengths[:, None]) & (canvas != mask), device=device),
+        given=torch.as_tensor(given, device=device),
         prompt_length=starts,
         answer_start=answers,
         length=ends,
@@ -108,15 +116,213 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
         revises=sampler.needs.revises,
         causal_keys=sampler.needs.causal_keys,
-        stop_rules=tuple(rules),
+        stop_rules=tuple(stop_rules),
         generator=generator,
     )
-    _start_features(state, sampler, model, early_rules, reuse)
-    _keep(state, sampler, model, request, attention)
+    state.features = _make_features(state, sampler, model, early, reuse)
+    open_blocks(state, np.arange(state.batch))
+    _check_logits(state, model)
+    if isinstance(cache, StoredCache):
+        count, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
+        state.store = model.make_store(count, canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
+    state.cache_state = cache.begin(state)
+    if attention is not None:
+        state.features["sparse_attention"] = SparseAttention(attention.begin(state, sampler.uses_steps))
+    if request.trace:
+        details = {"score": sampler.needs.score, "cache": cache.name, "mask_id": mask_id}
+        state.trace = make_trace(sampler, request, state.canvas, state.length, **details)
+        if state.trace is not None and request.suffix is not None:
+            state.trace.settings |= {"suffix": state.features["suffix_window"].suffix.to_dict()}
+    if reuse is not None:
+        state.features["prefix_reuse"].fill_store(state, model)
     return state
 
 
-def _ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) -> np.ndarray:
+def check_pair(sampler: Any, model: Any) -> None:
+    """Raise unless the sampler can decode with the model at all."""
+    sampler.check_model(model)
+    facts = model.facts
+    if facts.mask_token_id is None or facts.topology == "causal":
+        raise ValueError(
+            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is taken for an autoregressive "
+            f"one: mask_token_id={facts.mask_token_id}, topology={facts.topology!r}. If it was trained on masks, give "
+            "paradec.wrap its mask_token_id, prediction and topology; else give one of family 'draft_verify', e.g. "
+            "sampler='sjd'"
+        )
+    if (why := sampler.needs.why_unsupported(facts)) is not None:
+        raise ValueError(f"sampler {sampler.name!r} does not work here: {why}")
+    if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
+        raise ValueError(
+            f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
+            f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
+        )
+
+
+def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
+    """Count the undecided positions that are appended to every row, whose `hole` ids are to be filled, too; a message
+    calls them `name`.
+
+    Raises:
+        ValueError: a number out of its range, a row without anything to fill, or one that is too long.
+    """
+    holes = any(hole in row for row in rows)
+    new = asked
+    if new is None:
+        new = 0 if holes else model.default_max_new_tokens
+    check_int("max_new_tokens", new, low=0 if holes else 1)
+    for index, row in enumerate(rows):
+        if not new and hole not in row:
+            raise ValueError(f"the prompt of row {index} has no {name} to fill; give it one, or max_new_tokens above 0")
+    model.facts.check_length(max(map(len, rows)) + new, new)
+    return new
+
+
+def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
+    """[B] int64: the position after the last given token of each row, from which on text may end it."""
+    return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
+
+
+def suppressed_ids(request: Request, facts: ModelFacts) -> list[int]:
+    """Ids that are never drawn, ascending. Raises ValueError for one outside of the vocabulary."""
+    suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
+    for token in suppressed:
+        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
+    return sorted({*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())})
+
+
+def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
+    """Ids that are never proposed, beside the mask id, ascending. holes: whether something given follows a mask."""
+    ends, suppressed = facts.eos_token_ids, set(suppressed_ids(request, facts))
+    if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
+        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
+    if request.holes_eos_inf and holes and len(suppressed | {facts.mask_id, *ends}) >= facts.vocab_size:
+        raise ValueError("holes_eos_inf=True leaves no token for holes beside those of suppress_tokens")
+    return sorted(suppressed)
+
+
+def stop_strings_of(request: Request, model: Any) -> tuple[str, ...]:
+    """List the texts that end a row. Raises ValueError where there is no tokenizer to find them with."""
+    texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
+    if texts and getattr(model, "tokenizer", None) is None:
+        raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none")
+    return texts
+
+
+def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
+    """Make the trace that a request is recorded in; None where it asks for none.
+
+    Args:
+        canvas: [B, L] int64: what decoding starts from. ends: [B] int64: the columns of each row.
+        details: further fields of `paradec.core.trace.Trace`.
+    """
+    if not request.trace:
+        return None
+    rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]
+    return Trace(rows, sampler.to_dict() | request.sampling(), family=sampler.family, **details)
+
+
+def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
+    """The generator of `rng="reference"`, and one seed per row.
+
+    Raises:
+        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
+    """
+    seed, generator = request.seed, request.generator
+    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
+    if len(seeds) != len(rows):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
+    if request.rng == "reference":
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
+        if generator is None:
+            if len(set(seeds)) != 1:
+                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
+            generator = torch.Generator()
+            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
+        return generator, [0] * len(rows)
+    if seeds[0] is None:
+        device = None if generator is None else generator.device
+        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
+        seeds = [int(drawn)] * len(rows)
+    return None, [int(entry) for entry in seeds]
+
+
+def _make_cache(request: Request, sampler: Any, model: Any, blocks: BlockPolicy) -> Cache:
+    """Make the cache, if it works with this sampler and model.
+
+    Raises:
+        ValueError: a pair that does not work; the message says why.
+    """
+    if request.cache is None or request.cache == "none":
+        return NoCache()
+    cache: Cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
+    if cache.facts.uses_store:
+        pair = verdict(sampler, cache, model.facts, stores=model.supports_store)
+        if pair.status == REFUSED:
+            raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {pair.why}")
+    if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
+        raise ValueError(
+            f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "
+            "the logits that say where a block ends; use paradec.FixedBlocks or another cache"
+        )
+    if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
+        raise ValueError(
+            f"cache={cache.name!r} asks what will be committed before tokens are drawn, which rng='reference' draws "
+            f"first from the same stream: use temperature=0 or rng='counter'"
+        )
+    return cache
+
+
+def check_suffix(
+    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool, early: bool
+) -> None:
+    """Raise ValueError where the request's suffix does not work; the message says why."""
+    suffix = Suffix.of(request.suffix)
+    assert suffix is not None  # asked for where there is one
+    why = suffix.refusal(sampler, model, cache, gaps)
+    if why is None and isinstance(blocks, WholeCanvas):
+        why = "one block holds the whole answer, and nothing comes after it; give block_length"
+    if why is None and early:
+        why = f"stop={shown(request.stop)} reads everything after the block; leave it out"
+    if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
+        why = f"rng='reference' draws it for one row, and here are {rows}; use rng='counter'"
+    if why is not None:
+        raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")
+
+
+def find_attention(request: Request, sampler: Any, model: Any) -> Any:
+    """Find the attention method, if it works with this sampler and model; None attends to everything. Without one in
+    the request that of the model counts; where it does not work, a warning says so.
+
+    Raises:
+        ValueError: a method that was asked for and does not work; the message says why.
+    """
+    asked = request.attention
+    if isinstance(asked, str) and asked != "dense":
+        asked = attentions.create(asked)
+    method = getattr(model, "default_attention", None) if asked is None else asked
+    if method is None or isinstance(method, str):
+        return None
+    if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "refusal")):
+        raise ValueError(
+            f"attention={shown(method)} must be 'dense', one of {attentions.names()} or made by "
+            "paradec.attention.create, e.g. paradec.SparseD()"
+        )
+    why = method.refusal(sampler, model)
+    if why is None and (request.prefix is not None or request.share_prefix):
+        why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
+    if why is None and request.suffix is not None:
+        why = "its lists are of whole rows, and with suffix=... most of a row does not exist yet"
+    if why is None:
+        return method
+    text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"
+    if asked is not None:
+        raise ValueError(text)
+    warnings.warn(f"{text}; every call attends to everything", stacklevel=2)
+    return None
+
+
+def _row_ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) -> np.ndarray:
     """[B] int64: positions of each row. Block-causal models were trained on whole blocks: the last one is decoded
     whole, and cut afterwards."""
     ends = lengths + new
@@ -126,7 +332,7 @@ def _ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) 
     return ends if facts.max_length is None else np.minimum(ends, facts.max_length)
 
 
-def _reuse(
+def _plan_reuse(
     request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray, causal_keys: bool
 ) -> Reuse | None:
     """What the request takes over of keys and values that there are."""
@@ -137,11 +343,11 @@ def _reuse(
     return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)
 
 
-def _start_features(
+def _make_features(
     state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], reuse: Reuse | None
-) -> None:
-    """Open the first blocks, with the features that the request needs."""
-    shape, facts, request, features = tuple(state.canvas.shape), state.facts, state.request, dict[str, Feature]()
+) -> dict[str, Any]:
+    """Make the features that a request needs, in the order in which the loop calls them."""
+    shape, facts, request, features = tuple(state.canvas.shape), state.facts, state.request, dict[str, Any]()
     if getattr(state.blocks, "reads_logits", False):
         features["adaptive_blocks"] = AdaptiveBlockEnds(np.zeros(state.batch, bool))
     if request.suffix is not None:
@@ -171,7 +377,7 @@ def _start_features(
         features["constraint"] = constrained(sampler, model, state)
     if isinstance(state.blocks, PipelinedBlocks):
         features["pipelined_blocks"] = OpenBlocks()  # the last one: it moves the window
-    state.start(features)
+    return features
 
 
 def _check_logits(state: MaskedState, model: Any) -> None:
@@ -184,32 +390,5 @@ def _check_logits(state: MaskedState, model: Any) -> None:
         return
     rows, width = state.branches * state.batch, state.window.positions.shape[1]
     needed = rows * width * state.facts.vocab_size * dtype.itemsize
-    check_memory(needed, model.device, None, f"the logits of {rows} x {width} positions")
-
-
-def _keep(state: MaskedState, sampler: Any, model: Any, request: Request, attention: Any) -> None:
-    """Make what the request keeps outside of the canvas: store, what cache and attention keep, trace, a prefix."""
-    cache, reuse = state.cache, state.reuse
-    _check_logits(state, model)
-    if isinstance(cache, StoredCache):
-        rows, begin = state.branches * state.batch, 0 if reuse is None else reuse.start
-        state.store = model.make_store(rows, state.canvas.shape[1], cache.store_dtype, cache.max_memory, start=begin)
-    state.cache_state = cache.begin(state)
-    if attention is not None:
-        state.features["sparse_attention"] = SparseAttention(attention.begin(state, sampler.uses_steps))
-    said = {"score": sampler.needs.score, "cache": cache.name, "mask_id": state.mask_id}
-    state.trace = trace_of(sampler, request, state.canvas, state.length, **said)
-    if state.trace is not None and isinstance(suffix := state.features.get("suffix_window"), SuffixWindow):
-        state.trace.settings |= {"suffix": suffix.suffix.to_dict()}
-    if isinstance(prefix := state.features.get("prefix_reuse"), PrefixReuse):
-        prefix.fill_store(state, model)
-
-
-def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
-    """Ids that are never proposed, beside the mask id, ascending. holes: whether something given follows a mask."""
-    ends, suppressed = facts.eos_token_ids, set(suppressed_ids(request, facts))
-    if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
-        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
-    if request.holes_eos_inf and holes and len(suppressed | {facts.mask_id, *ends}) >= facts.vocab_size:
-        raise ValueError("holes_eos_inf=True leaves no token for holes beside those of suppress_tokens")
-    return sorted(suppressed)
+    if needed > MAX_UNCHECKED:
+        check_memory(needed, model.device, None, f"the logits of {rows} x {width} positions")

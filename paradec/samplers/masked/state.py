@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,24 +12,67 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix, keep_prefix
 from paradec.caches.stored import StoredCache
-from paradec.core.blocks import BlockPolicy
+from paradec.core.blocks import BlockPolicy, count_blocks
 from paradec.core.checks import shown
-from paradec.core.contract import CanvasState, Kept, Window
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
+from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS, RowLayout, has_rows, row_layout
 from paradec.request import Request
-from paradec.samplers.features.feature import Feature
-from paradec.samplers.masked.stopping import NEVER, StopRule
 
 
 @dataclass
-class MaskedState(CanvasState, State):
+class Window:
+    """The positions that may become final now: the open block of every running row; with early rules, all after it too.
+
+    Shapes: `R` running rows, `W` positions (the widest block; narrower rows are padded with `valid` False).
+    """
+
+    rows: Any
+    """[R] int64 on the host: the state's rows. (In the device step a tensor.)"""
+    positions: Tensor
+    """[R, W] int64; distinct within a row, padding included."""
+    flat: Tensor
+    """[R, W] int64: the same as indices into a flattened canvas."""
+    valid: Tensor | None
+    """[R, W] bool, or None when all are valid."""
+    host_positions: Any
+    host_valid: np.ndarray | None
+    """[R, W]: the same on the host."""
+    whole: bool
+    """Whether the running rows are all rows of the state."""
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """[R, 1] int64: the rows on the device, ready to index."""
+        return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
+
+    def undecided(self, current: Tensor, mask_id: int) -> Tensor:
+        """[R, W] bool: where a window that holds `current` [R, W] is undecided, padding excluded."""
+        undecided = current == mask_id
+        return undecided if self.valid is None else undecided & self.valid
+
+    def query_positions(self, query: WindowQuery) -> Tensor:
+        """[N, K] int64: the positions that a query's logits [N, K, V] are for."""
+        positions = self.positions[torch.as_tensor(query.window.index, device=self.positions.device)]
+        return positions if query.window.columns is None else positions.gather(1, query.window.columns)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The window [R, W] of a canvas-shaped tensor [B, L]."""
+        return tensor.take(self.flat)
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Write the window [R, W] of a canvas-shaped tensor [B, L], in place."""
+        tensor.put_(self.flat, values)
+
+
+@dataclass
+class MaskedState(State):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
-    Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
+    Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step. Methods and
+    caches with `device_step` also read a `DeviceEngine` in its place, which has less and holds tensors.
     """
 
     facts: ModelFacts
@@ -37,6 +80,7 @@ class MaskedState(CanvasState, State):
     cache: Cache
     blocks: BlockPolicy
     pads: bool
+    """Whether the model takes rows of several lengths in one call."""
     canvas: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[B, L] int64 ids; the mask id is at undecided positions and nowhere else."""
     given: Tensor = field(metadata=row_layout(columns=1))
@@ -64,47 +108,64 @@ class MaskedState(CanvasState, State):
     revises: bool = False
     """Whether the sampler may take back what it decided in an open block."""
     causal_keys: bool = False
-    stop_rules: tuple[StopRule, ...] = field(default=(), metadata=ROWS)
+    """Whether final tokens attended causally when their keys and values were stored, whatever the model's topology."""
+    stop_rules: tuple[Any, ...] = field(default=(), metadata=ROWS)
+    """Each a `StopRule` (`paradec.samplers.masked.blocks`)."""
     generator: torch.Generator | None = None
     """The caller's, for `rng="reference"`."""
     store: Any = field(default=None, metadata=ROWS)
-    cache_state: Kept = field(default=None, metadata=ROWS)
+    """The key/value store, or None."""
+    cache_state: Any = field(default=None, metadata=ROWS)
     """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
 
+    window: Window = field(init=False, repr=False)
+    """Of the running rows `rows`."""
     block_start: np.ndarray = field(init=False, metadata=ROWS)
     block_end: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64 each: the open block; with pipelined blocks the start of the first one, the end of the last one."""
     remaining: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: undecided positions of the open block."""
     masks_at_open: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64: undecided positions of the open block when it opened."""
     running: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] bool: rows that take part in the next step."""
     decided: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64: positions that decoding has made final."""
     end: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
     stopped: np.ndarray = field(init=False, metadata=ROWS)
     """[B] bool: rows that a stop rule ended."""
     reused: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
-    logprobs: ClassVar[Any] = property(lambda self: self._read_feature("logprobs", "logprobs"))
-    """The `LogProbs` of what was decided; None unless the request asks for them."""
-    log_weight: ClassVar[Any] = property(lambda self: self._read_feature("constraint", "log_weight"))
-    """[B] float64: see `paradec.Output.log_weight`; None without draws from a constraint."""
-    present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
-    """[B, L] bool: positions that exist while the block is open (`paradec.Suffix`); None: all of a row's."""
-    reuse: ClassVar[Any] = property(lambda self: self._read_feature("prefix_reuse", "reuse"))
-    """The `Reuse` of a prefix, or None."""
-    settled: ClassVar[Any] = property(lambda self: self._read_feature("prefix_reuse", "settled"))
-    """[B] int64: positions that the next request can take over; None unless they are to be kept."""
-    seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
-    """[B] bool: rows that are about to draw the first token of their block; None but over causal context."""
-    attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
-    """What the attention method keeps; None where every call attends to everything."""
-    rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
-    """The `RecordedRollout`, or None."""
+    reuses: bool = field(init=False, default=False)
+    """Whether any row has such positions."""
     steps_per_block: np.ndarray | None = field(init=False, default=None, metadata=ROWS)
     """[B] int64: steps planned for each block of a row; None plans one token a step."""
     masked: np.ndarray = field(init=False, metadata=row_layout(columns=1))
     """[B, L] bool: positions that were undecided at the start."""
     _steps: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
+
+    most_calls: int = field(init=False, default=3)
+    """Calls of one kind that a step may make, so that rows of unequal lengths are not padded far."""
+    logprobs: ClassVar[Any] = property(  # type: ignore[misc]
+        lambda self: self._read_feature("logprobs", "logprobs")
+    )
+    """The `LogProbs` of what was decided; None unless the request asks for them."""
+    log_weight: ClassVar[Any] = property(lambda self: self._read_feature("constraint", "log_weight"))
+    """[B] float64: see `paradec.Output.log_weight`; None without draws from a constraint."""
+    present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
+    """[B, L] bool: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated
+    nor seen. None: all of a row's do."""
+    settled: ClassVar[Any] = property(lambda self: self._read_feature("prefix_reuse", "settled"))
+    """[B] int64: on block-causal models, all before it was evaluated after its blocks were full; None unless a prefix
+    is to be kept."""
+    seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
+    """[B] bool, on models of causal context: rows whose block begins with a token that the causal call before it
+    predicts; None on all others."""
+    attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
+    """What the attention method keeps; None where every call attends to everything."""
+    rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
+    """The `RecordedRollout`, or None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,37 +177,28 @@ class MaskedState(CanvasState, State):
         self.branches = 2 if self.request.guidance_scale != 1.0 else 1
         self._steps = np.zeros((2, self.batch), np.int64)
         self.running = np.ones(self.batch, bool)
-        self._running_rows = np.arange(self.batch).tobytes()
         self.decided = np.zeros(self.batch, np.int64)
         self.end = self.asked.copy()
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)
-        self._made_for_blocks: dict[Any, Any] = {}
-        self._made_for_rows: dict[Any, Any] = {}
         if self.request.steps is not None:
-            counts = block_counts(self.request.steps, self.blocks, self.prompt_length, self.length)
+            counts = count_blocks(self.request.steps, self.blocks, self.prompt_length, self.length)
             self.steps_per_block = -(-self.request.steps // counts)
-        self.masked = self.undecided.cpu().numpy()
+        self.masked = (self.canvas == self.mask_id).cpu().numpy()
         self._follow_rows()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies of views would be no views
+        return self.__dict__ | {"block_step": None, "row_step": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.block_step, self.row_step = self._steps
 
     def _read_feature(self, name: str, attribute: str) -> Any:
         """An attribute of a feature; None where the request has no such feature."""
         feature = self.features.get(name)
         return None if feature is None else getattr(feature, attribute)
-
-    def start(self, features: dict[str, Feature]) -> None:
-        """Open the first blocks, with the features of the request."""
-        self.features = features
-        self.open_blocks(np.arange(self.batch))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # what is made on first use is made again, and copies of views would be no views
-        left_out: dict[str, Any] = {"_made_for_blocks": {}, "_made_for_rows": {}, "block_step": None, "row_step": None}
-        return self.__dict__ | left_out
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.block_step, self.row_step = self._steps
 
     @property
     def stored_cache(self) -> StoredCache:
@@ -161,84 +213,35 @@ class MaskedState(CanvasState, State):
 
     @property
     def done(self) -> bool:
-        return not self._running_rows
+        return not len(self.rows)
 
     @property
     def progress(self) -> tuple[int, int]:
         return int(self.decided[self.running].sum() + self.total[~self.running].sum()), int(self.total.sum())
 
-    def open_blocks(self, rows: np.ndarray) -> None:
-        """Move `rows` to their next block that has something undecided; rows without one are finished."""
-        opened = rows
-        while len(rows):
-            self.block_start[rows] = self.block_end[rows]
-            rows = rows[self.block_start[rows] < self.length[rows]]
-            if not len(rows):
-                break
-            start = self.block_start[rows]
-            self.block_end[rows] = self.blocks.open(start, self.prompt_length[rows], self.length[rows])
-            masks = self.masks_before[rows, self.block_end[rows]] - self.masks_before[rows, start]
-            self.masks_at_open[rows] = self.remaining[rows] = masks
-            self.block_step[rows] = 0
-            self.memory.reset(rows, "block")
-            rows = rows[masks == 0]
-        self.running &= self.block_start < self.length
-        for feature in self.features.values():
-            feature.on_start(self, opened[self.running[opened]])
-        self._make_window()
+    @property
+    def block_ends(self) -> Tensor:
+        """[R, 1] int64: where the running rows' blocks end, on the device."""
+        return torch.as_tensor(self.block_end[self.window.rows, None], device=self.canvas.device)
+
+    def planned_steps(self, rows: Any) -> Any:
+        """[R]: steps planned for the open block of `rows` [R] (one token a step without a plan)."""
+        return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
         """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
         self.commits += 1
         self._steps += self.running
-        if not self.window.whole:
-            committed, of_running = np.zeros(self.batch, np.int64), committed
-            committed[rows] = of_running
-        self.decided += committed
-        self.remaining -= committed
+        self.decided[rows] += committed
+        self.remaining[rows] -= committed
 
-    def close(
-        self, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, moved: bool = False
-    ) -> None:
-        """Finish the rows that a stop rule ends (`ends` as `StopRule` says them); open the block after a full one.
-
-        Args:
-            held: [R] bool, rows that stay in a full block. moved: whether a block ends elsewhere than before this
-                step.
-        """
-        left = self.remaining if self.window.whole else self.remaining[rows]
-        if ends is None and not moved and 0 not in left.tolist():
-            return
-        full = left == 0
-        if held is not None:
-            full &= ~held
-            if ends is None and not moved and not full.any():
-                return
-        if ends is not None:
-            stopped = ends < NEVER
-            full &= ~stopped
-            last = self.length.copy()
-            last[rows[stopped]] = ends[stopped]
-            self.end = np.minimum(self.end, last)
-            self.stopped[rows[stopped]] = ends[stopped] <= self.asked[rows[stopped]]
-            column = torch.arange(self.canvas.shape[1], device=self.canvas.device)
-            tail = column >= torch.as_tensor(last, device=column.device).unsqueeze(1)
-            self.canvas.masked_fill_(tail, self.facts.fill_token_id)
-            self.finish(rows[stopped])
-        self.open_blocks(rows[full])
-
-    def finish(self, rows: np.ndarray) -> None:
-        """Take rows out of the decoding."""
-        self.running[rows] = False
-
-    def _make_window(self) -> None:
+    def make_window(self) -> None:
+        """Make the window of the running rows and their open blocks."""
         self.rows = rows = self.running.nonzero()[0]
-        self._made_for_blocks = {}
-        if (names := rows.tobytes()) != self._running_rows:
-            self._made_for_rows, self._running_rows = {}, names
         if not len(rows):
             return
-        start, end = self.block_start[rows], (self.length if "early_stops" in self.features else self.block_end)[rows]
+        start = self.block_start[rows]
+        end = (self.length if "early_stops" in self.features else self.block_end)[rows]
         size = end - start
         width = size.max()
         positions = start[:, None] + np.arange(width)
@@ -258,19 +261,18 @@ class MaskedState(CanvasState, State):
             valid=None if valid is None else torch.as_tensor(valid, device=device),
             whole=len(rows) == self.batch,
         )
-        self.nothing = torch.zeros_like(self.window.positions, dtype=torch.bool)
 
     # ---- rows that come and go ------------------------------------------------------------------------------------
 
     def fixed(self) -> str | None:
         for feature in self.features.values():
             if feature.why_rows_stay is not None:
-                return feature.why_rows_stay
+                return str(feature.why_rows_stay)
         if self.trace is not None:
             return "a trace is of the rows that it began with"
         if self.cache_state is not None and not has_rows(self.cache_state, self.batch):
-            kept = type(self.cache_state).__name__
-            return f"cache {self.cache.name!r} keeps a {kept}, which has no field with rows (`paradec.core.rows`)"
+            kind = type(self.cache_state).__name__
+            return f"cache {self.cache.name!r} keeps a {kind}, which has no field with rows (`paradec.core.rows`)"
         for rule in self.stop_rules:
             if not has_rows(rule):
                 return f"stop={shown(rule)} has no field with rows (`paradec.core.rows`)"
@@ -291,18 +293,19 @@ class MaskedState(CanvasState, State):
     def after_row_change(self) -> None:
         super().after_row_change()
         self._follow_rows()
-        self.forget_made()
-        self._make_window()
+        self.make_window()
 
     def _follow_rows(self) -> None:
         """Make what follows from the rows that there are."""
         size = self.canvas.shape[1]
         self.block_step, self.row_step = self._steps  # views
-        self.level = bool((self.length == size).all())
-        self.columns = np.tile(np.arange(size), (self.batch, 1))
+        # [B] int64: steps taken in the open block, and by the row
+        self.level = bool((self.length == size).all())  # whether all rows have one length
+        self.columns = np.tile(np.arange(size), (self.batch, 1))  # [B, L]: the position of every entry of the canvas
+        # [B, L + 1]: undecided positions before each position, as they were at the start
         self.masks_before = np.zeros((self.batch, size + 1), np.int64)
         self.masks_before[:, 1:] = self.masked.cumsum(1)
-        self.total = self.masks_before[:, -1]
+        self.total = self.masks_before[:, -1]  # [B]: positions that decoding is to make final
 
     def let_run(self, rows: np.ndarray) -> None:
         """Let `rows` [N] alone take part in the next steps, and the others wait. For hosts that have not the
@@ -312,8 +315,11 @@ class MaskedState(CanvasState, State):
         if (running != self.running).any():
             self.running = running
             self.commits += 1
-            self.forget_made()
-            self._make_window()
+            self.make_window()
+
+    def finish(self, rows: np.ndarray) -> None:
+        """Take rows out of the decoding."""
+        self.running[rows] = False
 
     def final(self, rows: np.ndarray) -> np.ndarray:
         undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
@@ -321,56 +327,21 @@ class MaskedState(CanvasState, State):
         final = np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
         if self.revises:  # tokens of an open block may be taken back
             final = np.where(self.running[rows], np.minimum(final, self.block_start[rows]), final)
-        found: np.ndarray = final
-        return found
+        return np.asarray(final)
 
     def extent(self, rows: np.ndarray) -> int:
         return int(np.maximum(self.length[rows], self.asked[rows]).max())
 
-    @property
-    def block_ends(self) -> Tensor:
-        """[R, 1] int64: where the running rows' blocks end, on the device."""
-        rows, device = self.window.rows, self.canvas.device
-        return self.while_blocks_stay("ends", lambda: torch.as_tensor(self.block_end[rows, None], device=device))
-
-    def while_blocks_stay(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that holds until a block moves, made on first use."""
-        if key not in self._made_for_blocks:
-            self._made_for_blocks[key] = make()
-        return self._made_for_blocks[key]
-
-    def forget_made(self) -> None:
-        """Make again what was made for the running rows and their blocks: a row is another one than it was."""
-        self._made_for_rows, self._made_for_blocks = {}, {}
-
-    def while_rows_stay(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that holds while the same rows run, made on first use."""
-        if key not in self._made_for_rows:
-            self._made_for_rows[key] = make()
-        return self._made_for_rows[key]
-
     def stores(self) -> tuple[Any, ...]:
         return self.store, self.attention_state
 
-    def kept_prefix(self, model: Any) -> KeptPrefix | None:
-        """What the next request can take over, if that was asked for; to be taken before the store is freed."""
-        if self.settled is None:
-            return None
-        return keep_prefix(self, model, None if self.reuse is None else self.reuse.kept)
+    def kept_prefix(self, model: Any) -> Any:
+        """The `KeptPrefix` that the next request can take over, if that was asked for; before the store is freed."""
+        feature = self.features.get("prefix_reuse")
+        return None if feature is None else feature.kept_prefix(self, model)
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
         if self.reuses or not self.cache.facts.uses_store:
             return None  # it has won already, or there is none
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
-
-
-def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B] int64: how many blocks each row will have, to spread `steps` over. starts, lengths: [B] positions."""
-    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
-    if None in counts:
-        raise ValueError(
-            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
-            "leave steps out"
-        )
-    return np.array(counts, np.int64)

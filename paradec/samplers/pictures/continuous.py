@@ -128,7 +128,7 @@ class ContinuousSampler(Sampler):
             raise ValueError(f"order has shape {tuple(order.shape)}; it must permute {size} positions for each image")
         fields = {
             "batch": len(labels),
-            "memory": Memory({}, len(labels), {}, device),
+            "memory": Memory(),
             "tokens": torch.zeros(len(labels), size, module.channels, dtype=dtype, device=device),
             "order": order,
             "labels": torch.tensor(labels, device=device),

@@ -316,7 +316,7 @@ class Distilled(Sampler):
         noise = noise.to(device, dtype)
         state = DistilledState(
             batch=len(labels),
-            memory=Memory({}, len(labels), {}, device),
+            memory=Memory(),
             request=request.without_objects(),
             stages=stages,
             plan=plan,

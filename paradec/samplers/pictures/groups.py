@@ -44,7 +44,8 @@ from paradec.samplers.causal.state import Spans
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.filters import filtered_distribution
 from paradec.samplers.guidance import guided
-from paradec.samplers.starting import keys_of, padded, trace_of, unsupported_for_pictures
+from paradec.samplers.masked.start import make_trace
+from paradec.samplers.starting import keys_of, padded, unsupported_for_pictures
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -340,7 +341,7 @@ class Groups(GroupWriter):
         cells = length + grid.cell_offsets[torch.as_tensor(groups.order.copy())]
         state = GroupState(
             batch=len(rows),
-            memory=Memory({}, len(rows), {}, device),
+            memory=Memory(),
             facts=facts,
             request=request.without_objects(),
             context=torch.as_tensor(padded(contexts, length + grid.length, model.blank_id), device=device),
@@ -354,7 +355,7 @@ class Groups(GroupWriter):
             store=model.make_store(len(contexts), length + grid.length),
         )
         ends = state.prompt_length + grid.length
-        state.trace = trace_of(self, request, state.canvas, ends, score="probability", mask_id=model.blank_id)
+        state.trace = make_trace(self, request, state.canvas, ends, score="probability", mask_id=model.blank_id)
         return state
 
     # ---- steps ----------------------------------------------------------------------------------------------------

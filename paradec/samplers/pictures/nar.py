@@ -25,8 +25,9 @@ from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.verification import probability
 from paradec.samplers.guidance import guided
+from paradec.samplers.masked.start import make_trace
 from paradec.samplers.pictures.groups import GroupWriter, WrittenState
-from paradec.samplers.starting import keys_of, padded, trace_of, unsupported_for_pictures
+from paradec.samplers.starting import keys_of, padded, unsupported_for_pictures
 
 
 @dataclass
@@ -130,7 +131,7 @@ class NAR(GroupWriter):
         keys, _ = keys_of(request, prompts, model.device, encoded.before)
         state = NARState(
             batch=len(prompts),
-            memory=Memory({}, len(prompts), {}, model.device),
+            memory=Memory(),
             request=request.without_objects(),
             grid=grid,
             context=torch.as_tensor(padded(contexts, longest, model.facts.fill_token_id), device=model.device),
@@ -140,7 +141,7 @@ class NAR(GroupWriter):
         )
         filled = [[(length, length + grid.length)] for length in lengths.tolist()]
         ends = lengths + grid.length
-        state.trace = trace_of(self, request, state.canvas, ends, score="probability", filled=filled)
+        state.trace = make_trace(self, request, state.canvas, ends, score="probability", filled=filled)
         return state
 
     def query(self, state: NARState) -> list[Query]:

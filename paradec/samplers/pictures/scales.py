@@ -197,7 +197,7 @@ class VAR(Sampler):
         dtype = torch.promote_types(model.dtype, torch.float32)
         state = ScaleState(
             batch=len(labels),
-            memory=Memory({}, len(labels), {}, device),
+            memory=Memory(),
             scales=facts.scales,
             tokens=torch.full((len(labels), length), -1, device=device),
             feature_map=torch.zeros(len(labels), facts.code_dim, side, side, dtype=dtype, device=device),

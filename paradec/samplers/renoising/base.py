@@ -31,7 +31,7 @@ from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
 from paradec.request import Request, request_for
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.masked.views import View, selection
+from paradec.samplers.masked.view import View, checked_select
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.start import start_state
 from paradec.samplers.renoising.state import DenoisingState
@@ -302,7 +302,7 @@ class CanvasSampler(Sampler):
             choose=lambda scores, count: top_by_rank(scores + rng.gumbel(noise()), count),
             ends=state.ends,
         )
-        return selection(state.rule, view) & free
+        return checked_select(state.rule, view) & free
 
     def _drawn(
         self, state: DenoisingState, proposal: CanvasProposal, kept: Tensor, generator: torch.Generator | None

@@ -8,7 +8,7 @@ from typing import Any
 
 from paradec.core.checks import shown
 from paradec.core.registry import Registry
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.base import CanvasSampler
 

@@ -19,7 +19,7 @@ from paradec.core import rng
 from paradec.core.facts import HOLE
 from paradec.core.protocol import NotFinite
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.masked.stopping import EndOfText
+from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.renoising.state import DenoisingState
 from paradec.samplers.spans import Span, no_texts, parts_of, refused, spans_of
 

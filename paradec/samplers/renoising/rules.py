@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.rules.combination import Combination
 from paradec.samplers.masked.rules.origin import Origin
 from paradec.samplers.masked.rules.random import Random
 
 STAGES = (
     "query",
-    "query_part",
     "propose",
     "commit",
     "ranked",

@@ -18,18 +18,20 @@ from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.core.trace import spans
 from paradec.request import DEFAULTS, Request
-from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
-from paradec.samplers.renoising import rules
-from paradec.samplers.renoising.state import DenoisingState, Settled
-from paradec.samplers.starting import (
+from paradec.samplers.features.early_stops import split_stop_rules
+from paradec.samplers.masked.blocks import EndOfText, StopRule
+from paradec.samplers.masked.start import (
     answer_starts,
+    make_trace,
     new_tokens,
-    padded,
     randomness,
     stop_strings_of,
     suppressed_ids,
-    trace_of,
 )
+from paradec.samplers.masked.stopping import StopStrings
+from paradec.samplers.renoising import rules
+from paradec.samplers.renoising.state import DenoisingState, Settled
+from paradec.samplers.starting import padded
 
 _CANVAS = "a canvas has the length that the model was trained with"
 REFUSED = {
@@ -90,7 +92,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
-        memory=Memory(sampler.memory(), len(rows), sizes, device, model.soft_dtype),
+        memory=Memory.allocate(sampler.memory(), len(rows), sizes, device, model.soft_dtype),
         facts=facts,
         request=request.without_objects(),
         rule=rule,
@@ -123,7 +125,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.store.load(request.prefix, source, counts)
         state.encoded, state.reused = counts.copy(), counts
     filled = [spans(state.to_fill(row)) for row in range(len(rows))] if request.trace else None
-    state.trace = trace_of(sampler, request, state.canvas, ends, score="probability", filled=filled)
+    state.trace = make_trace(sampler, request, state.canvas, ends, score="probability", filled=filled)
     if request.logprobs is not None:
         state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
     return state
@@ -149,7 +151,7 @@ def _check_begins(facts: ModelFacts, rows: list[list[int]]) -> None:
 
 def _stop_rules(sampler: Any, request: Request) -> list[StopRule]:
     """The request's own stop rules. Raises ValueError for one that would end a row within a canvas."""
-    found, early = check_stop(request.stop)
+    found, early = split_stop_rules(request.stop)
     if early:
         raise ValueError(
             f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "
@@ -177,7 +179,7 @@ def _suppressed(request: Request, facts: ModelFacts) -> list[int]:
 
 
 def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[torch.Generator | None, list[int]]:
-    """As `starting.randomness`; transformers draws for rows of unequal prompts as for others."""
+    """As `randomness`; transformers draws for rows of unequal prompts as for others."""
     if request.rng != "reference":
         return randomness(request, rows)
     if holes:

@@ -14,11 +14,11 @@ from torch import Tensor
 from paradec.caches.kept import KeptPrefix
 from paradec.core import rng
 from paradec.core.checks import check_int, check_number
-from paradec.core.contract import Window
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
 from paradec.request import Request
-from paradec.samplers.masked.stopping import NEVER, StopRule, first_end
+from paradec.samplers.masked.blocks import NEVER, StopRule, find_ends
+from paradec.samplers.masked.state import Window
 
 
 @dataclass
@@ -257,7 +257,7 @@ class DenoisingState(State):
         if not len(rows) or not self.stop_rules:
             return
         self.window = _window(self.canvas, rows, at)
-        ends: Any = first_end(self.stop_rules, self, tokens)  # type: ignore[arg-type]
+        ends: Any = find_ends(self.stop_rules, self, tokens)  # type: ignore[arg-type]
         if ends is None:
             return
         stopped = ends < NEVER

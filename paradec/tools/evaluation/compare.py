@@ -38,7 +38,8 @@ from paradec.core.version import DRAWS, __version__
 from paradec.models.base import Model
 from paradec.models.loading import load
 from paradec.request import Request, seed_matters
-from paradec.samplers.masked.fitting import attention_of, block_policy
+from paradec.samplers.masked.blocks import choose_policy
+from paradec.samplers.masked.start import find_attention
 from paradec.tools.evaluation.configuration import BASELINE, Configuration, configurations
 from paradec.tools.evaluation.metrics import aup, wilson
 from paradec.tools.evaluation.questions import Question, packaged_questions
@@ -315,7 +316,7 @@ def compare(
     if unjudged := [question.prompt for question in questions if question.right is None]:
         raise ValueError(f"questions: {shown(unjudged[0])} has no judge of its answers; give right")
     model = load() if model is None else model
-    attention_of(Request(attention=attention), Configuration(BASELINE).make(), model)
+    find_attention(Request(attention=attention), Configuration(BASELINE).make(), model)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     request: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
     request |= {"max_new_tokens": new, "block_length": block_length}
@@ -358,7 +359,7 @@ def compare(
 
 def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any]) -> dict[str, Any]:
     """What two comparisons must share to be compared with each other."""
-    policy = block_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
+    policy = choose_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
     setup: dict[str, Any] = {"model": model.facts.name}
     setup |= {name: request[name] for name in ("cache", "seed", "max_new_tokens")}
     setup |= {"blocks": repr(policy), "baseline": BASELINE, "draws": DRAWS}
@@ -391,7 +392,7 @@ def _measure(
     asked; right answers are counted when all were. request: arguments of `generate` that all configurations share."""
     configuration, new = result.configuration, request["max_new_tokens"]
     method = configuration.make()
-    policy = block_policy(method, model, None, request["block_length"])
+    policy = choose_policy(method, model, None, request["block_length"])
     right: dict[str, list[bool]] = {}
     for rows in _in_batches(questions, batch):
         prompts = [question.prompt for question in rows]

@@ -30,7 +30,7 @@ from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Commit, Interrupted, State
 from paradec.core.text_files import parse_json, read_lines, replacing
 from paradec.models.base import Model
-from paradec.samplers.masked.base import MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
 from paradec.samplers.masked.state import MaskedState
 from paradec.tools.evaluation.tasks import TASKS

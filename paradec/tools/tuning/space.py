@@ -20,7 +20,7 @@ from paradec.core.checks import check_int
 from paradec.core.protocol import plain
 from paradec.core.registry import is_composed
 from paradec.request import Request
-from paradec.samplers.masked.fitting import block_policy
+from paradec.samplers.masked.blocks import choose_policy
 from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
 
 REFERENCE = "low_confidence"
@@ -337,7 +337,7 @@ def request_of(
     method = configuration.make()
     steps: dict[str, Any] = {}
     if "steps" in candidate.changes:
-        policy = block_policy(method, model, None, candidate.block_length, holes)
+        policy = choose_policy(method, model, None, candidate.block_length, holes)
         blocks = max(policy.count(*length) or 1 for length in lengths)
         steps = configuration.request(positions, blocks)
     cache = None if candidate.cache == "none" else candidate.cache

@@ -17,7 +17,7 @@ from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.integrations.engines.hosted import Hosted, refusal
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 
 HOSTED = [name for name in samplers.names() if refusal(samplers.create(name)) is None]
 FACTS = ModelFacts(VOCAB, MASK, (END,), topology="block_causal", block_length=4)

@@ -37,8 +37,8 @@ from paradec.constraints.marginals import Marginals
 from paradec.models.adapter import Model
 from paradec.samplers import spans
 from paradec.samplers.masked import constrained
-from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.constrained import Constrained
+from paradec.samplers.masked.loop import MaskedSampler, View
 
 
 class Recorded(Constrained):

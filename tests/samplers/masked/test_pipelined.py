@@ -21,8 +21,7 @@ from paradec.caches.delayed import DelayedCache
 from paradec.core.trace import Trace
 from paradec.models.adapter import Model
 from paradec.samplers.features.pipelined_blocks import best_of_blocks, with_progress
-from paradec.samplers.masked.base import MaskedSampler, View
-from paradec.samplers.masked.commit import view_of
+from paradec.samplers.masked.loop import MaskedSampler, View, make_view
 from paradec.tools.traces.payload import run_data
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
@@ -83,7 +82,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
     with torch.inference_mode():
         while not state.done:
             proposal = sampler.step(model, state)
-            view = view_of(sampler, state, proposal, {}, None)
+            view = make_view(sampler, state, proposal)
             for at, row in enumerate(state.window.rows.tolist()):
                 first, length = int(state.prompt_length[row]), int(state.length[row])
                 origin = first if policy.align == "prompt" else 0

@@ -48,10 +48,10 @@ from paradec.caches.parts import spans
 from paradec.core.protocol import Commit
 from paradec.core.query import WindowQuery
 from paradec.models.adapter import Model
-from paradec.samplers.masked.queries import part_query
+from paradec.samplers.masked.blocks import close_blocks
 from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import MaskedProposal, View
+from paradec.samplers.masked.view import MaskedProposal, View
 from paradec.samplers.statistics import best_one
 
 D3LLM = trace_names("d3llm")
@@ -78,9 +78,8 @@ class MostConfidentOfAll(EntropyThreshold):
         return super().select(view) | best_one(view.scores)
 
 
-def own_column(state: MaskedState, part: Part) -> WindowQuery:
+def own_column(query: WindowQuery) -> WindowQuery:
     """The call of a part whose first position has no neighbour to the left: it reads its own column's logits."""
-    query = part_query(state, part)
     return query.but(window=query.window.but(available=None))
 
 
@@ -106,7 +105,7 @@ def fill_after_end(state: MaskedState) -> None:
     state.remaining[0] = left
     if not left:
         state.block_end[0] = state.length[0]
-        state.close(state.window.rows, None)
+        close_blocks(state, state.window.rows, None)
 
 
 def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
@@ -114,8 +113,9 @@ def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
     stops = trace["settings"].get("early_stop")
 
     class Quirky(MostConfidentOfAll if llada else EntropyThreshold):  # type: ignore[misc]
-        def query_part(self, state: MaskedState, part: Part) -> WindowQuery:
-            return super().query_part(state, part) if llada or state.store is None else own_column(state, part)
+        def query(self, state: MaskedState) -> list[WindowQuery]:
+            queries = super().query(state)
+            return queries if llada or state.store is None else [own_column(query) for query in queries]
 
         def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
             done = super().commit(state, proposal)

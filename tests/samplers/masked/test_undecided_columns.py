@@ -13,7 +13,7 @@ from paradec import samplers
 from paradec.core.protocol import decode
 from paradec.core.query import Query
 from paradec.models.adapter import Model
-from paradec.samplers.masked import queries
+from paradec.samplers.masked import loop
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
 NEW = 12
@@ -63,7 +63,7 @@ def test_the_same_decoding(
     model = tiny(2, prediction=prediction)
     sampler = samplers.create(name, **({"final_temperature": 0.5} if name == "maskgit" else {}))
     whole, wide = decoded(model, sampler, **request_)
-    monkeypatch.setattr(queries, "SPARED", 0)
+    monkeypatch.setattr(loop, "MIN_SAVED_LOGITS", 0)
     spared, narrow = decoded(model, sampler, **request_)
     assert torch.equal(whole.canvas, spared.canvas) and (whole.nfe == spared.nfe).all()
     if name == "klass":  # its stage reads whole windows
@@ -73,7 +73,7 @@ def test_the_same_decoding(
 
 
 def test_rows_do_not_depend_on_how_much_their_neighbours_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "SPARED", 0)
+    monkeypatch.setattr(loop, "MIN_SAVED_LOGITS", 0)
     model, sampler = tiny(2), samplers.create("threshold", threshold=0.35)
     request: dict[str, Any] = {"temperature": 0.8, "cache": "dual", "block_length": 6}
     together, _ = decoded(model, sampler, **request)

@@ -26,7 +26,7 @@ from paradec.core.prompts import encode
 from paradec.core.version import DRAWS
 from paradec.models.adapter import Model
 from paradec.request import Request
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.rules.threshold import Threshold
 from paradec.tools import evaluation
 from paradec.tools.evaluation import Comparison, Configuration
@@ -579,7 +579,7 @@ OWN = """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 
 @dataclass(frozen=True)
 class Mine(MaskedSampler):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.core.query import WindowLogits, WindowQuery
-from paradec.samplers.masked.logits import guide
+from paradec.samplers.masked.loop import build_query, guide
 from paradec.samplers.masked.state import MaskedState
 
 
@@ -62,13 +62,11 @@ class DraftLogits(WindowLogits):
     """Whether a row's drafts are in one row of the call, not in rows of their own."""
 
 
-def draft_queries(
-    state: MaskedState, base: Any, drafts: list[Ahead], copies: np.ndarray, tree: bool
-) -> list[WindowQuery]:
+def draft_queries(state: MaskedState, drafts: list[Ahead], copies: np.ndarray, tree: bool) -> list[WindowQuery]:
     """One query per part of the cache's plan, two where only some of its rows have drafts beside the first one.
 
     Args:
-        base: whose `query_part` makes the calls. copies: [R] int64, how many of the drafts each row has.
+        copies: [R] int64, how many of the drafts each row has.
         tree: whether a row's drafts are in one row of the call.
     """
     queries: list[WindowQuery] = []
@@ -79,7 +77,7 @@ def draft_queries(
         for chosen in [several | True] if together else [~several, several]:
             if not chosen.any():
                 continue
-            query = base.query_part(state, rows_of_part(part, chosen))
+            query = build_query(state, rows_of_part(part, chosen))
             number = copies[query.window.index]
             if number.max() == 1:
                 queries.append(query)
@@ -129,7 +127,7 @@ def rows_of_part(part: Part, chosen: np.ndarray) -> Part:
 
 def batch_query(state: MaskedState, query: WindowQuery, drafts: list[Ahead], copies: np.ndarray) -> WindowQuery:
     """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
-    assert query.wanted is not None and query.forwarded is not None  # as `part_query` makes it
+    assert query.wanted is not None and query.forwarded is not None  # as `build_query` makes it
     step, owner = (np.arange(copies.max())[:, None] < copies).nonzero()
     index = np.concatenate([owner + branch * len(copies) for branch in range(query.branches)])
     called = torch.as_tensor(index, device=state.canvas.device)

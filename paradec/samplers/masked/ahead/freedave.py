@@ -27,10 +27,9 @@ from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
-from paradec.samplers.masked.commit import to_host, trim_rows
-from paradec.samplers.masked.stopping import NEVER, first_end
-from paradec.samplers.masked.views import Decision
+from paradec.samplers.masked.blocks import NEVER, close_blocks, find_ends, trim_rows
+from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage, to_host
+from paradec.samplers.masked.view import Decision
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
@@ -196,7 +195,7 @@ class FreeDave(MaskedSampler):
         """One query per part of the cache's plan, two where only some of its rows have drafts."""
         copies = self._copies(state)
         drafts = self._drafts(state, copies.max())
-        return draft_queries(state, self.base, drafts, copies, tree=self.draft_mode == "tree")
+        return draft_queries(state, drafts, copies, tree=self.draft_mode == "tree")
 
     def _copies(self, state: MaskedState) -> np.ndarray:
         """[R] int64: steps to evaluate of each row, as many as its block may still take. All but those of methods that
@@ -336,7 +335,7 @@ class FreeDave(MaskedSampler):
         state.block_step[rows] += taken - 1
         if shorter[taken - 1, index].any():
             trim_rows(state, cut[taken - 1, index], final)
-        state.close(rows, ends, moved=moved)
+        close_blocks(state, rows, ends, moved=moved)
         score = scores.gather(0, judged[None])[0]
         return Commit(rows, values, window.positions, selected, score, proposal.kind, decision.logprobs)
 
@@ -377,7 +376,7 @@ class FreeDave(MaskedSampler):
             state.remaining[rows] -= committed
             state.row_step[rows] += step < taken
             state.block_step[rows] += step < taken
-            found = first_end(state.stop_rules, state, tokens)
+            found = find_ends(state.stop_rules, state, tokens)
             if found is not None:
                 stops = (found < NEVER) & (ends == NEVER)
                 taken = np.where(stops, np.minimum(taken, step + 1), taken)

@@ -21,11 +21,10 @@ from paradec.core.protocol import Commit, NotFinite
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.trace import Notes
 from paradec.request import Request, request_for
-from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Stage
-from paradec.samplers.masked.views import Decision
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, Stage, finish_step, to_host
+from paradec.samplers.masked.view import Decision
 
 TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
 """In the memory, each [B, window]: what the last winner's logits said, and where something was open then."""
@@ -160,7 +159,7 @@ class LoPA(MaskedSampler):
     def query(self, state: MaskedState) -> list[WindowQuery]:
         """One query per part of the cache's plan, two where only some of its rows have branches."""
         branches, copies = self._branches(state)
-        return draft_queries(state, self.base, branches, copies, tree=False)
+        return draft_queries(state, branches, copies, tree=False)
 
     def _branches(self, state: MaskedState) -> tuple[list[Ahead], np.ndarray]:
         """The row as it is and its branches, and how many of these each row has [R] int64."""
@@ -254,7 +253,7 @@ class LoPA(MaskedSampler):
         # of branches that a row does not have, those of its last one
         sure = torch.stack([step.proposal.quantities["confidence"] for step in taken])
         cut = None if taken[0].cut is None else picked([step.cut for step in taken if step.cut is not None], best)
-        found = stages.to_host(tokens=written, before=proposal.current, sure=sure.sum(0), cut=cut)
+        found = to_host(tokens=written, before=proposal.current, sure=sure.sum(0), cut=cut)
         committed = (found["tokens"] != found["before"]).sum(1)
         if len(broken := rows[~np.isfinite(found["sure"]).all(1)]):
             raise NotFinite.at_steps(broken, state.row_step[broken])
@@ -268,8 +267,7 @@ class LoPA(MaskedSampler):
             self._carry(state, proposal, best, written)
         scores = picked([step.proposal.scores for step in taken], best)
         changed = written != proposal.current
-        stages.count(state, rows, proposal.cost, found["tokens"], committed)
-        stages.close(self, state, proposal, Decision(written, changed, changed), found)
+        finish_step(self, state, proposal, Decision(written, changed, changed), found, committed)
         return Commit(rows, written, window.positions, changed, scores, proposal.kind)
 
     def _carry(self, state: MaskedState, proposal: BranchProposal, best: Tensor, written: Tensor) -> None:

@@ -13,8 +13,9 @@ from paradec.core.checks import shown
 from paradec.core.protocol import Sampler
 from paradec.core.query import Cost, WindowQuery
 from paradec.core.registry import Registry
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
-from paradec.samplers.masked.commit import view_of
+from paradec.samplers.features.pipelined_blocks import with_progress
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, make_view
+from paradec.samplers.masked.view import checked_select
 
 OWN = ("query", "propose", "commit")
 """What a base must leave to the family."""
@@ -61,8 +62,8 @@ def take(
     )
     if base.needs.extra_quantities:
         proposal.quantities.update(base.extra_quantities(ahead, proposal))
-    view = view_of(base, ahead, proposal, memory, None)
-    selected = base.selected(view)
+    view = make_view(base, ahead, proposal, memory=memory)
+    selected = with_progress(checked_select(base, view), view)
     after = {**memory, **{name: updates[name] for name in updates if name in memory}}
     after |= base.remember(view, selected)
     cut = base.trim(view, selected) if ahead.request.eos_early_stop else None

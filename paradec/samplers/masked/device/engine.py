@@ -9,28 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import NotFinite
 from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
 from paradec.core.rows import replace_rows, select_rows
 from paradec.samplers.features.holes import exclude_ends
-from paradec.samplers.masked.commit import view_of
+from paradec.samplers.masked.blocks import open_blocks
 from paradec.samplers.masked.device.graphs import StepLayout, captured
-from paradec.samplers.masked.logits import guide
-from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.views import MaskedProposal, selection
+from paradec.samplers.masked.loop import guide, make_view
+from paradec.samplers.masked.state import MaskedState, Window
+from paradec.samplers.masked.view import MaskedProposal, checked_select
 
 WIDTHS = 64
 """Widths of windows are multiples of this where the cache's window shrinks from block to block, so that graphs serve
 again."""
 
 
-class DeviceEngine(CanvasState):
+class DeviceEngine:
     """The state of one request as tensors on the device, and the steps that change it.
 
-    Samplers and caches are asked through the methods that the plain loop calls. This object is the `CanvasState` that
-    they read: the upper part of it, numbers of rows as tensors, and no more is read where `device_step` is declared.
+    Samplers and caches are asked through the methods that the plain loop calls. Those with `device_step` read this
+    object in the place of a `MaskedState`: it has the names that they read, with tensors for numbers of rows.
 
     Shapes: `B` rows, `L` positions, `W` positions of the widest block, `K` blocks of the row that has most.
     """
@@ -88,7 +87,8 @@ class DeviceEngine(CanvasState):
         self.graphs: dict[tuple[str, int, int], Callable[[], None]] = {}
         self.pool: Any = None
         self.stream: Any = None
-        self._made: dict[Any, Any] = {}
+        self.tables: dict[Any, Tensor] = {}
+        """Of the rule, made once."""
 
     @property
     def nbytes(self) -> int:
@@ -224,17 +224,15 @@ class DeviceEngine(CanvasState):
         state.commits = max(state.commits, int(host[1].max()))
         state.finish(chosen[host[4] == 0])
         if rows is None:
-            state.open_blocks(np.empty(0, np.int64))  # makes the window of the rows that are left
+            open_blocks(state, np.empty(0, np.int64))  # makes the window of the rows that are left
         if self.store is not None:
             state.store.peak_bytes = self.store.nbytes
 
     # ---- what samplers and caches read ------------------------------------------------------------------------------
 
-    def while_rows_stay(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that is made once for each number of rows, which is part of the key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def planned_steps(self, rows: Any) -> Any:
+        """[R]: as `MaskedState.planned_steps`."""
+        return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +243,7 @@ class DeviceEngine(CanvasState):
             fresh = self.block_step == 0
             mine = mine & (fresh if kind == "full" else ~fresh)
         every = torch.arange(self.batch, device=self.device)
-        rows: Numbers = every if count == self.batch else (~mine).int().argsort(stable=True)[:count]
+        rows: Any = every if count == self.batch else (~mine).int().argsort(stable=True)[:count]
         active = mine[rows]  # [n]
         length = self.length[rows]
         window, valid = self._window(rows)
@@ -255,12 +253,11 @@ class DeviceEngine(CanvasState):
         query, evaluated = self._query(kind, rows, active, length, width)
 
         logits = self.model(query) if self.store is None else self.model(query, self.store)
-        sampler = self.sampler
+        sampler: Any = self.sampler
         logits = guide(sampler, self, logits, query)
         if self.layout.holes:
             exclude_ends(self, logits, window.positions < self.first[rows].unsqueeze(1))
         tokens, quantities = sampler.read(self, logits, query, None)
-        self.nothing = torch.zeros_like(undecided)
         proposal = MaskedProposal(
             rows=rows,
             values=tokens,
@@ -271,7 +268,7 @@ class DeviceEngine(CanvasState):
             current=current,
             quantities=quantities,
         )
-        selected = selection(sampler, view_of(sampler, self, proposal, {}, None)) & undecided
+        selected = checked_select(sampler, make_view(sampler, self, proposal, memory={})) & undecided
 
         healthy = (quantities["confidence"].isfinite() | ~valid).all(1)
         idle = ~selected.any(1)
@@ -302,9 +299,7 @@ class DeviceEngine(CanvasState):
         self.window = Window(rows, positions, flat, valid, host_positions=None, host_valid=None, whole=False)
         return self.window, valid
 
-    def _query(
-        self, kind: str, rows: Numbers, active: Tensor, length: Tensor, width: int
-    ) -> tuple[WindowQuery, Tensor]:
+    def _query(self, kind: str, rows: Any, active: Tensor, length: Tensor, width: int) -> tuple[WindowQuery, Tensor]:
         """The model call, and how many positions of each row it evaluates [n]."""
         shift = self.facts.shift
         if kind == "full":
@@ -313,7 +308,7 @@ class DeviceEngine(CanvasState):
             first, stop = self.cache.range(self, rows)
             first, stop = (first - shift).clamp(min=0), stop.minimum(length)
         column = torch.arange(width, device=self.device)
-        every: Numbers = torch.arange(len(rows), device=self.device)
+        every: Any = torch.arange(len(rows), device=self.device)
         positions = first.unsqueeze(1) + column  # [n, Q]
         inside = positions < stop.unsqueeze(1)
         positions = positions.clamp(max=self.columns - 1)

@@ -12,7 +12,7 @@ import torch
 from paradec.caches.base import Cache
 from paradec.core.facts import ModelFacts
 from paradec.request import Request
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
 COLUMNS = 64

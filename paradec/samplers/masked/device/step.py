@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_bool, check_int
-from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.device.engine import DeviceEngine
 from paradec.samplers.masked.device.graphs import NotCapturable, StepLayout, block_table, captured
+from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stopping import EndOfText
 
 __all__ = [
     "DeviceEngine",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.core.blocks import LONGEST_BLOCK, AdaptiveBlocks
 from paradec.core.checks import check_int, check_number, check_order
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.loop import MaskedSampler, View
 
 
 @dataclass(frozen=True)

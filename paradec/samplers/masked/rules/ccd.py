@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec.core.checks import check_int, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.samplers.distributions import log_of
-from paradec.samplers.masked.base import Needs, Stage, View
+from paradec.samplers.masked.loop import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.statistics import best_with_probability
 
 MOST_HISTORY = 64
@@ -83,7 +83,7 @@ class CCD(LowConfidence):
         """The memories of the distributions of the last steps, the last one first."""
         return [f"distributions_{age}" for age in range(1, self.history)]
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:

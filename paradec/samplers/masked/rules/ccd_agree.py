@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_bool, check_int, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import Needs, View
+from paradec.samplers.masked.loop import Needs, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CCDAgree(LowConfidence):
             "masks": MemorySpec((), torch.int64),  # of the block's first step
         }
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
     def select(self, view: View) -> Tensor:

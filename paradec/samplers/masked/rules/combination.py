@@ -16,12 +16,13 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
-from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Needs, Stage, View
-from paradec.samplers.masked.views import selection
+from paradec.core.trace import Notes
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.loop import LAST, MaskedProposal, MaskedSampler, MaskedState, Stage, View, make_view
+from paradec.samplers.masked.view import checked_select
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Combination(MaskedSampler):
     def memory(self) -> Mapping[str, MemorySpec]:
         return _joined({index: member.memory() for index, member in enumerate(self.members)})
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> Any:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
@@ -130,7 +131,7 @@ class Combination(MaskedSampler):
                 logits, updates[index] = member.process_logits(logits, own)
         return logits, _joined(updates)
 
-    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         return _joined(
             {at: rule.extra_quantities(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))}
         )
@@ -142,15 +143,22 @@ class Combination(MaskedSampler):
         cuts = [cut for cut in found if cut is not None]
         return torch.stack(cuts).amin(0) if cuts else None
 
-    needs = Needs(names_rules=True)
-
-    def rules_of(self, view: View) -> dict[tuple[int, int], str]:
-        """The names of the rules that would commit a position, joined."""
+    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
+        """As for all; and which rules choose what."""
+        notes = super().observe(state, proposal)
+        generator = None
+        if state.generator is not None:  # a copy: the commit draws the same numbers
+            generator = reference.after(state.generator, proposal.generator_state)
+        view, rows = make_view(self, state, proposal, generator), proposal.rows.tolist()
         chosen: dict[tuple[int, int], list[str]] = {}
         for _, rule, own in self.views(view):
-            for row, column in (selection(rule, own) & view.candidates).nonzero().tolist():
+            for row, column in (checked_select(rule, own) & view.candidates).nonzero().tolist():
                 chosen.setdefault((row, column), []).append(rule.name)
-        return self.named({place: tuple(names) for place, names in chosen.items()}, view)
+        names = self.named({place: tuple(rules) for place, rules in chosen.items()}, view)
+        positions = proposal.positions.tolist()
+        rules = {(rows[index], positions[index][column]): name for (index, column), name in names.items()}
+        notes.rules = {**rules, **(notes.rules or {})} or None
+        return notes
 
     def named(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
         """What a trace calls the choice of several rules, by (row, column)."""
@@ -198,7 +206,7 @@ class Union(Combination):
         return all(rule.needs.may_wait for rule in self.rules)
 
     def select(self, view: View) -> Tensor:
-        return functools.reduce(operator.or_, (selection(rule, own) for _, rule, own in self.views(view)))
+        return functools.reduce(operator.or_, (checked_select(rule, own) for _, rule, own in self.views(view)))
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ class Intersection(Combination):
         return False
 
     def select(self, view: View) -> Tensor:
-        agreed = functools.reduce(operator.and_, (selection(rule, own) for _, rule, own in self.views(view)))
+        agreed = functools.reduce(operator.and_, (checked_select(rule, own) for _, rule, own in self.views(view)))
         agreed = agreed & view.candidates
         return torch.where(agreed.any(-1, keepdim=True), agreed, view.best())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, Stage, View
+from paradec.samplers.masked.loop import MaskedSampler, Stage, View
 from paradec.samplers.statistics import best_with_probability
 
 MOST_SLOTS = 1024

@@ -6,15 +6,16 @@ Ye et al., "Dream 7B", arXiv 2508.15487, and its generation_utils.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number, check_temperature
-from paradec.core.contract import CanvasState, Numbers
 from paradec.samplers.distributions import tempered
-from paradec.samplers.masked.base import LAST, MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.schedules import share_table, time_grid
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,17 @@ class DreamSampler(MaskedSampler):
         check_number("eps", self.eps, low=0, high=1, open_low=True)
         object.__setattr__(self, "draws", bool(self.alg_temp))
 
-    def quota(self, state: CanvasState, rows: Numbers) -> Numbers:
+    def quota(self, state: MaskedState, rows: Any) -> Any:
         left, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)
         if not isinstance(step, Tensor):
             return time_grid(left, step, planned, self.eps)
         # in the device step a table has the shares, to the last bit
-        shares = state.while_rows_stay(
-            ("time shares", self.eps),
-            lambda: torch.as_tensor(share_table(state.longest_plan, self.eps), device=step.device),
-        )
-        share = shares[planned, step.clamp(max=state.longest_plan - 1)]
+        engine: Any = state
+        shares = engine.tables.get(self.eps)
+        if shares is None:
+            table = share_table(engine.longest_plan, self.eps)
+            shares = engine.tables[self.eps] = torch.as_tensor(table, device=step.device)
+        share = shares[planned, step.clamp(max=engine.longest_plan - 1)]
         return torch.where(step >= planned - 1, left, (left.float() * share).long())
 
     def select(self, view: View) -> Tensor:

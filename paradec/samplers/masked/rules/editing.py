@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
+from paradec.samplers.masked.loop import MaskedSampler, Needs, Revision, View
 from paradec.samplers.masked.rules.threshold import at_least
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number
-from paradec.samplers.masked.base import LAST, MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
 
 
 @dataclass(frozen=True)

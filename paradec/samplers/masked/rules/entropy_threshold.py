@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paradec.core.checks import check_number
-from paradec.samplers.masked.base import MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_bool, check_number
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.loop import MaskedSampler, View
 
 
 @dataclass(frozen=True)

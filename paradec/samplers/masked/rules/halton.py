@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paradec.core.contract import CanvasState
 from paradec.core.orders import halton_order
 from paradec.samplers.masked.rules.maskgit import MaskGIT
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Halton(InOrder, MaskGIT):
         super().__post_init__()
         check_grid(self.height, self.width)
 
-    def ranks(self, state: CanvasState) -> np.ndarray:
+    def ranks(self, state: MaskedState) -> np.ndarray:
         return halton_ranks(state, self.height, self.width)
 
 
-def halton_ranks(state: CanvasState, height: int | None, width: int | None) -> np.ndarray:
+def halton_ranks(state: MaskedState, height: int | None, width: int | None) -> np.ndarray:
     """[R, W] int64: where each position of the window comes in Halton order."""
     found = np.zeros(state.window.host_positions.shape, np.int64)
     for same, rows, columns, first in pictures(state, height, width):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.samplers.distributions import divergence
-from paradec.samplers.masked.base import Needs, Stage, View
+from paradec.samplers.masked.loop import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class KLASS(LowConfidence):
             "stable": MemorySpec(("window",), torch.int64),
         }
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:

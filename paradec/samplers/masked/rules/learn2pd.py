@@ -16,8 +16,7 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.core.checks import check_bool, check_choice, check_number, shown
-from paradec.core.contract import CanvasState
-from paradec.samplers.masked.base import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import (
     Filter,
     block_features,
@@ -28,6 +27,7 @@ from paradec.samplers.masked.rules.learn2pd_filter import (
     read_facts,
     register_filter,
 )
+from paradec.samplers.masked.state import MaskedState
 
 __all__ = ["Learn2PD", "register_filter"]
 
@@ -103,16 +103,16 @@ class Learn2PD(MaskedSampler):
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
-    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
-        filter_ = state.while_rows_stay(("filter", self.filter), lambda: self.filter_of(state))
+        filter_ = self.filter_of(state)
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
             first = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
             is_end = is_end & (proposal.positions >= first)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
 
-    def filter_of(self, state: CanvasState) -> Filter:
+    def filter_of(self, state: MaskedState) -> Filter:
         """The filter of a request, on its device."""
         path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
         assert path is not None  # `check` has seen to it

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paradec.core.checks import shown
-from paradec.core.contract import CanvasState
 from paradec.core.text_files import replacing
 from paradec.models.checkpoint import DTYPES, check_dtypes
+from paradec.samplers.masked.state import MaskedState
 
 FORMAT = "paradec-learn2pd/1"
 FEATURES = ("confidence", "entropy", "margin", "mask_ratio", "position")
@@ -136,7 +136,7 @@ class Filter:
             return self.network({name: features[name] for name in self.network.reads}, valid).sigmoid()
 
 
-def block_features(state: CanvasState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
+def block_features(state: MaskedState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
     """What filters read of a proposal, each [R, W] float64 and in [0, 1], and which columns belong to the block [R, W].
 
     "confidence" is p(candidate) at every position of the block, decided ones included; "entropy" is divided by that of

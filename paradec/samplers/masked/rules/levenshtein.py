@@ -19,7 +19,7 @@ from paradec.core.blocks import BlockPolicy, FixedBlocks
 from paradec.core.checks import check_int, check_number, shown
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, View
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, View
 from paradec.samplers.statistics import top_by_rank
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from paradec.core.checks import check_int, check_number
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.loop import MaskedSampler, View
 
 
 @dataclass(frozen=True)

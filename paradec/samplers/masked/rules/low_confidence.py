@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from paradec.core.contract import CanvasState
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.loop import MaskedSampler, View
 from paradec.samplers.masked.rules.schedules import linear
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class LowConfidence(MaskedSampler):
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:
-            return state.while_rows_stay(("one token", len(rows)), lambda: np.ones(len(rows), np.int64))
+            return np.ones(len(rows), np.int64)
         return linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
 
     def select(self, view: View) -> Tensor:

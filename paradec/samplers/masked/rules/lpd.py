@@ -16,9 +16,9 @@ import numpy as np
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_number, shown
-from paradec.core.contract import CanvasState
 from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scaled
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LPD(InOrder):
         if isinstance(self.groups, tuple) and sum(self.groups) != cells:
             raise ValueError(f"groups={shown(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells")
 
-    def sizes(self, state: CanvasState, row: int, masks: int) -> tuple[int, ...]:
+    def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
         """The groups' sizes for so many masks of a row."""
         if isinstance(self.groups, tuple):
             return self.groups if sum(self.groups) == masks else scaled(self.groups, masks)
@@ -74,7 +74,7 @@ class LPD(InOrder):
             groups = int(state.steps_per_block[row])
         return group_sizes(masks, None if groups is None else min(groups, masks))
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         """[R] int64: the next group's size; once there is none, all that is left."""
         found = state.remaining[rows].copy()
         for index, row in enumerate(rows):
@@ -84,9 +84,9 @@ class LPD(InOrder):
                 found[index] = min(sizes[step], found[index])
         return found
 
-    def ranks(self, state: CanvasState) -> np.ndarray:
-        given = state.while_rows_stay("given on the host", lambda: state.given.cpu().numpy())
-        keys = state.while_rows_stay("keys on the host", lambda: state.keys.tolist())
+    def ranks(self, state: MaskedState) -> np.ndarray:
+        given = state.given.cpu().numpy()
+        keys = state.keys.tolist()
         window = state.window
         found = np.zeros(window.host_positions.shape, np.int64)
         for same, height, width, first in pictures(state, self.height, self.width):

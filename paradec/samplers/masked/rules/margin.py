@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paradec.samplers.masked.base import Needs
+from paradec.samplers.masked.loop import Needs
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_choice, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import draw
 from paradec.samplers.distributions import tempered
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
-from paradec.samplers.masked.draws import of_tokens
-from paradec.samplers.masked.queries import positions_of
+from paradec.samplers.masked.loop import (
+    LAST,
+    MaskedProposal,
+    MaskedSampler,
+    MaskedState,
+    Needs,
+    View,
+    token_draws,
+)
 
 REDRAW_STREAM = 2
 """Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
@@ -74,10 +79,10 @@ class MaskGIT(MaskedSampler):
         check_number("final_temperature", self.final_temperature, low=0, high=1, none=True, open_low=True)
         check_number("guidance_start", self.guidance_start, low=0, none=True)
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         return self.quota_at(state, rows, *self.step_of(state, rows))
 
-    def quota_at(self, state: CanvasState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    def quota_at(self, state: MaskedState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """[R] int64: what the schedule grants at `step` of `steps`, both [R]; the last step takes what is left, and
         more than that is not granted."""
         left = state.remaining[rows]
@@ -88,7 +93,7 @@ class MaskGIT(MaskedSampler):
             found[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
         return np.minimum(found, left)
 
-    def step_of(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def step_of(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[R] int64: the open block's step t, and its steps T."""
         planned = np.minimum(state.planned_steps(rows), np.maximum(state.masks_at_open[rows], 1))
         return np.minimum(state.block_step[rows], planned - 1), planned
@@ -109,23 +114,23 @@ class MaskGIT(MaskedSampler):
         proposal.quantities["noise_scale"] = scale.unsqueeze(1).expand(proposal.values.shape)
         return proposal
 
-    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
+    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
         return self.guidance_at(state, *self.step_of(state, rows))
 
-    def guidance_at(self, state: CanvasState, step: np.ndarray, steps: np.ndarray) -> Tensor:
+    def guidance_at(self, state: MaskedState, step: np.ndarray, steps: np.ndarray) -> Tensor:
         """[R, 1, 1]: the guidance scale at `step` of `steps`, both [R], where it grows."""
         assert self.guidance_start is not None
         last = state.request.guidance_scale
         grown = self.guidance_start + (last - self.guidance_start) * step / np.maximum(steps - 1, 1)
         return torch.as_tensor(grown, device=state.canvas.device).view(-1, 1, 1)
 
-    def weighs_mask(self, state: CanvasState) -> bool:
+    def weighs_mask(self, state: MaskedState) -> bool:
         return False  # the public code cuts the mask's logit off
 
     def read(
-        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super().read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
@@ -135,12 +140,12 @@ class MaskGIT(MaskedSampler):
         return self._redraw(state, cooler, query, generator), quantities
 
     def _redraw(
-        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
         if generator is None:
-            return draw(logits.softmax(-1), of_tokens(state, query, stream=REDRAW_STREAM).uniform())
-        positions = positions_of(state, query)
+            return draw(logits.softmax(-1), token_draws(state, query, stream=REDRAW_STREAM).uniform())
+        positions = state.window.query_positions(query)
         noise = reference.gumbel_uniform(state, logits.shape[-1], query.rows, positions, generator)
         return (logits + rng.gumbel(noise)).argmax(-1)
 

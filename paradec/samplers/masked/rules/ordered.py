@@ -14,9 +14,8 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int
-from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, View
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, View
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class InOrder(MaskedSampler):
     height: int | None = None
     width: int | None = None
 
-    def ranks(self, state: CanvasState) -> np.ndarray:
+    def ranks(self, state: MaskedState) -> np.ndarray:
         """[R, W] int64: where each position of the window comes in the order."""
         raise NotImplementedError
 
@@ -45,7 +44,7 @@ class InOrder(MaskedSampler):
     def select(self, view: View) -> Tensor:
         return view.top((-view.quantities["rank"]).masked_fill(~view.candidates, -torch.inf), view.quota)
 
-    def preview(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
         current = window.read(state.canvas)
         undecided = window.undecided(current, state.facts.mask_id).cpu().numpy()
@@ -67,7 +66,7 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
 
 
 def pictures(
-    state: CanvasState, height: int | None, width: int | None
+    state: MaskedState, height: int | None, width: int | None
 ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
     """The images of the running rows, by their size: which rows of the window, as indices [N]; height and width in
     cells; the position [N] of the first cell.

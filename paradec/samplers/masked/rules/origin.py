@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number
-from paradec.core.contract import CanvasState
 from paradec.core.query import WindowQuery
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.base import MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.schedules import time_share
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Origin(MaskedSampler):
         object.__setattr__(self, "needs", replace(self.needs, draws_tokens=False))
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
-    def share(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def share(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         """[R] float32: the probability that a masked position becomes final at this step."""
         return time_share(state.block_step[rows], state.planned_steps(rows), self.eps)
 
     quota = share
 
     def draw_tokens(
-        self, state: CanvasState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
         if generator is None:
             return super().draw_tokens(state, logits, query, None)
@@ -66,7 +66,7 @@ class Origin(MaskedSampler):
         positions = state.window.positions[index]
         return reference.categorical(state, logits, positions, query.rows, generator, final)
 
-    def position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+    def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
             generator = reference.copy_generator(state.generator)  # drawn before the tokens were

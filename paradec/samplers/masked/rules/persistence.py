@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import LAST, Needs, View
+from paradec.samplers.masked.loop import LAST, Needs, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Persistence(LowConfidence):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"best": MemorySpec(("window",), torch.int64, fill=-1), "run": MemorySpec(("window",), torch.int64)}
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
     def select(self, view: View) -> Tensor:

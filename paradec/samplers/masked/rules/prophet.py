@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_int, check_number, shown
-from paradec.core.contract import CanvasState
-from paradec.samplers.masked.stopping import WATCHED
+from paradec.samplers.features.early_stops import WATCHED
+from paradec.samplers.masked.state import MaskedState
 
 Span = Sequence[int] | Callable[[np.ndarray, int], Sequence[int] | None]
 
@@ -58,8 +58,8 @@ class Prophet:
         if self.answer is not None and not callable(self.answer):
             object.__setattr__(self, "answer", _positions(self.answer))
 
-    def satisfied(self, state: CanvasState, proposal: Any) -> Tensor:
-        """[R] bool; see `paradec.samplers.masked.stopping.EarlyRule`."""
+    def satisfied(self, state: MaskedState, proposal: Any) -> Tensor:
+        """[R] bool; see `paradec.samplers.features.early_stops.EarlyRule`."""
         window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
         mask = state.facts.mask_token_id
         assert mask is not None  # the family's models have one
@@ -79,7 +79,7 @@ class Prophet:
         mean = torch.where(span, gap, 0).sum(1) / count.clamp(min=1)
         return known & ((mean >= bar) | (count == 0))
 
-    def _span(self, state: CanvasState) -> tuple[np.ndarray, np.ndarray]:
+    def _span(self, state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
         """[R, W] bool: the window's positions that belong to the answer; [R] bool: whether it is known."""
         window = state.window
         start = state.prompt_length[window.rows]

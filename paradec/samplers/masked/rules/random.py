@@ -14,11 +14,11 @@ from torch import Tensor
 
 from paradec.core import rng
 from paradec.core.checks import check_choice
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.base import View
+from paradec.samplers.masked.loop import View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Random(LowConfidence):
     def select(self, view: View) -> Tensor:
         return view.top(view.draw().masked_fill(~view.candidates, -torch.inf), view.quota)
 
-    def preview(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
         # the numbers that the commit will draw: nothing else is drawn between
         generator = None if state.generator is None else reference.copy_generator(state.generator)
@@ -62,7 +62,7 @@ class Random(LowConfidence):
             return {}
         return {"order": view.memory["order"].scatter(1, view.positions, view.draw())}
 
-    def position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+    def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         rows = state.window.rows
         if self.order == "step" or not state.block_step[rows].any():
             return super().position_noise(state, generator)

@@ -16,10 +16,9 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
+from paradec.samplers.masked.loop import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.rules.halton import halton_ranks
 from paradec.samplers.masked.rules.maskgit import MaskGIT, ranking
 from paradec.samplers.masked.rules.ordered import check_grid
@@ -89,13 +88,13 @@ class Recap(MaskGIT):
     def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
         return self.choice_temperature * (1 - (self.group(step) + 1) / (self.group(steps - 1) + 1))
 
-    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
+    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
         step, steps = self.step_of(state, rows)
         return self.guidance_at(state, np.where(self.place(step) > 0, step - 1, step), steps)
 
-    def group_size(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    def group_size(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         """[R] int64: positions that this step and the rest of its group commit."""
         step, steps = self.step_of(state, rows)
         found = np.zeros(len(rows), np.int64)
@@ -109,10 +108,10 @@ class Recap(MaskGIT):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets, -1 elsewhere
 
-    def told(self, state: CanvasState) -> np.ndarray | None:
+    def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
         return self.targets(state) if state.cache.facts.evaluates == "targets" else None
 
-    def targets(self, state: CanvasState) -> np.ndarray:
+    def targets(self, state: MaskedState) -> np.ndarray:
         """[R, K] int64: the targets of a local step, decided ones included, -1 where there are fewer; none in a full
         step."""
         window = state.window

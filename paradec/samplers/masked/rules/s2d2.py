@@ -25,8 +25,7 @@ from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.ahead.draft_layout import rows_of_part
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, View
-from paradec.samplers.masked.queries import part_query, tokens_of
+from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, View, build_query, tokens_of
 from paradec.samplers.statistics import top_by_rank
 
 ROUTES = ("span", "score", "hysteresis")
@@ -144,7 +143,7 @@ class S2D2(MaskedSampler):
             for kind in (False, True):
                 chosen = verifies[part.index] == kind
                 if chosen.any():
-                    query = part_query(state, rows_of_part(part, chosen))
+                    query = build_query(state, rows_of_part(part, chosen))
                     found.append(self._verifying(state, query) if kind else self._drafting(state, query))
         return found
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_number
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.loop import MaskedSampler, View
 from paradec.samplers.masked.rules.schedules import linear
+from paradec.samplers.masked.state import MaskedState
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Threshold(MaskedSampler):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"refused": MemorySpec(dtype=torch.int64)} if self.quota_per_step == "carry" else {}
 
-    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray | None:
+    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray | None:
         if self.quota_per_step == "none":
             return None
         planned = state.planned_steps(rows)
@@ -89,7 +89,7 @@ class Threshold(MaskedSampler):
         return (quota + view.memory["refused"]).clamp(min=1)
 
 
-def _block_lengths(state: CanvasState, rows: np.ndarray) -> np.ndarray:
+def _block_lengths(state: MaskedState, rows: np.ndarray) -> np.ndarray:
     """[R] int64: positions of the open blocks, by what the quota is reckoned."""
     masks = state.masks_at_open[rows]
     if state.facts.topology != "block_causal" or state.request.blocks is not None:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradec.caches.base import Part
 from paradec.core.checks import check_int, check_number, check_order
-from paradec.core.contract import CanvasState
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, Stage, View
-from paradec.samplers.masked.queries import per_branch
+from paradec.samplers.masked.loop import (
+    MaskedProposal,
+    MaskedSampler,
+    MaskedState,
+    Needs,
+    Revision,
+    Stage,
+    View,
+    per_branch,
+)
 from paradec.samplers.statistics import token_statistics
 
 
@@ -74,17 +79,10 @@ class Wino(MaskedSampler):
 
     # ---- the shadow -----------------------------------------------------------------------------------------------
 
-    def query_part(self, state: MaskedState, part: Part) -> WindowQuery:
-        """The call of one part, with the shadow of its window after its columns."""
-        query = super().query_part(state, part)
-        if not self.needs.mask_probes:
-            return query
-        key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
-        found = state.while_blocks_stay(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
-        shadow, slots = found
-        width = shadow["positions"].shape[1] - query.tokens.shape[1]
-        store = None if query.store is None else query.store.but(slots=slots)
-        return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), store=store, **shadow)
+    def query(self, state: MaskedState) -> list[WindowQuery]:
+        """The family's calls, with the shadow of their window after their columns."""
+        queries = super().query(state)
+        return [with_shadow(state, query) for query in queries] if self.needs.mask_probes else queries
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The window's own logits, and the probability that the shadow gives to the token there."""
@@ -93,7 +91,7 @@ class Wino(MaskedSampler):
         found = token_statistics(shadow, ("confidence",), stage.current)[1]
         return logits, {"shadow_confidence": found["confidence"]}
 
-    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """The confidence, NaN where the shadow's is: then the commit says that logits were not finite."""
         shadow = proposal.updates["shadow_confidence"]
         return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
@@ -120,36 +118,39 @@ class Wino(MaskedSampler):
         return masks_at_open
 
 
-def shadowed(state: MaskedState, query: WindowQuery) -> tuple[dict[str, Any], Tensor | None]:
-    """The fields of a query that change when the window comes after its columns once more, as masks, and its slots.
+def with_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
+    """The query with the window after its columns once more, as masks.
 
     Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
     see each other and all columns but the one of their own position; columns do not see shadows.
     """
     assert query.wanted is not None and query.forwarded is not None
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
-    at = window.host_positions[query.window.index]
-    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.window.index]
-    shadow = per_branch(state, at)  # [R, W]
+    places = window.host_positions[query.window.index]
+    inside = np.ones_like(places, bool) if window.host_valid is None else window.host_valid[query.window.index]
+    shadow = per_branch(state, places)  # [R, W]
     rows, width = shadow.shape
     positions = torch.cat((query.positions, shadow), 1)
     valid = None
     if query.valid is not None or window.host_valid is not None:
         real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
-        valid = torch.cat((real, per_branch(state, there)), 1)
+        valid = torch.cat((real, per_branch(state, inside)), 1)
     visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
     visible[:, :columns, columns:] = False
     visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
     if state.facts.topology == "block_causal":
         block = state.facts.block_numbers(positions, query.origin)
         visible &= block.unsqueeze(2) >= block.unsqueeze(1)
-    slots = None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1)
+    store = query.store
+    if store is not None and store.slots is not None:
+        store = store.but(slots=torch.cat((store.slots, torch.full_like(shadow, -1)), 1))
     own = torch.arange(columns, columns + width, device=device).expand(rows, width)
-    fields = {
-        "positions": positions,
-        "valid": valid,
-        "visible": visible,
-        "wanted": torch.cat((query.wanted, own), 1),
-        "forwarded": query.forwarded + there.sum(1),
-    }
-    return fields, slots
+    return query.but(
+        tokens=pad(query.tokens, (0, width), value=state.mask_id),
+        positions=positions,
+        valid=valid,
+        visible=visible,
+        wanted=torch.cat((query.wanted, own), 1),
+        store=store,
+        forwarded=query.forwarded + inside.sum(1),
+    )

@@ -20,7 +20,7 @@ from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.freedave import FreeDave, accept
-from paradec.samplers.masked.base import MaskedSampler, Needs
+from paradec.samplers.masked.loop import MaskedSampler, Needs
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 import paradec
 from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.masked.ahead.lopa import BranchProposal, LoPA
-from paradec.samplers.masked.base import MaskedState
+from paradec.samplers.masked.loop import MaskedState
 
 NAMES = trace_names("lopa")
 

@@ -17,7 +17,7 @@ import paradec
 from paradec import samplers
 from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import UNCUT, MaskedSampler, Needs, View
+from paradec.samplers.masked.loop import UNCUT, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.combination import Intersection, Union
 from paradec.samplers.masked.rules.learn2pd import Learn2PD
 
@@ -94,7 +94,7 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
                     part.canvas.copy_(state.canvas)
                     for name in ("running", "block_start", "block_end", "remaining", "masks_at_open", "_steps"):
                         getattr(part, name)[:] = getattr(state, name)
-                    part._make_window()
+                    part.make_window()
                     for name in part.memory.specs:  # what the whole remembers of this rule
                         part.memory[name] = state.memory[f"{pair.index(rule)}.{name}"].clone()
                     commit = rule.commit(part, rule.step(llada64, part))

@@ -12,7 +12,7 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
-from paradec.samplers.masked.base import Stage
+from paradec.samplers.masked.loop import Stage
 from paradec.samplers.statistics import token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)

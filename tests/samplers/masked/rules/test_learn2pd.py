@@ -21,7 +21,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.cli import app
 from paradec.models.adapter import Model
-from paradec.samplers.masked.base import LAST, UNCUT, View
+from paradec.samplers.masked.loop import LAST, UNCUT, View
 from paradec.samplers.masked.rules.learn2pd import Learn2PD
 from paradec.samplers.masked.rules.learn2pd_filter import (
     FEATURES,

@@ -20,7 +20,7 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.adapter import take_columns
-from paradec.samplers.masked.base import MaskedSampler, Needs, Revision, View
+from paradec.samplers.masked.loop import MaskedSampler, Needs, Revision, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 

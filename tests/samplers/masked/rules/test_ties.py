@@ -16,9 +16,9 @@ from torch import Tensor
 import paradec
 from paradec import AdaptiveBlocks, samplers
 from paradec.core.blocks import Opening
+from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.filters import filter_logits
-from paradec.samplers.masked.base import Stage, View
-from paradec.samplers.masked.stopping import WATCHED
+from paradec.samplers.masked.loop import Stage, View
 
 INF = math.inf
 END = 9

@@ -1,4 +1,4 @@
-"""What may be read of a state, what it makes once and when again, and what follows from a class's methods."""
+"""What follows from the methods and declarations of a masked sampler's class."""
 
 from __future__ import annotations
 
@@ -13,63 +13,17 @@ from tiny_models import tiny
 from torch import Tensor
 
 from paradec import caches, samplers
-from paradec.core.contract import CanvasState
-from paradec.core.memory import Memory, MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.masked.needs import Needs
+from paradec.samplers.masked.loop import MaskedSampler, Stage, View
 from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.view import Needs
 
 MODEL = tiny(2)
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
-HOST = {
-    "masks_before",
-    "branches",
-    "memory",
-    "commits",
-    "prompt_length",
-    "answer_start",
-    "total",
-    "columns",
-    "level",
-    "pads",
-    "reuses",
-}
-HOST |= {"reused", "settled", "store", "cache_state", "given", "cache", "nothing"}
-"""What the lower part of the contract declares: states on the host alone have it."""
 
 
 def start(name: str = "low_confidence", prompts: Any = PROMPTS, **request: Any) -> tuple[Any, MaskedState]:
     sampler = samplers.create(name)
     return sampler, sampler.start(MODEL, prompts, **{"max_new_tokens": 8, "block_length": 4, "seed": 0} | request)
-
-
-def only(state: MaskedState, *rows: int) -> None:
-    """Let these rows run, and no other."""
-    state.running[:] = np.isin(np.arange(state.batch), rows)
-    state.open_blocks(np.empty(0, np.int64))
-
-
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_other_rows_of_the_same_number_are_evaluated_as_what_they_are(cache: str) -> None:
-    """What was made for two running rows does not serve two others."""
-    sampler, state = start(cache=cache)
-    only(state, 0, 1)
-    sampler.query(state)
-    only(state, 0, 2)
-    _, fresh = start(cache=cache)
-    only(fresh, 0, 2)
-    for one, other in zip(sampler.query(state), sampler.query(fresh), strict=True):
-        assert one.rows.tolist() == other.rows.tolist() == [0, 2]
-        assert torch.equal(one.tokens, other.tokens)
-    proposals = [sampler.step(MODEL, each) for each in (state, fresh)]
-    assert torch.equal(proposals[0].values, proposals[1].values)
-
-
-def memory() -> Memory:
-    specs = {"seen": MemorySpec(("window",), torch.int64, fill=-1), "pairs": MemorySpec((2, "window"))}
-    found = Memory(specs, 3, {"window": 4}, torch.device("cpu"))
-    found["seen"] = torch.arange(12).view(3, 4)
-    return found
 
 
 @dataclass(frozen=True)
@@ -84,7 +38,7 @@ class Fusing(MaskedSampler):
 
 
 class Mixin:
-    def preview(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: MaskedState) -> np.ndarray:
         return state.window.host_positions
 
 

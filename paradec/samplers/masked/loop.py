@@ -1,0 +1,725 @@
+"""The masked family: positions start as masks, and each step makes some of them final.
+
+The method on one page, for one row of ids without a cache (tests compare `MaskedSampler` with it):
+
+```python
+import torch
+
+def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, threshold=None, shift=0):
+    '''Fill the masks of `ids`; model(ids [1, L]) gives logits [1, L, V]. `steps` are those of a block.'''
+    tokens = torch.tensor(ids)
+    block_start = ids.index(mask_id)
+    answer_start = max((i + 1 for i, token in enumerate(ids) if token != mask_id), default=0)
+    while block_start < len(ids):
+        block = slice(block_start, min(block_start + block_length, len(ids)))
+        masks, step = int((tokens[block] == mask_id).sum()), 0
+        while (undecided := tokens[block] == mask_id).any():
+            # query: one forward over the row; the logits of position p may be at p - 1
+            logits = model(tokens.unsqueeze(0))[0].double()
+            if shift:
+                logits = torch.cat((logits[:1], logits[:-1]))
+            # propose: the best token of each position of the block, and its probability
+            logits[:, mask_id] = -torch.inf
+            confidence, candidates = logits[block].softmax(-1).max(-1)
+            scores = torch.where(undecided, confidence, -torch.inf)
+            # commit, `select`: LLaDA's schedule, or Fast-dLLM's threshold
+            if threshold is None:
+                count = 1 if steps is None else masks // steps + (step < masks % steps)
+                best = scores.sort(descending=True, stable=True).indices[:count]
+                selected = torch.zeros_like(undecided).scatter(0, best, True) & undecided
+            else:
+                selected = scores >= threshold
+                selected[scores.argmax()] = True
+            # commit, write
+            tokens[block] = torch.where(selected, candidates, tokens[block])
+            step += 1
+            # commit, close: the row ends at an end token with nothing undecided before it
+            for position in range(block.start, block.stop):
+                token = int(tokens[position])
+                if token == mask_id:
+                    break
+                if token in end_ids and position >= answer_start:
+                    return tokens[: position + 1].tolist()
+        block_start = block.stop
+    return tokens.tolist()
+```
+
+Below, rows are independent: each has its own block, step and end. A method of this family is one decision, `select`.
+Around it, in this order: the query, the logits stages (guidance, suppression, the method's `process_logits`), the
+choice of a candidate token and its statistics, the selection, the write, and the stop at the end of the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache, Part
+from paradec.core import rng
+from paradec.core.blocks import BlockPolicy
+from paradec.core.logprobs import StepLogProbs
+from paradec.core.protocol import Commit, NotFinite, Sampler
+from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
+from paradec.core.trace import Notes
+from paradec.kernels.token_stats import TokenDraws, read_stats
+from paradec.request import Request, request_for
+from paradec.samplers.distributions import tempered
+from paradec.samplers.features.early_stops import WATCHED
+from paradec.samplers.features.pipelined_blocks import leading_blocks, open_starts, with_progress
+from paradec.samplers.filters import draw_filtered, filter_logits
+from paradec.samplers.guidance import guided
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.blocks import close_blocks, cut_blocks, find_ends, trim_rows
+from paradec.samplers.masked.features import known_probabilities, step_logprobs
+from paradec.samplers.masked.rules import revision
+from paradec.samplers.masked.start import start_state
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.view import (
+    LAST,
+    UNCUT,
+    Decision,
+    MaskedProposal,
+    Needs,
+    Revision,
+    Stage,
+    View,
+    checked_select,
+    declare,
+)
+from paradec.samplers.statistics import token_statistics, top_by_rank
+
+__all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
+
+MIN_SAVED_LOGITS = 2**15
+"""Logits of decided positions are left out of a call where that saves at least this many."""
+EARLY = "early stop"
+"""Names, in a trace's `rules`, what a stop rule fills at once."""
+
+
+@dataclass(frozen=True)
+class MaskedSampler(Sampler):
+    """Base of the family. A subclass declares what it reads and implements `select` (and `quota` if it has a schedule).
+
+    Class attributes:
+        needs: what the method reads and does (`Needs`); flags implied by overridden methods are set automatically.
+        draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too (see `Sampler`).
+        uses_steps: whether `steps` means something to the method (see `Sampler`).
+        device_step: whether `select` waits for no device and takes counts from tensors, and the class overrides nothing
+            else, so that the device step can run it. Not inherited.
+        sweep: what `paradec compare` measures besides the defaults, two entries at least: settings of the method, and
+            arguments of the request. A fraction for `steps` is that share of the undecided positions.
+    """
+
+    family: ClassVar[str] = "masked"
+    models: ClassVar[tuple[str, ...]] = ("text", "codes", "masked image")
+    needs: ClassVar[Needs] = Needs()
+    draws: ClassVar[bool] = False
+    device_step: ClassVar[bool] = False
+    sweep: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        declare(cls, MaskedSampler)
+
+    # ---- the method's own decisions -------------------------------------------------------------------------------
+
+    def select(self, view: View) -> Tensor:
+        """Choose the candidates that become final: [R, W] bool. A pure function of the view."""
+        raise NotImplementedError(f"sampler class {type(self).__name__} has no select")
+
+    def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
+        """Compute `view.quota` of `rows` [R] at this step."""
+        return None
+
+    def blocks(self, block_length: int | None) -> BlockPolicy | None:
+        """The block policy that is part of the method, for requests that give none (a length at most)."""
+        return None
+
+    def preview(self, state: MaskedState) -> np.ndarray:
+        """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing.
+        Caches that evaluate little else ask for it."""
+        raise NotImplementedError
+
+    def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
+        """[R, K] int64 positions for a cache that asks the sampler before it plans (`CacheFacts.evaluates`)."""
+        return self.preview(state)
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        """New values [R, ...] of the declared memory, after a selection."""
+        return {}
+
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Change the logits [R, W, V] -> [R, W, V]: the last stage before a token is chosen. Changes nothing in place.
+
+        The second value holds tensors [R, ...] by name: `select` sees them in `view.updates`, and the commit writes
+        those with the name of a declared memory there.
+        """
+        return logits, {}
+
+    def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+        """Compute quantities [R, W] of a proposal besides the logits' statistics (a trained filter's opinion): `select`
+        and `trim` see them in `view.quantities`. Changes nothing."""
+        return {}
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        """What to take back of `view.editable`, after a selection; for methods that need `decided_logits`."""
+        return Revision()
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        """[R] int64: the bound on a block's steps for methods that revise, at least `masks_at_open`. What would leave
+        more undecided than there are steps left is not taken back, and a block stays open no longer."""
+        return 2 * masks_at_open
+
+    def trim(self, view: View, selected: Tensor) -> Tensor | None:
+        """Say where rows are cut off after this step: [R] int64 positions, `UNCUT` where they are not; None cuts none.
+
+        Positions after a cut become padding and are not evaluated again; the row is decided up to there. A cut lies
+        within the window and after everything given. Not called for requests with `eos_early_stop=False`.
+        """
+        return None
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        """Raise ValueError where the method's settings do not fit a request. Called before any work.
+
+        Args:
+            facts: of the model. longest: positions of the longest answer.
+        """
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
+    ) -> MaskedState:
+        """Make the state of one request.
+
+        Args:
+            prompt, attention_mask: as in `paradec.generate`.
+            request: a `paradec.Request`; or its fields by name instead.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
+        """
+        return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
+
+    # ---- query ----------------------------------------------------------------------------------------------------
+
+    def query(self, state: MaskedState) -> list[WindowQuery]:
+        """One query per part of the cache's plan; each wants the logits of its rows' windows, or of what is undecided
+        there where nothing reads the others."""
+        asks = state.cache.facts.evaluates in ("picks", "targets")
+        parts = state.cache.plan(state, self.positions_for_cache(state) if asks else None)
+        queries = [build_query(state, part) for part in parts]
+        needs = self.needs
+        if needs.decided_logits or needs.revises or needs.processes_logits or needs.extra_quantities:
+            return queries
+        if needs.mask_probes or needs.multi_step or any(each.reads_window(state) for each in state.features.values()):
+            return queries
+        return [leave_out_decided(state, query) for query in queries]
+
+    # ---- propose --------------------------------------------------------------------------------------------------
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
+        """A candidate token and its scores for every window position; where a query leaves decided ones out, the
+        token there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
+        window, features = state.window, state.features
+        generator = None if state.generator is None else reference.copy_generator(state.generator)
+        current = window.read(state.canvas)
+        available = window.undecided(current, state.mask_id)
+        for query in queries:
+            if query.window.available is not None:
+                index = torch.as_tensor(query.window.index, device=available.device)
+                available = available.index_copy(0, index, available[index] & query.window.available)
+        if "early_stops" in features:  # the window reaches beyond the block
+            available = available & (window.positions < state.block_ends)
+        constraint, kept, holes = features.get("constraint"), features.get("logprobs"), features.get("holes")
+        parts, logprobs = [], []
+        for logits, query in zip(outputs, queries, strict=True):
+            logits = guide(self, state, logits, query)
+            if holes is not None:
+                holes.exclude_ends(state, logits, query.window.index)
+            processed, updates = self._process(state, logits, query, available, current)
+            read = type(self).read if constraint is None else constraint.candidates
+            tokens, quantities = read(self, state, processed, query, generator)
+            if query.window.columns is not None:
+                tokens, quantities = scatter_to_window(tokens, quantities, query, current)
+            parts.append((tokens, quantities, updates))
+            if kept is not None:
+                own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
+                plain = constraint is None and type(self).read is MaskedSampler.read
+                known = known_probabilities(self, state, own, quantities["confidence"]) if plain else None
+                logprobs.append(step_logprobs(state, own, tokens, kept.logprobs.count, known))
+        order = None
+        if len(parts) > 1:
+            tokens, quantities, updates, order = in_row_order(parts, queries)
+        proposal = MaskedProposal(
+            rows=window.rows,
+            values=tokens,
+            cost=Cost(queries, state.batch),
+            positions=window.positions,
+            scores=self.ranked(state, tokens, quantities),
+            available=available,
+            current=current,
+            quantities=quantities,
+            updates=updates,
+            made_at=state.commits,
+            kind=queries[0].kind if len(queries) == 1 else "+".join(dict.fromkeys(query.kind for query in queries)),
+            generator_state=None if generator is None else generator.get_state(),
+            logprobs=StepLogProbs.joined(logprobs, order) if logprobs else None,
+        )
+        for feature in features.values():
+            feature.on_propose(state, proposal)
+        if self.needs.extra_quantities:
+            proposal.quantities.update(self.extra_quantities(state, proposal))
+        return proposal
+
+    def _process(
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, available: Tensor, current: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The logits [R, W, V] that tokens are chosen from, and tensors that early rules and `process_logits` read."""
+        watched: dict[str, Tensor] = {}
+        if (early := state.features.get("early_stops")) is not None:
+            statistics = token_statistics(logits, early.reads)[1]
+            watched = {WATCHED + name: value for name, value in statistics.items()}
+        if not self.needs.processes_logits:
+            return logits, watched
+        tensors = [available, state.window.positions, current]
+        if len(query.rows) < len(available):
+            index = torch.as_tensor(query.window.index, device=available.device)
+            tensors = [tensor.index_select(0, index) for tensor in tensors]
+        available, positions, current = tensors
+        memory = state.memory.read(query.rows, available.shape[1])
+        processed, updates = self.process_logits(logits, Stage(available, positions, memory, current))
+        return processed, watched | dict(updates)
+
+    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
+        """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
+        return state.request.guidance_scale
+
+    def weighs_mask(self, state: MaskedState) -> bool:
+        """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
+        return state.generator is not None
+
+    def read(
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
+        return candidates(self, state, logits, query, generator)
+
+    def ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
+        """[R, W] float64: the scores that candidates are ranked by."""
+        scores = quantities[self.needs.score]
+        if state.request.confidence_eos_eot_inf and len(state.ends):
+            scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
+        return scores
+
+    def draw_tokens(
+        self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+    ) -> Tensor:
+        """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
+        if generator is None:
+            sample = read_stats(logits, frozenset(), draws=token_draws(state, query)).sample
+            assert sample is not None  # asked for with `draws`
+            return sample
+        rows, positions = query.rows, state.window.query_positions(query)
+        if self.needs.score_from == "sampled":
+            return reference.categorical(state, logits, positions, rows, generator)
+        noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
+        return (logits.double() + rng.gumbel(noise)).argmax(-1)
+
+    def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+        """[R, W] float64 uniform numbers for choosing positions."""
+        if generator is not None:
+            return reference.position_noise(state, self.needs.reference_draws, generator)
+        window = state.window
+        steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
+        keys = state.keys[window.row_index[:, 0]]
+        return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
+
+    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
+        """As for all; and the open blocks, and which positions an early stop fills."""
+        notes = super().observe(state, proposal)
+        rows, ends = proposal.rows.tolist(), state.block_end[proposal.rows].tolist()
+        if proposal.block_end is not None:
+            ends = proposal.block_end.tolist()
+        notes.blocks = [None] * state.batch
+        for row, end in zip(rows, ends, strict=True):
+            notes.blocks[row] = (int(state.block_start[row]), end)
+        if "pipelined_blocks" in state.features:
+            spans = enumerate(notes.blocks)
+            notes.starts = [None if span is None else open_starts(state, row, *span) for row, span in spans]
+        if proposal.early is not None:
+            positions = proposal.positions.tolist()
+            for index in proposal.early.nonzero().flatten().tolist():
+                early = {(rows[index], position): EARLY for position in positions[index]}
+                notes.rules = {**(notes.rules or {}), **early}
+        return notes
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
+        """Select, write, remember; then close full blocks and finished rows.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+            RuntimeError: the method committed nothing where it must.
+        """
+        state.check_current(proposal)
+        rows, needs, features = proposal.rows, self.needs, state.features
+        generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
+        view = make_view(self, state, proposal, generator)
+        selected = with_progress(checked_select(self, view), view)
+        decision = Decision(proposal.values, selected, selected)
+        if needs.revises:
+            decision = revision.revise_decision(self, state, view, selected)
+        for feature in features.values():
+            feature.on_commit(state, proposal, decision)
+        cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None
+        written = torch.where(decision.selected, decision.values, proposal.current)
+        decided = to_host(
+            filled=decision.filled,
+            tokens=written,
+            confidence=proposal.quantities["confidence"],
+            selected=decision.selected if needs.revises else None,
+            hold_block=decision.hold_block,
+            cut=cut,
+            block_end=proposal.block_end,
+            available=proposal.available if state.cache.facts.needs_confidence else None,
+        )
+        committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
+        self._check_decision(state, rows, decided["confidence"], committed)  # nothing has changed until here
+
+        if state.generator is not None and generator is not None:
+            state.generator.set_state(generator.get_state())
+        state.window.write(state.canvas, written)
+        if state.memory.specs:
+            updates = {name: value for name, value in proposal.updates.items() if name in state.memory}
+            for name, value in {**updates, **self.remember(view, selected)}.items():
+                state.memory.write(name, rows, value)
+        if proposal.block_end is not None:
+            cut_blocks(state, rows, decided["block_end"])
+        if state.cache.facts.needs_confidence:
+            state.cache.observe_confidence(state, decided["confidence"], decided["available"])
+        finish_step(self, state, proposal, decision, decided, committed)
+        scores, kind = proposal.scores, proposal.kind
+        return Commit(rows, decision.values, proposal.positions, decision.selected, scores, kind, decision.logprobs)
+
+    def _check_decision(
+        self, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray
+    ) -> None:
+        """Raise where the model's confidence [R, W] is not finite, or too little becomes final: `committed` [R]."""
+        if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
+            broken = rows[~np.isfinite(confidence).all(1)]
+            raise NotFinite.at_steps(broken, state.row_step[broken])
+        if self.needs.may_wait:  # but must have filled the block by its last planned step
+            idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()
+        elif self.needs.revises:
+            idle = (committed < revision.min_filled(self, state, rows)).any()
+        else:
+            idle = 0 in committed.tolist()
+        if idle:
+            raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
+
+
+def finish_step(
+    sampler: MaskedSampler,
+    state: MaskedState,
+    proposal: MaskedProposal,
+    decision: Decision,
+    decided: Mapping[str, np.ndarray],
+    committed: np.ndarray,
+) -> None:
+    """Count a step that was written; close full blocks and the rows that have ended.
+
+    Args:
+        decided: arrays [R, ...] on the host, by name: the window's "tokens", where rows are "cut" off.
+        committed: [R] int64, how many positions the step has filled.
+    """
+    rows, tokens = proposal.rows, decided["tokens"]
+    state.count(proposal.cost)
+    state.cache.committed(state, tokens)
+    state.advance(rows, committed)
+    held, stable = None, tokens
+    if sampler.needs.revises:
+        held, stable = revision.stable_tokens(sampler, state, rows, decided)
+    ends = find_ends(state.stop_rules, state, stable) if state.stop_rules else None
+    moved = False
+    for feature in state.features.values():
+        moved |= feature.on_close(state, proposal, decision, tokens, ends)
+    if "cut" in decided and (decided["cut"] < state.length[rows]).any():
+        trim_rows(state, decided["cut"], tokens)
+        moved = True
+    close_blocks(state, rows, ends, held, moved)
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+def build_query(state: MaskedState, part: Part) -> WindowQuery:
+    """Build the model call of one part of the cache's plan."""
+    rows, facts, branches = state.window.rows[part.index], state.facts, state.branches
+    wanted, available = _wanted_columns(state, part)
+    query = WindowQuery(
+        rows=rows,
+        tokens=state.canvas,
+        positions=per_branch(state, part.positions),
+        wanted=wanted,
+        valid=None if part.valid is None else per_branch(state, part.valid),
+        branches=branches,
+        forwarded=part.sizes,
+        kind=part.kind,
+        window=WindowLogits(part.index, available),
+    )
+    if branches == 2 or part.valid is not None or part.positions.shape != tuple(state.canvas.shape):
+        # else they are the canvas itself
+        index = torch.as_tensor(rows, device=state.canvas.device)
+        query.tokens = tokens_of(state.canvas, query, index)
+        if branches == 2:
+            given = tokens_of(state.given, query, index)
+            query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(given, facts.mask_id)))
+    if facts.prompt_aligned:
+        query.origin = per_branch(state, state.prompt_length[rows, None])
+    if state.store is not None:
+        query.store = _store_call(state, part, query)
+    for feature in state.features.values():
+        feature.on_query(state, part, query)
+    return query
+
+
+def _store_call(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
+    rows, cache = query.rows, state.stored_cache
+    index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+    slots = query.positions
+    if part.valid is not None:
+        slots = per_branch(state, np.where(part.valid, part.positions, -1))
+    # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
+    length = state.length[rows]
+    if (present := state.present) is not None:  # up to the last position that exists for now
+        length = np.minimum(length, state.canvas.shape[1] - present[rows][:, ::-1].argmax(1))
+    visible = int(length.max())
+    if state.facts.topology == "block_causal":
+        last = part.positions.max(1)
+        visible = min(visible, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
+    visible += -visible % cache.shape_multiple
+    return StoreCall(torch.as_tensor(index, device=state.canvas.device), slots, index, visible, step=state.commits)
+
+
+def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
+    """Columns of the call [R, W] that hold the window's logits, and which of them are there [N, W] (None: all)."""
+    source = state.window.host_positions
+    if len(part.index) < len(source):
+        source = source[part.index]
+    if state.facts.shift:  # logits are one position to the left; position 0 has no left neighbour and uses its own
+        source = np.maximum(source - state.facts.shift, 0)
+    if part.kind == "full":
+        if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
+            return state.window.positions, None
+        if state.window.host_valid is not None:  # padding of the window may ask beyond the row
+            source = np.minimum(source, part.positions.shape[1] - 1)
+        return per_branch(state, source), None
+    # the column of each position in this call, -1 where it is not evaluated
+    column = np.full((len(part.index), state.canvas.shape[1]), -1)
+    row, place = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
+    column[row, part.positions[row, place]] = place
+    source = np.take_along_axis(column, source, axis=1)
+    inside = source >= 0
+    available = None if inside.all() else torch.as_tensor(inside, device=state.canvas.device)
+    return per_branch(state, np.maximum(source, 0)), available
+
+
+def leave_out_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
+    """Drop the logits of decided positions: a query wants as many columns as the row with the most undecided ones has,
+    the others' filled up with decided ones. Unchanged where that saves little."""
+    assert query.wanted is not None
+    window = state.window
+    width = window.positions.shape[1]
+    multiple = 1 if state.store is None else state.stored_cache.shape_multiple
+    most = -(-int(state.remaining[query.rows].max()) // multiple) * multiple
+    if (width - most) * len(query.wanted) * state.facts.vocab_size < MIN_SAVED_LOGITS:
+        return query
+    undecided = window.undecided(window.read(state.canvas), state.mask_id)
+    if len(query.rows) < len(undecided):
+        undecided = undecided[torch.as_tensor(query.window.index, device=undecided.device)]
+    columns = undecided.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    both = columns.repeat(query.branches, 1) if query.branches > 1 else columns
+    return query.but(wanted=query.wanted.gather(1, both), window=query.window.but(columns=columns))
+
+
+def tokens_of(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
+    """[N, Q]: a canvas-shaped tensor [B, L] at a query's positions. row_index: [N] int64, the query's rows."""
+    rows = tensor.index_select(0, row_index)
+    positions = query.positions[: len(query.rows)]
+    return rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
+
+
+def per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
+    """[N, ...] on the host -> [branches * N, ...] on the device."""
+    tensor = torch.as_tensor(array, device=state.canvas.device)
+    return torch.cat((tensor, tensor)) if state.branches == 2 else tensor
+
+
+# ---- from logits to candidates ---------------------------------------------------------------------------------------
+
+
+def guide(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery) -> Tensor:
+    """Apply guidance, and exclude the tokens that are never proposed: the logits stages before `process_logits`."""
+    request = state.request
+    if request.guidance_scale != 1.0:
+        logits = guided(logits, sampler.guidance(state, query.rows))
+    elif request.temperature > 0:
+        # scaled logits can leave the range of float16
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # in place: the logits are this step's, and can be large
+    if not sampler.weighs_mask(state):
+        logits.select(-1, state.mask_id).fill_(-torch.inf)
+    if state.suppressed is not None:
+        if state.suppressed.ndim == 1:
+            logits.index_fill_(-1, state.suppressed, -torch.inf)
+        else:  # each row has others
+            excluded = state.suppressed[torch.as_tensor(_rows_of_logits(query, len(logits)), device=logits.device)]
+            logits.scatter_(-1, excluded.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
+    return logits
+
+
+def _rows_of_logits(query: WindowQuery, count: int) -> np.ndarray:
+    """[count] int64: the state's row of each row of logits; drafts may have rows of their own."""
+    if query.window.copies is None or count == len(query.rows):
+        return query.rows
+    _, owner = (np.arange(query.window.copies.max())[:, None] < query.window.copies).nonzero()
+    return np.asarray(query.rows[owner])
+
+
+def candidates(
+    sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
+    request, needs = state.request, sampler.needs
+    statistics = token_statistics if generator is None else reference.statistics
+    filters = request.top_p, request.top_k
+    filtered = any(value is not None for value in filters)
+    if generator is not None and sampler.weighs_mask(state):
+        return reference.read(sampler, state, logits, query, generator)
+    if request.temperature == 0 and not (filtered and needs.score_from == "sampled"):
+        return statistics(logits, needs.reads)
+    raw = needs.score_from == "raw"
+    counted = generator is None and request.temperature > 0 and not needs.draws_tokens
+    if counted and not filtered:
+        scored_at = 1.0 if raw else request.temperature
+        return token_statistics(logits, needs.reads, None, token_draws(state, query, request.temperature), scored_at)
+    if counted and raw:
+        drawn = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
+        if drawn is not None:
+            return token_statistics(logits, needs.reads, drawn)
+    drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
+    drawn_from = filter_logits(drawn_from, *filters, sorted_ties=generator is not None)
+    if counted and not raw:
+        return token_statistics(drawn_from, needs.reads, None, token_draws(state, query))
+    drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
+    return statistics(logits if raw else drawn_from, needs.reads, drawn)
+
+
+def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:
+    """The random numbers that the tokens of a query's rows are drawn with."""
+    rows, positions = query.rows, state.window.query_positions(query)
+    steps = torch.as_tensor(state.row_step[rows], device=positions.device)
+    keys = state.keys[torch.as_tensor(rows, device=positions.device)]
+    return TokenDraws(keys, steps, positions, temperature, stream)
+
+
+def in_row_order(
+    parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Candidates, quantities and updates of several queries, as those of all running rows; and where these [R] were in
+    the answers one after the other."""
+    tokens, quantities, updates = zip(*parts, strict=True)
+    places = np.argsort(np.concatenate([query.window.index for query in queries]))
+    order = torch.as_tensor(places, device=tokens[0].device)
+    joined_quantities = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
+    joined_updates = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
+    return torch.cat(tokens)[order], joined_quantities, joined_updates, order
+
+
+def scatter_to_window(
+    tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; elsewhere the token
+    there (`current` [R, W]), and 0."""
+    columns = query.window.columns
+    assert columns is not None
+    if len(columns) < len(current):
+        current = current[torch.as_tensor(query.window.index, device=current.device)]
+    whole = {}
+    for name, value in quantities.items():
+        whole[name] = value.new_zeros(current.shape).scatter_(1, columns, value)
+    return current.scatter(1, columns, tokens), whole
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def make_view(
+    sampler: MaskedSampler,
+    state: Any,
+    proposal: MaskedProposal,
+    generator: torch.Generator | None = None,
+    memory: Mapping[str, Tensor] | None = None,
+) -> View:
+    """Make what `select` sees of a proposal. memory: that of the method; None reads it from the state."""
+    rows, available = proposal.rows, proposal.available
+    draw = functools.partial(sampler.position_noise, state, generator)
+    if memory is None:
+        memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
+    editable = revision.editable_positions(state, proposal) if sampler.needs.revises else torch.zeros_like(available)
+
+    def choose(scores: Tensor, count: np.ndarray) -> Tensor:
+        if generator is not None:
+            return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
+        # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
+        return top_by_rank(scores + rng.gumbel(sampler.position_noise(state, None)), count)
+
+    return View(
+        scores=torch.where(available, proposal.scores, -torch.inf),
+        candidates=available,
+        tokens=proposal.values,
+        positions=proposal.positions,
+        quantities=proposal.quantities,
+        quota=sampler.quota(state, rows),
+        memory=memory,
+        updates=proposal.updates,
+        current=proposal.current,
+        editable=editable,
+        top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
+        draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
+        choose=choose,
+        ends=state.ends,
+        leading=leading_blocks(state, proposal.current) if "pipelined_blocks" in state.features else None,
+    )
+
+
+def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
+    """The tensors that are not None as numpy arrays under their names, with one transfer for all: the step's one wait
+    for the device. The others are as long as the first, or lack its last dimension."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if all(tensor.is_cpu for tensor in present.values()):
+        return {name: tensor.numpy() for name, tensor in present.items()}
+    first = next(iter(present.values()))
+    # float64 holds flags, ids and logits exactly
+    wide = [
+        (tensor if tensor.ndim == first.ndim else tensor.unsqueeze(-1).expand_as(first)).double()
+        for tensor in present.values()
+    ]
+    dtypes = {torch.bool: bool, torch.int64: np.int64}
+    arrays = {}
+    for (name, tensor), array in zip(present.items(), torch.stack(wide).cpu().numpy(), strict=True):
+        arrays[name] = array.astype(dtypes.get(tensor.dtype, np.float64))
+        if tensor.ndim < first.ndim:
+            arrays[name] = arrays[name][..., 0]
+    return arrays

@@ -1,0 +1,74 @@
+"""Methods that take back what they decided (`Needs.revises`): what is written, and when their blocks close."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.blocks import LONGEST_BLOCK
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.view import Decision, MaskedProposal, View
+
+
+def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
+    """[R, W] bool: decided by the method in the open block."""
+    window = state.window
+    editable = (proposal.current != state.mask_id) & ~window.read(state.given)
+    if proposal.block_end is not None:
+        editable = editable & (window.positions < proposal.block_end.unsqueeze(1))
+    return editable if window.valid is None else editable & window.valid
+
+
+def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> Decision:
+    """The selection [R, W] bool with what the method takes back; no more than it has steps left to decide again."""
+    revision = sampler.revise(view, selected)
+    if revision.text is not None:  # what changes at open positions is written
+        text = revision.text
+        written = (view.candidates | view.editable) & (text != view.current)
+        filled = (view.current == state.mask_id).long() - (text == state.mask_id).long()
+        return Decision(text, written, filled.masked_fill(~written, 0), revision.hold_block)
+    values, written, filled = view.tokens, selected, selected.long()
+    if revision.edit is not None:
+        written = written | revision.edit & view.editable
+    if revision.remask is not None:
+        remask = revision.remask & view.editable
+        least = torch.as_tensor(min_filled(sampler, state, state.window.rows), device=remask.device)
+        remask = remask & (filled.sum(1) - remask.sum(1) >= least).unsqueeze(1)
+        values = values.masked_fill(remask, state.mask_id)
+        written, filled = written | remask, filled - remask.long()
+    return Decision(values, written, filled, revision.hold_block)
+
+
+def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: the bound on the steps of the rows' open blocks. Where text moves, it is that of a block of masks."""
+    masks = state.masks_at_open[rows]
+    if sampler.needs.moves:  # which takes blocks of one length
+        masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]
+    return np.asarray(sampler.most_steps(masks))
+
+
+def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: how many positions more than before must be decided after this step, so that the steps left suffice
+    for the others; where text moves, the last step fills the block."""
+    left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
+    if sampler.needs.moves:
+        return np.where(left > 0, -LONGEST_BLOCK, state.remaining[rows])
+    return state.remaining[rows] - left
+
+
+def stable_tokens(
+    sampler: Any, state: MaskedState, rows: np.ndarray, decided: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """Which rows [R] hold their block, and the window [R, W] as stop rules see it: what may be taken back ends
+    nothing before a step has left it unchanged."""
+    held = decided.get("hold_block")
+    closes = state.remaining[rows] <= 0
+    if held is not None:
+        held = held & (state.block_step[rows] < max_block_steps(sampler, state, rows))
+        closes = closes & ~held
+    may_change = ~closes[:, None] if sampler.needs.ends_with_block else decided["selected"] & ~closes[:, None]
+    return held, np.where(may_change, state.mask_id, decided["tokens"])
