@@ -24,9 +24,6 @@ from paradec.constraints.values import Choice as Choice
 from paradec.constraints.values import Grammar as Grammar
 from paradec.constraints.values import JsonSchema as JsonSchema
 from paradec.constraints.values import Regex as Regex
-from paradec.core.blocks import AdaptiveBlocks as AdaptiveBlocks
-from paradec.core.blocks import FixedBlocks as FixedBlocks
-from paradec.core.blocks import PipelinedBlocks as PipelinedBlocks
 from paradec.core.protocol import Interrupted as Interrupted
 from paradec.core.protocol import decode as decode
 from paradec.core.rollouts import Rollout as Rollout
@@ -40,6 +37,8 @@ from paradec.models.loading import load as load
 from paradec.models.proteins.mpnn import load_protein_mpnn as load_protein_mpnn
 from paradec.models.wrapping import wrap as wrap
 from paradec.request import Request as Request
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks as AdaptiveBlocks
+from paradec.samplers.features.pipelined_blocks import PipelinedBlocks as PipelinedBlocks
 from paradec.samplers.forecast.dicache import DiCache as DiCache
 from paradec.samplers.forecast.easycache import EasyCache as EasyCache
 from paradec.samplers.forecast.first_block import DBCache as DBCache
@@ -50,6 +49,7 @@ from paradec.samplers.forecast.refresh import Every as Every
 from paradec.samplers.forecast.refresh import Verification as Verification
 from paradec.samplers.forecast.seacache import SeaCache as SeaCache
 from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+from paradec.samplers.masked.blocks import FixedBlocks as FixedBlocks
 from paradec.samplers.masked.rules.prophet import Prophet as Prophet
 from paradec.tools.training.replay import replay as replay
 from paradec.tools.tuning.run import tune as tune

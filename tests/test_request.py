@@ -17,12 +17,13 @@ import paradec
 from paradec import caches, samplers
 from paradec.api import images
 from paradec.batching import slots
-from paradec.core.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.core.version import DRAWS
 from paradec.integrations.engines import hosted
 from paradec.integrations.server.request_body import FIELDS as SERVED
 from paradec.models.adapter import Model
 from paradec.request import ELSEWHERE, FIELDS, LIVE, Arguments, Request
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
+from paradec.samplers.masked.blocks import FixedBlocks
 from paradec.samplers.renoising import start
 from paradec.tools.tuning import run
 

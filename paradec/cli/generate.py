@@ -80,7 +80,7 @@ def pipelined(blocks: str | None, length: int | None, add: float | None, full: f
         return blocks, length
     if blocks != "pipelined" or length is None:
         raise ValueError(f"--block-{next(iter(settings))} goes with --blocks pipelined --block-length N")
-    from paradec.core.blocks import PipelinedBlocks
+    from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 
     # which blocks must make progress makes a difference of `full`
     forced = "first" if full is None else "active"

@@ -119,7 +119,7 @@ def prepare(
     """
     # printed at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
-        from paradec.core.blocks import LONGEST_BLOCK
+        from paradec.core.checks import LARGEST_INT
         from paradec.core.prompts import check_placeholder
         from paradec.request import DEFAULTS, FIELDS, Request, seed_matters
 
@@ -146,7 +146,7 @@ def prepare(
         fields = Request(**{name: value for name, value in request.items() if name in FIELDS})
         needs_answer = function == "generate"
         check_int(
-            "max_new_tokens", request["max_new_tokens"], low=int(needs_answer), high=LONGEST_BLOCK, none=needs_answer
+            "max_new_tokens", request["max_new_tokens"], low=int(needs_answer), high=LARGEST_INT, none=needs_answer
         )
         check_placeholder(request.get("mask"))
         answers = request.pop("num_return_sequences")

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.blocks import LONGEST_BLOCK
-from paradec.core.checks import check_number, shown
+from paradec.core.checks import LARGEST_INT, check_number, shown
 from paradec.core.query import Query
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
@@ -389,7 +388,7 @@ def _block_settings(source: str, given: Mapping[str, Any], base: Model, publishe
     # transformers sees one position further than z-lab's code
     window = positive(given, "sliding_window") + (not published) if slides else 0
     block = positive(given, "block_size")
-    longest = base.facts.max_length or LONGEST_BLOCK  # of the base
+    longest = base.facts.max_length or LARGEST_INT  # of the base
     if not 2 <= block <= longest:
         raise CheckpointError(f"{where}: block_size={block} must be an integer from 2 to {longest}")
     scale, multiplier, cap = (given.get(name, default) for name, default in NUMBERS.items())

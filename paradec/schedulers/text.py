@@ -11,14 +11,14 @@ from diffusers.utils import BaseOutput
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.blocks import FixedBlocks
 from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
+from paradec.kernels.token_stats import token_statistics
 from paradec.samplers.distributions import divided
+from paradec.samplers.masked.blocks import FixedBlocks
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.renoising.state import annealed
-from paradec.samplers.statistics import token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}

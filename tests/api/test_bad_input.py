@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import paradec
 from paradec import samplers
 from paradec.caches.stored import RangeCache
-from paradec.core.blocks import WholeCanvas
 from paradec.core.protocol import Sampler
 from paradec.samplers.masked import MaskedSampler, Needs
+from paradec.samplers.masked.blocks import WholeCanvas
 
 MASKED = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked"]
 PROMPT = [1, 2, 3]

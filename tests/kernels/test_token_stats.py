@@ -21,17 +21,19 @@ from paradec.kernels import interpreting
 from paradec.kernels.token_stats import (
     FIELDS,
     IN_ONE_READ,
+    QUANTITIES,
     TokenDraws,
     TokenStats,
     draw,
-    float64,
     path_for,
     portable,
+    read,
     reference_stats,
+    token_statistics,
     token_stats,
 )
 from paradec.samplers.filters import draw_filtered, filter_logits
-from paradec.samplers.statistics import QUANTITIES, best_with_probability, token_statistics
+from paradec.samplers.statistics import best_with_probability
 
 VOCABULARY = 9001
 """Beyond SMALL_VOCABULARY, and no multiple of any tile."""
@@ -190,7 +192,7 @@ def test_the_path_depends_on_the_tokens_alone() -> None:
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
 def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
     """Large batches are read piece by piece in memory of their own; long rows are searched by stretches."""
-    rows = 2 * float64.CPU_BLOCK // vocabulary + 3
+    rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
     logits = logits_of(rows, vocabulary=vocabulary)
     logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
     ids = torch.randint(vocabulary, (rows, 2), generator=torch.Generator().manual_seed(3))

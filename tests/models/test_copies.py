@@ -103,7 +103,7 @@ VALUES: dict[str, Any] = {
     **{f"sampler {name}": lambda name=name: samplers.create(name) for name in samplers.names()},
     **{f"cache {name}": lambda name=name: caches.create(name) for name in caches.names()},
     "fixed blocks": lambda: paradec.FixedBlocks(4),
-    "whole canvas": lambda: paradec.core.blocks.WholeCanvas(),
+    "whole canvas": lambda: paradec.samplers.masked.blocks.WholeCanvas(),
     "adaptive blocks": lambda: paradec.AdaptiveBlocks(length=8),
     "sparsed": lambda: paradec.SparseD(select=0.5),
     "prophet": lambda: paradec.Prophet(),

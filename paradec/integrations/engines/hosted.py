@@ -37,7 +37,7 @@ FIELDS = (
 """Fields of `paradec.Request` that a hosted row may have. The others are the engine's business, or need the model."""
 MOST_ROWS = 2**20
 """That share a state."""
-OWN = ("start", "query", "query_part", "step")
+OWN = ("start", "query", "step")
 """What a sampler must leave to the family, since the engine makes its calls."""
 
 

@@ -15,15 +15,22 @@ float32's relative precision as far down as float32 has numbers (1e-36), and 1 -
 
 A temperature divides only differences between logits: these never overflow.
 
-`reference.py` defines every statistic, `draws.py` how a token is drawn; `read.py` chooses a path: `float64.py`,
-`portable.py` ("chunked") or `triton.py`, the kernels; `api.py` validates arguments.
+`reference.py` defines every statistic, `draws.py` how a token is drawn; `read.py` chooses a path and is "float64"
+itself, `portable.py` is "chunked", `triton.py` the kernels; `api.py` validates arguments.
 """
 
 from paradec.kernels import interpreting
 from paradec.kernels.token_stats.api import PATHS, token_stats
 from paradec.kernels.token_stats.draws import BELOW_ONE, TokenDraws, draw
-from paradec.kernels.token_stats.float64 import argmax
-from paradec.kernels.token_stats.read import IN_ONE_READ, SMALL_VOCABULARY, path_for, read_stats
+from paradec.kernels.token_stats.portable import argmax
+from paradec.kernels.token_stats.read import (
+    IN_ONE_READ,
+    QUANTITIES,
+    SMALL_VOCABULARY,
+    path_for,
+    read_stats,
+    token_statistics,
+)
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats, reference_stats
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "FIELDS",
     "IN_ONE_READ",
     "PATHS",
+    "QUANTITIES",
     "SMALL_VOCABULARY",
     "TokenDraws",
     "TokenStats",
@@ -41,5 +49,6 @@ __all__ = [
     "path_for",
     "read_stats",
     "reference_stats",
+    "token_statistics",
     "token_stats",
 ]

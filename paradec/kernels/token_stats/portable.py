@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, locate
-from paradec.kernels.token_stats.float64 import argmax, concatenate, float64_samples, row_blocks
+from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws, draw, locate
 from paradec.kernels.token_stats.reference import EPSILON, TokenStats
 
 CPU_BLOCK = 2**19
 """Numbers in a block on the CPU, if a row is no longer: 2 MB in float32."""
+BLOCK = 2**25
+"""Numbers in a block on accelerators."""
 FLOOR = -72.0
 """Differences to the second largest logit, over the temperature, are at least this: a weight of 2**-103 adds nothing in
 float64, and exponentials that leave float32's normal numbers take processors ten times as long."""
@@ -57,6 +59,31 @@ def chunked_stats(
     )
     stats = _from_sums(_RowSums(*sums), wanted, temperature)
     return stats if draws is None else stats._replace(sample=_sample(_RowSums(*sums), logits, draws))
+
+
+def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
+    """[..., V] as views [n, V] in order, of `on_cpu` numbers on the CPU and `BLOCK` elsewhere, or of one row; at least
+    one view."""
+    if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
+        rows = max(1, (on_cpu if logits.is_cpu else BLOCK) // logits.shape[-1])
+        yield from logits.reshape(-1, logits.shape[-1]).split(rows)
+    else:
+        for part in logits:
+            yield from row_blocks(part, on_cpu)
+
+
+def concatenate(parts: list[Any], lead: torch.Size) -> list[Any]:
+    """Tuples of tensors [n, ...] or None, field by field as one tensor [*lead, ...]."""
+    fields = (
+        field[0] if len(field) == 1 or field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)
+    )
+    return [None if field is None else field.view(lead + field.shape[1:]) for field in fields]
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Index of the largest of values [..., N], [...] int64, the first on ties. Float32 or float64: on the CPU numpy's
+    search takes a tenth of torch's time."""
+    return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
 
 
 def _sum_rows(
@@ -147,3 +174,13 @@ def _sample(sums: _RowSums, logits: Tensor, draws: TokenDraws) -> Tensor:
         return float64_samples(logits[near], uniform[near], draws.temperature)
 
     return locate(sums.segments, uniform, logits.shape[-1], weights, again)
+
+
+def float64_samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """Draw a token from each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
+    samples, start, uniform = [], 0, uniform.flatten()
+    for rows in row_blocks(logits, CPU_BLOCK):
+        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)
+        samples.append(draw(wide.softmax(-1), uniform[start : start + len(rows)]))
+        start += len(rows)
+    return torch.cat(samples).view(logits.shape[:-1])

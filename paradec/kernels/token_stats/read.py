@@ -1,20 +1,85 @@
-"""`read_stats`: the choice of a path."""
+"""Token statistics under the names that samplers declare; `read_stats` chooses a path, and is "float64" itself."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from paradec.kernels import has_triton
 from paradec.kernels.token_stats.draws import TokenDraws
-from paradec.kernels.token_stats.float64 import float64_samples, float64_stats
-from paradec.kernels.token_stats.portable import chunked_stats
-from paradec.kernels.token_stats.reference import FIELDS, TokenStats
+from paradec.kernels.token_stats.portable import chunked_stats, concatenate, float64_samples, row_blocks
+from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats
 
 SMALL_VOCABULARY = 2**13
 """Largest vocabulary that "float64" serves whatever the dtype: its cost is little beside any forward."""
 IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
 """Fields of the Triton kernel: a logarithm of p + 1e-10 takes the normalized p, and so a second read."""
+QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
+QUANTITY_FIELDS = {
+    "margin": "margin",
+    "negative_entropy": "smoothed_entropy",
+    "minus_entropy": "entropy",
+    "logit_gap": "gap",
+}
+"""Names of the quantities in `TokenStats`; entropies have the other sign, so that higher is more confident."""
+ONE_READ_FIELDS = QUANTITY_FIELDS | {"negative_entropy": "entropy"}
+"""The same where a second read, or a second logarithm, would cost more than the first."""
+FLOAT64_CPU_BLOCK = 2**17
+"""Numbers in a block of "float64" on the CPU, if a row is no longer: 1 MB."""
+
+
+def token_statistics(
+    logits: Tensor,
+    reads: tuple[str, ...],
+    tokens: Tensor | None = None,
+    draws: TokenDraws | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Statistics of each position's distribution softmax(logits / temperature).
+
+    Args:
+        logits: [..., V] of any float dtype; -inf excludes a token.
+        reads: which of `QUANTITIES` to compute.
+        tokens: [...] int64: "confidence" is the probability of these; None takes the best token (lowest id on ties).
+        draws: asks for tokens that are drawn, instead.
+        temperature: above 0; divides all logits, those of "logit_gap" too.
+
+    Returns:
+        The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin"
+        p(1st) - p(2nd), "minus_entropy" sum p ln p, "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is
+        more confident), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are
+        NaN where a logit is NaN or +inf. Large vocabularies, which are read in float32, have sum p ln p in place of
+        Dream's form: less by 1e-10 a token at most, where its second logarithm would cost more than all else.
+    """
+    exact = "negative_entropy" not in reads or path_for(logits) == "float64"
+    fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
+    stats = read_stats(logits, _wanted(reads, exact), temperature, ids=tokens, draws=draws)
+    prob: Tensor | None = stats.prob
+    if draws is not None:
+        tokens, prob = stats.sample, stats.sample_prob
+    elif tokens is not None:
+        prob = stats.ids_prob
+    quantities: dict[str, Tensor] = {}
+    for name in reads:
+        if name == "confidence":
+            assert prob is not None  # of the tokens that were asked for
+            quantities[name] = prob
+        elif name == "best_token":
+            quantities[name] = stats.token
+        else:
+            value = getattr(stats, fields[name])
+            if name == "logit_gap" and temperature != 1:
+                value = value / temperature
+            quantities[name] = -value if name.endswith("entropy") else value
+    return stats.token if tokens is None else tokens, quantities
+
+
+@lru_cache(maxsize=64)
+def _wanted(reads: tuple[str, ...], exact: bool) -> frozenset[str]:
+    fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
+    return frozenset(fields[name] for name in reads if name in fields)
 
 
 def read_stats(
@@ -36,7 +101,11 @@ def read_stats(
     if path == "chunked":
         stats = chunked_stats(logits, wanted, temperature, draws)
     else:
-        stats = float64_stats(logits, wanted, temperature)
+        if logits.numel() <= FLOAT64_CPU_BLOCK:
+            stats = _float64_stats(logits, wanted, temperature)
+        else:
+            parts = [_float64_stats(rows, wanted, temperature) for rows in row_blocks(logits, FLOAT64_CPU_BLOCK)]
+            stats = TokenStats(*concatenate(parts, logits.shape[:-1]))
         if draws is not None:
             stats = stats._replace(sample=float64_samples(logits, draws.uniform(), draws.temperature))
     if ids is not None:
@@ -59,3 +128,41 @@ def _probabilities(logits: Tensor, ids: Tensor, stats: TokenStats, temperature: 
     chosen = logits.gather(-1, ids.reshape(*logits.shape[:-1], -1)).double()
     top = logits.gather(-1, stats.token.unsqueeze(-1)).double()
     return (((chosen - top) / temperature).exp() * stats.prob.unsqueeze(-1)).view(ids.shape)
+
+
+def _float64_stats(logits: Tensor, wanted: frozenset[str], temperature: float) -> TokenStats:
+    """Statistics of rows [..., V], in float64 and few passes: these are most of a small model's step."""
+    if temperature != 1 or "entropy" in wanted or "smoothed_entropy" in wanted:
+        wide = logits.to(torch.float64, copy=True)
+        if temperature != 1:
+            # differences stay finite, or become -inf, at every temperature
+            wide.sub_(wide.amax(-1, keepdim=True)).div_(temperature)
+        p = wide.softmax(-1)
+    else:
+        p = logits.softmax(-1, dtype=torch.float64)
+    # numpy's search on the CPU takes a tenth of torch's time
+    token = torch.as_tensor(p.numpy().argmax(-1)) if p.is_cpu else p.argmax(-1)
+    at = token.unsqueeze(-1)
+    prob = p.gather(-1, at).squeeze(-1)
+    second_prob = margin = entropy = smoothed = logsumexp = gap = nonfinite = None
+    if "gap" in wanted:
+        highest = logits.topk(min(2, logits.shape[-1]), dim=-1).values.double()
+        gap = highest[..., 0] - highest[..., 1] if logits.shape[-1] > 1 else torch.full_like(prob, torch.inf)
+    if "smoothed_entropy" in wanted:
+        smoothed = -(p + EPSILON).log_().mul_(p).sum(-1)
+    if not wanted.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
+        if "entropy" in wanted:
+            # sum p (z - z_best) + ln p_best needs no logarithm per token; both terms are negative, so nothing cancels
+            entropy = -wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
+        p.scatter_(-1, at, 0)
+        if "entropy" in wanted or "logsumexp" in wanted:
+            beyond = (p.sum(-1) / prob).log1p()  # -ln p_best
+            entropy = None if entropy is None else entropy.add_(beyond)
+        if "logsumexp" in wanted:
+            logsumexp = logits.gather(-1, at).squeeze(-1).double() / temperature + beyond
+        if "second_prob" in wanted or "margin" in wanted:
+            second_prob = p.amax(-1)
+            margin = prob - second_prob
+    if "nonfinite" in wanted:
+        nonfinite = prob.isnan()
+    return TokenStats(token, prob, second_prob, margin, entropy, smoothed, logsumexp, gap, nonfinite)

@@ -25,7 +25,7 @@ class EarlyRule(Protocol):
     """
 
     reads: tuple[str, ...]
-    """Quantities of the model's logits (`paradec.samplers.statistics.QUANTITIES`), each [R, W] float64;
+    """Quantities of the model's logits (`paradec.kernels.token_stats.QUANTITIES`), each [R, W] float64;
     `proposal.updates` has them under `WATCHED` and their names."""
 
     def satisfied(self, state: Any, proposal: Any) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
+from paradec.caches.base import Cache
+from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix, plan_reuse
 from paradec.caches.parts import outward
 from paradec.core.query import CallCost
 from paradec.core.trace import TraceStep
+from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
 
 
@@ -53,3 +55,12 @@ class PrefixReuse(Feature):
         if self.settled is None:
             return None
         return keep_prefix(state, model, None if self.reuse is None else self.reuse.kept)
+
+
+def plan_request_reuse(
+    request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray, causal_keys: bool
+) -> Reuse | None:
+    """Plan which keys and values the request takes over, if any."""
+    prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
+    branches = 1 if request.guidance_scale == 1.0 else 2
+    return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)

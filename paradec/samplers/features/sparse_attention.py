@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from paradec import attention as attentions
+from paradec.core.checks import shown
+from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
 
 
@@ -26,3 +30,35 @@ class SparseAttention(Feature):
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         self.attention_state.committed(state, proposal.cost.queries)
         return False
+
+
+def find_attention(request: Request, sampler: Any, model: Any) -> Any:
+    """Find the attention method, if it works with this sampler and model; None attends to everything. Without one in
+    the request that of the model counts; where it does not work, a warning says so.
+
+    Raises:
+        ValueError: a method that was asked for and does not work; the message says why.
+    """
+    asked = request.attention
+    if isinstance(asked, str) and asked != "dense":
+        asked = attentions.create(asked)
+    method = getattr(model, "default_attention", None) if asked is None else asked
+    if method is None or isinstance(method, str):
+        return None
+    if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "refusal")):
+        raise ValueError(
+            f"attention={shown(method)} must be 'dense', one of {attentions.names()} or made by "
+            "paradec.attention.create, e.g. paradec.SparseD()"
+        )
+    why = method.refusal(sampler, model)
+    if why is None and (request.prefix is not None or request.share_prefix):
+        why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
+    if why is None and request.suffix is not None:
+        why = "its lists are of whole rows, and with suffix=... most of a row does not exist yet"
+    if why is None:
+        return method
+    text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"
+    if asked is not None:
+        raise ValueError(text)
+    warnings.warn(f"{text}; every call attends to everything", stacklevel=2)
+    return None

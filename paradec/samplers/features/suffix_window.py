@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from paradec.caches.base import Cache
 from paradec.caches.suffix import Suffix
+from paradec.core.checks import shown
 from paradec.core.rows import row_layout
+from paradec.request import Request
 from paradec.samplers.features.feature import Feature
+from paradec.samplers.masked.blocks import BlockPolicy, WholeCanvas
 
 
 @dataclass
@@ -36,3 +40,20 @@ class SuffixWindow(Feature):
         if state.store is not None:
             for branch in range(state.branches):
                 state.store.hide(rows + branch * state.batch, ~present)
+
+
+def check_suffix(
+    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool, early: bool
+) -> None:
+    """Raise ValueError where the request's suffix does not work; the message says why."""
+    suffix = Suffix.of(request.suffix)
+    assert suffix is not None  # asked for where there is one
+    why = suffix.refusal(sampler, model, cache, gaps)
+    if why is None and isinstance(blocks, WholeCanvas):
+        why = "one block holds the whole answer, and nothing comes after it; give block_length"
+    if why is None and early:
+        why = f"stop={shown(request.stop)} reads everything after the block; leave it out"
+    if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
+        why = f"rng='reference' draws it for one row, and here are {rows}; use rng='counter'"
+    if why is not None:
+        raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")

@@ -1,100 +1,107 @@
-"""Blocks of a request: which policy cuts them, how rows open and close them, and where stop rules end rows."""
+"""Blocks of a request: how a sequence is cut, how rows open and close their blocks, and where stop rules end rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from paradec.core.blocks import (
-    LONGEST_BLOCK,
-    POLICIES,
-    AdaptiveBlocks,
-    BlockPolicy,
-    FixedBlocks,
-    PipelinedBlocks,
-    WholeCanvas,
-    count_blocks,
-)
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import LARGEST_INT, check_choice, check_int, shown
 from paradec.core.rows import ROWS
 from paradec.request import Request
 from paradec.samplers.masked.state import MaskedState
 
+LONGEST_BLOCK = LARGEST_INT
 NEVER = np.iinfo(np.int64).max
 """The end of a row that goes on."""
 
 
-# ---- the policy ------------------------------------------------------------------------------------------------------
+# ---- how a sequence is cut -------------------------------------------------------------------------------------------
 
 
-def choose_policy(
-    sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
-) -> BlockPolicy:
-    """Choose the policy that was asked for, else the sampler's, else the model's.
+class BlockPolicy(Protocol):
+    """Says where the next block of each row ends.
+
+    A policy that decides from the model's prediction sets `reads_logits`. Then `open` says how far it wants to read,
+    the step that opens a block proposes tokens for all of that, and `cut` says how much of it is the block; nothing
+    beyond is committed. That step is the block's first one: reading costs no forward of its own. A block always reaches
+    the first position that may be committed. A policy may also have `for_model(model)`, which returns the policy to use
+    with that model.
+    """
+
+    reads_logits: ClassVar[bool] = False
+
+    def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """End (exclusive) of the block that begins at `start`, or of what is read. All arrays: [R] int64 positions."""
+        ...
+
+    def count(self, prompt_length: int, length: int) -> int | None:
+        """How many blocks a row will have; None when only decoding shows."""
+        ...
+
+    def cut(self, opening: Any) -> Tensor:
+        """[R] int64: lengths of the blocks that begin at the opening's column 0; only for `reads_logits`."""
+        raise TypeError(f"{type(self).__name__} reads no logits")
+
+
+@dataclass(frozen=True)
+class FixedBlocks(BlockPolicy):
+    """Blocks of one length, decoded left to right (LLaDA, arXiv 2502.09992, "semi-autoregressive remasking").
 
     Args:
-        blocks: a policy, or a name (`paradec.core.blocks.POLICIES`), which goes with a `block_length`.
-        holes: whether prompts have masks; a bidirectional model fills these as one block.
+        length: positions per block, at least 1; the last block of a row may be shorter.
+        align: "prompt" counts blocks from the end of the prompt (LLaDA), "absolute" from position 0 (SDAR, LLaDA2), so
+            that the first block may begin inside the prompt's last one.
+    """
+
+    length: int
+    align: str = "prompt"
+
+    def __post_init__(self) -> None:
+        check_int("length", self.length, low=1, high=LONGEST_BLOCK)
+        check_choice("align", self.align, ("prompt", "absolute"))
+
+    def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
+        if self.align == "absolute":
+            return np.minimum((start // self.length + 1) * self.length, length)
+        return np.minimum(start + self.length, length)
+
+    def count(self, prompt_length: int, length: int) -> int:
+        first = prompt_length // self.length * self.length if self.align == "absolute" else prompt_length
+        return -(-(length - first) // self.length)
+
+
+@dataclass(frozen=True)
+class WholeCanvas(BlockPolicy):
+    """One block that holds everything after the prompt (Dream)."""
+
+    def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
+        return length.copy()
+
+    def count(self, prompt_length: int, length: int) -> int:
+        return 1
+
+
+def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B] int64: how many blocks each row will have, to spread `steps` over.
+
+    Args:
+        starts, lengths: [B] int64, where each row's blocks begin and end.
 
     Raises:
-        ValueError: lengths or a policy that do not fit the sampler or the model.
+        ValueError: a policy whose blocks only decoding shows.
     """
-    facts, policy = model.facts, blocks
-    if isinstance(policy, str):
-        policy, block_length = _named_policy(sampler, model, policy, block_length)
-    if policy is not None and block_length is not None:
-        raise ValueError(f"blocks={policy!r} and block_length={block_length!r} both cut the sequence; give one of them")
-    if block_length is not None:
-        check_int("block_length", block_length, low=1, high=LONGEST_BLOCK)
-    if policy is None and not isinstance(blocks, str):
-        policy = sampler.blocks(block_length)
-    if policy is None and block_length is not None:
-        if facts.block_length is None:
-            return FixedBlocks(block_length)
-        if facts.block_length % block_length and block_length % facts.block_length:
-            raise ValueError(
-                f"block_length={block_length} does not fit {facts.name}, which was trained with blocks of "
-                f"{facts.block_length}; give {facts.block_length}, or a divisor or a multiple of it"
-            )
-        return FixedBlocks(block_length, align=facts.block_align)
-    if policy is not None:
-        if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
-            raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
-        if getattr(policy, "reads_logits", False) and sampler.needs.multi_step:
-            raise ValueError(
-                f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: it drafts steps ahead, before "
-                "the logits that say where a block ends; use paradec.FixedBlocks"
-            )
-        return policy.for_model(model) if hasattr(policy, "for_model") else policy
-    if facts.block_length is not None:
-        return FixedBlocks(facts.block_length, align=facts.block_align)
-    if model.default_block_length is not None and not holes:
-        return FixedBlocks(model.default_block_length)
-    return WholeCanvas()
-
-
-def _named_policy(
-    sampler: Any, model: Any, name: str, block_length: int | None
-) -> tuple[BlockPolicy | None, int | None]:
-    """The policy of that name, or None and the length of its blocks."""
-    check_choice("blocks", name, POLICIES)
-    check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
-    if name == "fixed":
-        return None, block_length or model.facts.block_length or model.default_block_length or 32
-    if name == "adaptive":
-        policy = sampler.blocks(block_length)
-        if isinstance(policy, AdaptiveBlocks):
-            return policy, None
-        return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
-    if name == "pipelined":
-        return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
-    if block_length is not None:
-        raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
-    return WholeCanvas(), None
+    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
+    if None in counts:
+        raise ValueError(
+            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
+            "leave steps out"
+        )
+    return np.array(counts, np.int64)
 
 
 def check_steps(

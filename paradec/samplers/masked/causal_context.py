@@ -16,12 +16,12 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.caches.table import REFUSED, verdict
-from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS
 from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
+from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import Decision, MaskedProposal
 

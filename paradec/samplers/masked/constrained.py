@@ -18,20 +18,20 @@ from torch import Tensor
 from paradec.constraints import passes
 from paradec.constraints.marginals import Marginals
 from paradec.core import rng
-from paradec.core.blocks import PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS, row_layout
+from paradec.kernels.token_stats import token_statistics
 from paradec.samplers.distributions import tempered
 from paradec.samplers.features.feature import Ends, Feature
+from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.blocks import EndOfText, open_blocks
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import StopStrings
 from paradec.samplers.masked.view import Decision, MaskedProposal
 from paradec.samplers.spans import Part, Span, no_texts, parts_of, refused, spans_of
-from paradec.samplers.statistics import token_statistics
 
 STREAM = 7
 """Of the random numbers that texts are drawn with."""

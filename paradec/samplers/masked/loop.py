@@ -63,12 +63,11 @@ from torch import Tensor
 
 from paradec.caches.base import Cache, Part
 from paradec.core import rng
-from paradec.core.blocks import BlockPolicy
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Commit, NotFinite, Sampler
 from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import TokenDraws, read_stats
+from paradec.kernels.token_stats import TokenDraws, read_stats, token_statistics
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
 from paradec.samplers.features.early_stops import WATCHED
@@ -76,7 +75,7 @@ from paradec.samplers.features.pipelined_blocks import leading_blocks, open_star
 from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.blocks import close_blocks, cut_blocks, find_ends, trim_rows
+from paradec.samplers.masked.blocks import BlockPolicy, close_blocks, cut_blocks, find_ends, trim_rows
 from paradec.samplers.masked.features import known_probabilities, step_logprobs
 from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.start import start_state
@@ -93,7 +92,7 @@ from paradec.samplers.masked.view import (
     checked_select,
     declare,
 )
-from paradec.samplers.statistics import token_statistics, top_by_rank
+from paradec.samplers.statistics import top_by_rank
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
 
@@ -376,7 +375,9 @@ class MaskedSampler(Sampler):
         rows, needs, features = proposal.rows, self.needs, state.features
         generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
         view = make_view(self, state, proposal, generator)
-        selected = with_progress(checked_select(self, view), view)
+        selected = checked_select(self, view) & view.candidates
+        if view.leading is not None:
+            selected = with_progress(selected, view)
         decision = Decision(proposal.values, selected, selected)
         if needs.revises:
             decision = revision.revise_decision(self, state, view, selected)

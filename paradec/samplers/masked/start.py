@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import attention as attentions
 from paradec import caches
 from paradec.caches.base import Cache
-from paradec.caches.kept import Reuse, plan_reuse
+from paradec.caches.kept import Reuse
 from paradec.caches.none import NoCache
 from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import REFUSED, verdict
 from paradec.core import rng
-from paradec.core.blocks import BlockPolicy, PipelinedBlocks, WholeCanvas
-from paradec.core.checks import check_int, check_memory, shown
+from paradec.core.checks import check_choice, check_int, check_memory, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
-from paradec.core.protocol import Sampler
+from paradec.core.protocol import Sampler, plain
 from paradec.core.trace import Trace
 from paradec.request import Request
-from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds, AdaptiveBlocks
 from paradec.samplers.features.decision_order import DecisionOrder
 from paradec.samplers.features.early_stops import EarlyRule, EarlyStops, split_stop_rules
 from paradec.samplers.features.holes import Holes
-from paradec.samplers.features.pipelined_blocks import OpenBlocks, check_pipelined
-from paradec.samplers.features.prefix_reuse import PrefixReuse
-from paradec.samplers.features.sparse_attention import SparseAttention
-from paradec.samplers.features.suffix_window import SuffixWindow
-from paradec.samplers.masked.blocks import EndOfText, check_steps, choose_policy, open_blocks
+from paradec.samplers.features.pipelined_blocks import OpenBlocks, PipelinedBlocks, check_pipelined
+from paradec.samplers.features.prefix_reuse import PrefixReuse, plan_request_reuse
+from paradec.samplers.features.sparse_attention import SparseAttention, find_attention
+from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
+from paradec.samplers.masked.blocks import (
+    LONGEST_BLOCK,
+    BlockPolicy,
+    EndOfText,
+    FixedBlocks,
+    WholeCanvas,
+    check_steps,
+    count_blocks,
+    open_blocks,
+)
 from paradec.samplers.masked.features import logprobs_features
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import StopStrings
 
+POLICIES = {
+    "fixed": FixedBlocks,
+    "whole": WholeCanvas,
+    "adaptive": AdaptiveBlocks,
+    "pipelined": PipelinedBlocks,
+}
+"""Names of policies, for `blocks="adaptive"` and the command line."""
 MAX_UNCHECKED = 2**24
 """Bytes of logits that fit on any device."""
 
@@ -77,8 +91,11 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         others, early = split_stop_rules(request.stop, sampler)
         stop_rules += others
     texts = stop_strings_of(request, model) if request.stop_strings else ()
-    reuse = _plan_reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
-    attention = find_attention(request, sampler, model)
+    reuse = attention = None
+    if request.prefix is not None or request.share_prefix or request.keep_prefix:
+        reuse = plan_request_reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
+    if request.attention is not None or getattr(model, "default_attention", None) is not None:
+        attention = find_attention(request, sampler, model)
     if request.suffix is not None:
         check_suffix(request, sampler, model, cache, policy, len(rows), gaps, bool(early))
 
@@ -119,6 +136,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         stop_rules=tuple(stop_rules),
         generator=generator,
     )
+    if request.steps is not None:
+        state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, ends))
     state.features = _make_features(state, sampler, model, early, reuse)
     open_blocks(state, np.arange(state.batch))
     _check_logits(state, model)
@@ -156,6 +175,105 @@ def check_pair(sampler: Any, model: Any) -> None:
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
             f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
         )
+
+
+def policy_of(name: str, value: Any) -> Any:
+    """Check the field `blocks` of a request; what `policy_data` makes becomes a policy.
+
+    Raises:
+        ValueError: an unknown name, or settings that the policy does not have; the message begins with `name`.
+    """
+    if isinstance(value, Mapping):
+        settings = dict(value)
+        policy = settings.pop(name, None)
+        check_choice(name, policy, POLICIES)
+        try:
+            return POLICIES[policy](**{key: tuple(s) if isinstance(s, list) else s for key, s in settings.items()})
+        except TypeError as error:
+            raise ValueError(f"{name}={shown(dict(value))}: {error}") from None
+    if isinstance(value, str):
+        check_choice(name, value, POLICIES)
+    return value
+
+
+def policy_data(value: Any) -> Any:
+    """Turn a policy into data that JSON can hold; a name stays one.
+
+    Raises:
+        ValueError: a custom policy.
+    """
+    for name, kind in POLICIES.items():
+        if type(value) is kind:
+            return {"blocks": name} | {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.init}
+    if not isinstance(value, str):
+        raise ValueError(f"blocks={shown(value)} is no data and cannot be saved: leave it out")
+    return value
+
+
+def choose_policy(
+    sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
+) -> BlockPolicy:
+    """Choose the policy that was asked for, else the sampler's, else the model's.
+
+    Args:
+        blocks: a policy, or a name (`POLICIES`), which goes with a `block_length`.
+        holes: whether prompts have masks; a bidirectional model fills these as one block.
+
+    Raises:
+        ValueError: lengths or a policy that do not fit the sampler or the model.
+    """
+    facts, policy = model.facts, blocks
+    if isinstance(policy, str):
+        policy, block_length = _named_policy(sampler, model, policy, block_length)
+    if policy is not None and block_length is not None:
+        raise ValueError(f"blocks={policy!r} and block_length={block_length!r} both cut the sequence; give one of them")
+    if block_length is not None:
+        check_int("block_length", block_length, low=1, high=LONGEST_BLOCK)
+    if policy is None and not isinstance(blocks, str):
+        policy = sampler.blocks(block_length)
+    if policy is None and block_length is not None:
+        if facts.block_length is None:
+            return FixedBlocks(block_length)
+        if facts.block_length % block_length and block_length % facts.block_length:
+            raise ValueError(
+                f"block_length={block_length} does not fit {facts.name}, which was trained with blocks of "
+                f"{facts.block_length}; give {facts.block_length}, or a divisor or a multiple of it"
+            )
+        return FixedBlocks(block_length, align=facts.block_align)
+    if policy is not None:
+        if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
+            raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
+        if getattr(policy, "reads_logits", False) and sampler.needs.multi_step:
+            raise ValueError(
+                f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: it drafts steps ahead, before "
+                "the logits that say where a block ends; use paradec.FixedBlocks"
+            )
+        return policy.for_model(model) if hasattr(policy, "for_model") else policy
+    if facts.block_length is not None:
+        return FixedBlocks(facts.block_length, align=facts.block_align)
+    if model.default_block_length is not None and not holes:
+        return FixedBlocks(model.default_block_length)
+    return WholeCanvas()
+
+
+def _named_policy(
+    sampler: Any, model: Any, name: str, block_length: int | None
+) -> tuple[BlockPolicy | None, int | None]:
+    """The policy of that name, or None and the length of its blocks."""
+    check_choice("blocks", name, POLICIES)
+    check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
+    if name == "fixed":
+        return None, block_length or model.facts.block_length or model.default_block_length or 32
+    if name == "adaptive":
+        policy = sampler.blocks(block_length)
+        if isinstance(policy, AdaptiveBlocks):
+            return policy, None
+        return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
+    if name == "pipelined":
+        return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
+    if block_length is not None:
+        raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
+    return WholeCanvas(), None
 
 
 def new_tokens(model: Any, rows: list[list[int]], asked: int | None, hole: int, name: str) -> int:
@@ -273,55 +391,6 @@ def _make_cache(request: Request, sampler: Any, model: Any, blocks: BlockPolicy)
     return cache
 
 
-def check_suffix(
-    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool, early: bool
-) -> None:
-    """Raise ValueError where the request's suffix does not work; the message says why."""
-    suffix = Suffix.of(request.suffix)
-    assert suffix is not None  # asked for where there is one
-    why = suffix.refusal(sampler, model, cache, gaps)
-    if why is None and isinstance(blocks, WholeCanvas):
-        why = "one block holds the whole answer, and nothing comes after it; give block_length"
-    if why is None and early:
-        why = f"stop={shown(request.stop)} reads everything after the block; leave it out"
-    if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
-        why = f"rng='reference' draws it for one row, and here are {rows}; use rng='counter'"
-    if why is not None:
-        raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")
-
-
-def find_attention(request: Request, sampler: Any, model: Any) -> Any:
-    """Find the attention method, if it works with this sampler and model; None attends to everything. Without one in
-    the request that of the model counts; where it does not work, a warning says so.
-
-    Raises:
-        ValueError: a method that was asked for and does not work; the message says why.
-    """
-    asked = request.attention
-    if isinstance(asked, str) and asked != "dense":
-        asked = attentions.create(asked)
-    method = getattr(model, "default_attention", None) if asked is None else asked
-    if method is None or isinstance(method, str):
-        return None
-    if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "refusal")):
-        raise ValueError(
-            f"attention={shown(method)} must be 'dense', one of {attentions.names()} or made by "
-            "paradec.attention.create, e.g. paradec.SparseD()"
-        )
-    why = method.refusal(sampler, model)
-    if why is None and (request.prefix is not None or request.share_prefix):
-        why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
-    if why is None and request.suffix is not None:
-        why = "its lists are of whole rows, and with suffix=... most of a row does not exist yet"
-    if why is None:
-        return method
-    text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"
-    if asked is not None:
-        raise ValueError(text)
-    warnings.warn(f"{text}; every call attends to everything", stacklevel=2)
-    return None
-
-
 def _row_ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: int) -> np.ndarray:
     """[B] int64: positions of each row. Block-causal models were trained on whole blocks: the last one is decoded
     whole, and cut afterwards."""
@@ -330,17 +399,6 @@ def _row_ends(facts: ModelFacts, starts: np.ndarray, lengths: np.ndarray, new: i
         return ends
     ends = facts.block_bounds(starts, ends, starts)[1]
     return ends if facts.max_length is None else np.minimum(ends, facts.max_length)
-
-
-def _plan_reuse(
-    request: Request, model: Any, cache: Cache, rows: list[list[int]], starts: np.ndarray, causal_keys: bool
-) -> Reuse | None:
-    """What the request takes over of keys and values that there are."""
-    prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
-    if prefix is None and share is False and keep is False:
-        return None
-    branches = 1 if request.guidance_scale == 1.0 else 2
-    return plan_reuse(prefix, share, keep, model, cache, branches, rows, starts, causal_keys)
 
 
 def _make_features(

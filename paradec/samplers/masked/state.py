@@ -13,7 +13,6 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.caches.cost import advice
 from paradec.caches.stored import StoredCache
-from paradec.core.blocks import BlockPolicy, count_blocks
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
@@ -78,7 +77,8 @@ class MaskedState(State):
     facts: ModelFacts
     request: Request
     cache: Cache
-    blocks: BlockPolicy
+    blocks: Any
+    """The `paradec.samplers.masked.blocks.BlockPolicy`."""
     pads: bool
     """Whether the model takes rows of several lengths in one call."""
     canvas: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
@@ -181,9 +181,6 @@ class MaskedState(State):
         self.end = self.asked.copy()
         self.stopped = np.zeros(self.batch, bool)
         self.reused = np.zeros(self.batch, np.int64)
-        if self.request.steps is not None:
-            counts = count_blocks(self.request.steps, self.blocks, self.prompt_length, self.length)
-            self.steps_per_block = -(-self.request.steps // counts)
         self.masked = (self.canvas == self.mask_id).cpu().numpy()
         self._follow_rows()
 

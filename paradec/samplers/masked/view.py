@@ -15,8 +15,8 @@ from paradec.core.facts import TOPOLOGIES
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Proposal
 from paradec.core.registry import unknown
+from paradec.kernels.token_stats import QUANTITIES
 from paradec.samplers.features.pipelined_blocks import best_of_blocks
-from paradec.samplers.statistics import QUANTITIES, best_one
 
 LAST = torch.finfo(torch.float64).min
 """Score of a candidate that is to be committed after all others."""
@@ -43,7 +43,7 @@ class Needs:
     """
 
     reads: tuple[str, ...] = ()
-    """Quantities computed from the logits (`paradec.samplers.statistics.QUANTITIES`); "confidence" and `score` too."""
+    """Quantities computed from the logits (`paradec.kernels.token_stats.QUANTITIES`); "confidence" and `score` too."""
     score: str = "confidence"
     """The one of them that ranks positions."""
     score_from: str = "raw"
@@ -187,7 +187,9 @@ class View:
         """[R, W] bool: the position to commit whatever its score, the one with the highest of `scores` (None: the
         view's), the lowest on ties; with pipelined blocks that of every block that must make progress."""
         scores = self.scores if scores is None else scores
-        return best_one(scores) if self.leading is None else best_of_blocks(scores, self.leading, self.candidates)
+        if self.leading is not None:
+            return best_of_blocks(scores, self.leading, self.candidates)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.argmax(-1, keepdim=True), True)
 
     def scheduled(self, scores: Tensor | None = None) -> Tensor:
         """[R, W] bool: the `quota` highest of `scores` (None: the view's); with pipelined blocks, which no schedule

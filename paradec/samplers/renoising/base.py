@@ -28,14 +28,14 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite, Proposal, Sampler
 from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import draw
+from paradec.kernels.token_stats import draw, token_statistics
 from paradec.request import Request, request_for
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.view import View, checked_select
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.start import start_state
 from paradec.samplers.renoising.state import DenoisingState
-from paradec.samplers.statistics import token_statistics, top_by_rank
+from paradec.samplers.statistics import top_by_rank
 
 PIECE = 2**22
 """Logits that statistics are read from at a time."""

@@ -38,8 +38,8 @@ from paradec.core.version import DRAWS, __version__
 from paradec.models.base import Model
 from paradec.models.loading import load
 from paradec.request import Request, seed_matters
-from paradec.samplers.masked.blocks import choose_policy
-from paradec.samplers.masked.start import find_attention
+from paradec.samplers.features.sparse_attention import find_attention
+from paradec.samplers.masked.start import choose_policy
 from paradec.tools.evaluation.configuration import BASELINE, Configuration, configurations
 from paradec.tools.evaluation.metrics import aup, wilson
 from paradec.tools.evaluation.questions import Question, packaged_questions

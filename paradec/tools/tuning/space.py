@@ -20,7 +20,7 @@ from paradec.core.checks import check_int
 from paradec.core.protocol import plain
 from paradec.core.registry import is_composed
 from paradec.request import Request
-from paradec.samplers.masked.blocks import choose_policy
+from paradec.samplers.masked.start import choose_policy
 from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
 
 REFERENCE = "low_confidence"

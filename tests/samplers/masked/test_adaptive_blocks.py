@@ -15,8 +15,8 @@ from torch import Tensor
 
 import paradec
 from paradec import AdaptiveBlocks, FixedBlocks, samplers
-from paradec.core.blocks import Opening
 from paradec.models.adapter import Model
+from paradec.samplers.features.adaptive_blocks import Opening
 
 LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41]]  # answered with newlines
 ROWS = [*LINES, [38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18]]

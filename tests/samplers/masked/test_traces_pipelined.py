@@ -52,7 +52,6 @@ from paradec.samplers.masked.blocks import close_blocks
 from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import MaskedProposal, View
-from paradec.samplers.statistics import best_one
 
 D3LLM = trace_names("d3llm")
 D2F = trace_names("d2f")
@@ -75,7 +74,7 @@ class MostConfidentOfAll(EntropyThreshold):
     name = "most_confident_of_all"
 
     def select(self, view: View) -> Tensor:
-        return super().select(view) | best_one(view.scores)
+        return super().select(view).scatter(1, view.scores.argmax(1, keepdim=True), True)
 
 
 def own_column(query: WindowQuery) -> WindowQuery:

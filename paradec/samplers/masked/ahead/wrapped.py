@@ -63,7 +63,9 @@ def take(
     if base.needs.extra_quantities:
         proposal.quantities.update(base.extra_quantities(ahead, proposal))
     view = make_view(base, ahead, proposal, memory=memory)
-    selected = with_progress(checked_select(base, view), view)
+    selected = checked_select(base, view) & view.candidates
+    if view.leading is not None:
+        selected = with_progress(selected, view)
     after = {**memory, **{name: updates[name] for name in updates if name in memory}}
     after |= base.remember(view, selected)
     cut = base.trim(view, selected) if ahead.request.eos_early_stop else None

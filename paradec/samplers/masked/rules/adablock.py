@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.core.blocks import LONGEST_BLOCK, AdaptiveBlocks
 from paradec.core.checks import check_int, check_number, check_order
+from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
+from paradec.samplers.masked.blocks import LONGEST_BLOCK
 from paradec.samplers.masked.loop import MaskedSampler, View
 
 

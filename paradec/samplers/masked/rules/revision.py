@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.blocks import LONGEST_BLOCK
+from paradec.samplers.masked.blocks import LONGEST_BLOCK
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import Decision, MaskedProposal, View
 

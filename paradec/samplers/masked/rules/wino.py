@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
+from paradec.kernels.token_stats import token_statistics
 from paradec.samplers.masked.loop import (
     MaskedProposal,
     MaskedSampler,
@@ -27,7 +28,6 @@ from paradec.samplers.masked.loop import (
     View,
     per_branch,
 )
-from paradec.samplers.statistics import token_statistics
 
 
 @dataclass(frozen=True)

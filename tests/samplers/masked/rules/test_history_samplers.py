@@ -12,8 +12,8 @@ from torch import Tensor
 from paradec import samplers
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
+from paradec.kernels.token_stats import token_statistics
 from paradec.samplers.masked.loop import Stage
-from paradec.samplers.statistics import token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
 ROWS, BLOCK, BLOCKS = 3, 6, 2

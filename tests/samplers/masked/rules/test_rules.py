@@ -12,9 +12,9 @@ from tiny_models import tiny
 
 import paradec
 from paradec import samplers
+from paradec.kernels.token_stats import token_statistics
 from paradec.models.adapter import Model
 from paradec.samplers.masked.loop import LAST
-from paradec.samplers.statistics import token_statistics
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
 

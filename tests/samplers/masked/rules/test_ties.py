@@ -15,7 +15,7 @@ from torch import Tensor
 
 import paradec
 from paradec import AdaptiveBlocks, samplers
-from paradec.core.blocks import Opening
+from paradec.samplers.features.adaptive_blocks import Opening
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.loop import Stage, View
