@@ -117,13 +117,15 @@ def _orders(asked: Any, keys: Tensor, undecided: list[np.ndarray], first: int) -
         for size in {*sizes[sizes > 0].tolist()}:
             of_size = np.flatnonzero(sizes == size)
             cells = order.groups(1, size, keyed(keys[torch.as_tensor(of_size, device=keys.device)])).order
-            for number, own in zip(of_size.tolist(), cells, strict=True):
-                places[number] = own
-    found: list[np.ndarray] = []
-    for row, own in zip(undecided, places, strict=True):
+            for number, cells_in_order in zip(of_size.tolist(), cells, strict=True):
+                places[number] = cells_in_order
+    every_order: list[np.ndarray] = []
+    for row, cells_in_order in zip(undecided, places, strict=True):
         before = np.flatnonzero(row[:first])
-        found.append(np.concatenate((np.flatnonzero(~row), before, own[row[first:][own]] + first)))
-    return found
+        every_order.append(
+            np.concatenate((np.flatnonzero(~row), before, cells_in_order[row[first:][cells_in_order]] + first))
+        )
+    return every_order
 
 
 def _listed(asked: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
@@ -140,9 +142,9 @@ def _listed(asked: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndar
     return [np.array(places, np.int64) for places in lists]
 
 
-def _runs(at: np.ndarray) -> list[tuple[int, int]]:
+def _runs(positions: np.ndarray) -> list[tuple[int, int]]:
     """Runs of neighbours among ascending positions."""
-    parts = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return [(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
@@ -198,8 +200,8 @@ class OrderedState(CausalState):
 
     def _where(self, flags: np.ndarray) -> Tensor:
         """[B, L] on the device, of flags [B, n]."""
-        found = resize_axis(flags, self.context.shape[1], False)
-        return torch.as_tensor(found, device=self.context.device)
+        columns = resize_axis(flags, self.context.shape[1], False)
+        return torch.as_tensor(columns, device=self.context.device)
 
     # ---- ranks ----------------------------------------------------------------------------------------------------
 
@@ -236,19 +238,19 @@ class OrderedState(CausalState):
         places = self.places(rows[:, None], self.committed[rows, None] + np.arange(self.width))
         asked = (ranks >= begin[:, None]) & (ranks < self.length[rows, None])
         count = asked.sum(1)
-        at = (~asked).argsort(1, kind="stable")[:, : count.max()]
-        valid = np.arange(at.shape[1]) < count[:, None]
+        place_of = (~asked).argsort(1, kind="stable")[:, : count.max()]
+        valid = np.arange(place_of.shape[1]) < count[:, None]
         # given positions come in the model's own order; those beyond the drafts are asked what they would be next
         known = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
         decided_at = np.where(known, ranks, -1)
         column = np.clip(asked.cumsum(1) - 1, 0, None)
-        host = (at, np.take_along_axis(decided_at, at, 1), np.take_along_axis(column, places, 1), places)
-        positions, decided, wanted, slots = (torch.as_tensor(each, device=device) for each in host)
+        host = (place_of, np.take_along_axis(decided_at, place_of, 1), np.take_along_axis(column, places, 1), places)
+        positions, decided, wanted, slots = (torch.as_tensor(array, device=device) for array in host)
         drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
         tokens = self.context[torch.as_tensor(rows, device=device)]
         slots, fed = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
-        own = spans.drafts[torch.as_tensor(index, device=device)][:, : self._period]
-        tokens = tokens.scatter(1, slots, torch.where(fed, own, tokens.gather(1, slots)))
+        drafts = spans.drafts[torch.as_tensor(index, device=device)][:, : self._period]
+        tokens = tokens.scatter(1, slots, torch.where(fed, drafts, tokens.gather(1, slots)))
         query = AnyOrderQuery(
             rows=rows,
             tokens=tokens.gather(1, positions),
@@ -262,8 +264,8 @@ class OrderedState(CausalState):
         )
         if store is None:
             return query
-        kept = torch.as_tensor(np.where(valid, at, -1), device=device)
-        return query.but(store=StoreCall(torch.as_tensor(rows, device=device), kept, rows, step=self.commits))
+        store_slots = torch.as_tensor(np.where(valid, place_of, -1), device=device)
+        return query.but(store=StoreCall(torch.as_tensor(rows, device=device), store_slots, rows, step=self.commits))
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         ends = self.facts.eos_token_ids
@@ -276,8 +278,8 @@ class OrderedState(CausalState):
         return super().distribution(logits, rows, positions)
 
     def drafts_in(self, query: Any) -> np.ndarray:
-        at = query.positions.cpu().numpy()
-        undecided = np.take_along_axis(self._undecided(query.rows), at, 1)
+        positions = query.positions.cpu().numpy()
+        undecided = np.take_along_axis(self._undecided(query.rows), positions, 1)
         return undecided & (query.tokens.cpu().numpy() != self.facts.mask_id)
 
     def close(self, rows: np.ndarray) -> None:
@@ -294,17 +296,17 @@ class OrderedState(CausalState):
         """End the rows whose text, from left to right, has come to one of the ids, or to a stop string."""
         canvas, final = self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(), self.final(rows)
         for number, row in enumerate(rows.tolist()):
-            said = canvas[number, self.reached[row] : final[number]]
-            if not len(said):
+            text = canvas[number, self.reached[row] : final[number]]
+            if not len(text):
                 continue
-            is_end, kept, stops = np.isin(said, ends), np.array([len(said)]), np.zeros(1, bool)
+            is_end, count, stops = np.isin(text, ends), np.array([len(text)]), np.zeros(1, bool)
             if is_end.any():
-                kept[0] = is_end.argmax() + 1
+                count[0] = is_end.argmax() + 1
             if self.spoken is not None:
-                kept, stops = self.spoken.cut(np.array([row]), said[None], kept)
-            end = int(self.reached[row] + kept[0])
+                count, stops = self.spoken.cut(np.array([row]), text[None], count)
+            end = int(self.reached[row] + count[0])
             self.reached[row] = end
-            if is_end[: kept[0]].any() or stops[0]:
+            if is_end[: count[0]].any() or stops[0]:
                 self.end[row], self.stopped[row] = end, stops[0]
                 self.context[row, end:] = self.facts.fill_token_id
 

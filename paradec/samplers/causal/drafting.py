@@ -24,17 +24,26 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.drafts.block import DraftBlock, DraftWalk
-from paradec.samplers.causal.drafts.chain import DraftChain, DraftLayers
 from paradec.samplers.causal.drafts.source import DraftSource, drafts_left
+from paradec.samplers.causal.drafts.stepwise import DraftChain, DraftLayers, GrownTree, RecurrentChain, StaticTree
 from paradec.samplers.causal.drafts.stopping import Unconfident, cut
 from paradec.samplers.causal.drafts.text import NamedDrafter, PromptLookup, TokenRecycling
-from paradec.samplers.causal.drafts.trees import GrownTree, RecurrentChain, StaticTree
 from paradec.samplers.causal.loop import CausalSampler, check_causal
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting, make_proposal, read_logits
-from paradec.samplers.causal.trees import DynamicTree, Rule, Tree, TreeLayout, tree_of, tree_query, walk
+from paradec.samplers.causal.trees import (
+    DynamicTree,
+    Rule,
+    Tree,
+    TreeLayout,
+    hashable,
+    real_nodes,
+    step_query,
+    tree_of,
+    walk,
+)
 from paradec.samplers.causal.verification import Verified
-from paradec.samplers.causal.window import read_window, real_nodes
+from paradec.samplers.causal.window import read_window
 
 FILLS: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
 """How drafters that fill a window by themselves do so, by `FeatureDrafter.fills`."""
@@ -53,13 +62,9 @@ class DraftingSampler(CausalSampler):
     step makes one token.
 
     Args:
-        drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
-            of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
-            `paradec.load_drafter`. `to_dict` names it only. For methods that say so (`window_drafters`) also one that
-            fills a window by itself: "prompt_lookup" or a `paradec.samplers.causal.drafts.text.PromptLookup`; or a
-            `paradec.samplers.causal.drafts.text.TokenRecycling`, which has a tree of its own.
-        tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
-            (`paradec.samplers.causal.trees.TREES`), or a `DynamicTree`; None is a chain.
+        drafter: see `Speculative`. For methods that say so (`window_drafters`) also one that fills a window by itself,
+            or has a tree of its own (`paradec.samplers.causal.drafts.text`).
+        tree: see `Speculative`; None is a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
     """
 
@@ -75,22 +80,21 @@ class DraftingSampler(CausalSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "drafter", NamedDrafter.of(self.drafter))
-        self._take_tree()
+        self._set("drafter", NamedDrafter.of(self.drafter))
+        if isinstance(self.drafter, TokenRecycling):
+            self._take_tree(self.drafter)
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
             raise ValueError(f"tree={shown(self.tree)} needs a drafter")
         if isinstance(self.tree, Mapping):  # as `to_dict` writes a dynamic one
-            object.__setattr__(self, "tree", DynamicTree(**self.tree))
+            self._set("tree", DynamicTree(**self.tree))
         if self.tree is not None and not isinstance(self.tree, DynamicTree):
             Tree.of(self.tree)
-            if not isinstance(self.tree, str):
-                entries = tuple(entry if isinstance(entry, int) else tuple(entry) for entry in self.tree)
-                object.__setattr__(self, "tree", entries)
+            self._set("tree", hashable(self.tree))
         if isinstance(self.drafter, nn.Module) and not hasattr(self.drafter, "facts"):
-            object.__setattr__(self, "drafter", _wrapped(self.drafter))
-        if self._own_slots is not None:
+            self._set("drafter", _wrapped(self.drafter))
+        if self.drafter_slots is not None:
             self._check_window_drafter()
-        if self.drafter is not None and not self._named:
+        if self.drafter is not None and not self.is_named:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
                     f"drafter={shown(self.drafter)} must be a causal model, from paradec.load or paradec.wrap say, "
@@ -99,54 +103,50 @@ class DraftingSampler(CausalSampler):
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
 
-    def _take_tree(self) -> None:
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _take_tree(self, drafter: TokenRecycling) -> None:
         """Take over the tree of a drafter that has one."""
-        if not isinstance(self.drafter, TokenRecycling):
-            return
         if not self.window_drafters:
-            raise ValueError(f"drafter={self.drafter.name!r} is not for {self.name!r}; give a causal model")
-        own, given = tree_of(self.drafter.tree), self.tree
-        if given is not None and (isinstance(given, (DynamicTree, Mapping)) or Tree.of(given) != own):
-            raise ValueError(f"tree={shown(given)}: drafter={self.drafter.name!r} has its own tree, leave it out")
-        object.__setattr__(self, "tree", self.drafter.tree)
+            raise ValueError(f"drafter={drafter.name!r} is not for {self.name!r}; give a causal model")
+        tree = self.tree
+        if tree is not None and (isinstance(tree, (DynamicTree, Mapping)) or Tree.of(tree) != tree_of(drafter.tree)):
+            raise ValueError(f"tree={shown(tree)}: drafter={drafter.name!r} has its own tree, leave it out")
+        self._set("tree", drafter.tree)
 
     def _check_window_drafter(self) -> None:
         """Raise ValueError for a drafter that fills a window by itself, where that is not taken or another setting says
         how much is drafted."""
-        name = self.drafter.name if self._named else self.drafter.facts.name
+        name = self.drafter.name if self.is_named else self.drafter.facts.name
         if not self.window_drafters:
             raise ValueError(f"drafter={name!r} is not for {self.name!r}; give a causal model or an EAGLE drafter")
         if self.tree is not None:
             raise ValueError(f"tree={shown(self.tree)} has no meaning with drafter={name!r}, which drafts a chain")
-        default = next(field.default for field in dataclasses.fields(self) if field.name == "window")
-        if self.window != default:
+        if self.window != self.settings()["window"]:
             raise ValueError(
-                f"window={self.window} has no meaning with drafter={name!r}, which evaluates {self._own_slots} slots: "
-                "leave it out"
+                f"window={self.window} has no meaning with drafter={name!r}, which evaluates {self.drafter_slots} "
+                "slots: leave it out"
             )
 
     @property
-    def _own_slots(self) -> int | None:
+    def drafter_slots(self) -> int | None:
         """Slots of the window that the drafter fills at once; None for those that draft token by token."""
         return getattr(self.drafter, "slots", None)
 
     @property
-    def _named(self) -> bool:
+    def is_named(self) -> bool:
         """Whether no model drafts; q are one-hot then."""
         return isinstance(self.drafter, NamedDrafter)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the drafter reads the model's hidden states."""
+        return getattr(self.drafter, "reads_features", False)
 
     def node_rule(self, state: CausalState) -> Rule:
         """How the nodes of a tree are drawn and verified."""
         raise NotImplementedError
-
-    @property
-    def _stop(self) -> Any:
-        """When a chain of drafts ends early: a rule of `paradec.samplers.causal.drafts.stopping`, or None."""
-        return None
-
-    @property
-    def _reads_features(self) -> bool:
-        return getattr(self.drafter, "reads_features", False)
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -154,44 +154,33 @@ class DraftingSampler(CausalSampler):
         """As for all; ValueError without a drafter, for one with another vocabulary, an EAGLE drafter of another model,
         or a tree over a model without a store."""
         super().check_request(model, grid)
-        if self.drafter is None and self.needs_drafter:
-            raise ValueError(
-                f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
-            )
         if self.drafter is None:
+            if self.needs_drafter:
+                raise ValueError(
+                    f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
+                )
             return
-        if self._named:
-            self._check_tree(model)
-            return
-        own, small = model.facts, self.drafter.facts
-        if small.vocab_size != own.vocab_size:
-            raise ValueError(
-                f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
-                "a drafter must have the same"
-            )
-        _check_vocabulary(model, self.drafter)
-        self._bound(model)
-        self._check_tree(model, self.drafter)
+        if not self.is_named:
+            check_vocabulary(model, self.drafter)
+            self.bind_drafter(model)
+        for part in () if self.tree is None else (model,) if self.is_named else (model, self.drafter):
+            if not (part.supports_store and part.supports_visibility):
+                raise ValueError(f"tree={self.tree} needs models that run over a store; {part.facts.name} does not")
 
-    def _check_tree(self, *models: Any) -> None:
-        for each in models if self.tree is not None else ():
-            if not (each.supports_store and each.supports_visibility):
-                raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
-
-    def _bound(self, model: Any) -> Any:
+    def bind_drafter(self, model: Any) -> Any:
         """The drafter, over this request's model where it reads that one's features."""
-        return self.drafter.bound(model) if self._reads_features else self.drafter
+        return self.drafter.bound(model) if self.reads_features else self.drafter
 
     def num_slots(self, model: Any, new: int) -> int:
         if self.tree is None:
-            return super().num_slots(model, new) if self._own_slots is None else min(self._own_slots, new)
+            return super().num_slots(model, new) if self.drafter_slots is None else min(self.drafter_slots, new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
     def memory(self) -> dict[str, MemorySpec]:
         specs = super().memory()
-        if self._named:
+        if self.is_named:
             specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
-        if isinstance(self._stop, Unconfident):
+        if isinstance(getattr(self, "stop", None), Unconfident):
             specs["confidence"] = MemorySpec(("slot",), None, reset="sequence")
         if self.tree is None:
             return specs
@@ -212,35 +201,35 @@ class DraftingSampler(CausalSampler):
             super().open(state, model)
             return
         if isinstance(self.drafter, PromptLookup):
-            self._draft_next(state, state.rows, None)
+            self.draft_next(state, state.rows, None)
             return
-        limit = None if self._named else self.drafter.facts.max_length
+        limit = None if self.is_named else self.drafter.facts.max_length
         if limit is not None and limit < state.context.shape[1]:
             raise ValueError(f"drafter {self.drafter.facts.name} takes {limit} positions of {state.context.shape[1]}")
-        own = state.drafting = Drafting(self._bound(model), *np.zeros((2, state.batch), np.int64))
-        if not self._named and self.drafter.supports_store:
-            own.store = self.drafter.make_store(*state.context.shape)
+        drafting = state.drafting = Drafting(self.bind_drafter(model), *np.zeros((2, state.batch), np.int64))
+        if not self.is_named and self.drafter.supports_store:
+            drafting.store = self.drafter.make_store(*state.context.shape)
         if self.tree is not None:
             state.memory["drafts"] = torch.full_like(state.memory["drafts"], -1)
         if isinstance(self.tree, DynamicTree):
-            own.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
-        if self._reads_features:
+            drafting.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
+        if self.reads_features:
             state.drafted[:] = 0  # there is nothing yet that drafts could come from
             if again := getattr(self.drafter, "reads_again", 0):
                 shape = (len(state.context), again, model.hidden_size)
-                own.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
+                drafting.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
         else:
-            self._draft_next(state, state.rows, None)
+            self.draft_next(state, state.rows, None)
 
-    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         if self.drafter is None:
-            super().draft_window(state, proposal, found, count)
+            super().draft_window(state, proposal, verified, count)
             return
         if "node_logits" in proposal.quantities:
             self.drafter.observe(state, proposal)
-        self._draft_next(state, proposal.rows, proposal.quantities.get("features"))
+        self.draft_next(state, proposal.rows, proposal.quantities.get("features"))
 
-    def _draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+    def draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows. features: [branches * R, F, D], hidden states for a drafter that reads them: of the tokens
         before those that became final, from the first that it has not read."""
         going = np.flatnonzero(drafts_left(state, rows) > 0)
@@ -251,21 +240,22 @@ class DraftingSampler(CausalSampler):
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
             features = self.drafter.fused(features[(every + torch.as_tensor(going, device=features.device)).flatten()])
         rows = rows[going]
-        (source := self._source(state)).fill(state, rows, features)
-        if self._stop is not None and not isinstance(source, DraftChain):
-            cut(state, rows, self._stop)
+        source, stop = self.source(state), getattr(self, "stop", None)
+        source.fill(state, rows, features)
+        if stop is not None and not isinstance(source, DraftChain):
+            cut(state, rows, stop)
 
-    def _source(self, state: CausalState) -> DraftSource:
+    def source(self, state: CausalState) -> DraftSource:
         """Where the next drafts come from."""
-        if self._named:
+        if self.is_named:
             return self.drafter
-        if self._own_slots is not None:
+        if self.drafter_slots is not None:
             return FILLS[self.drafter.fills]
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:
             return StaticTree(tree_of(self.tree), self.node_rule(state))
-        return RecurrentChain() if self._reads_features else DraftChain(self._stop)
+        return RecurrentChain() if self.reads_features else DraftChain(getattr(self, "stop", None))
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
@@ -274,12 +264,8 @@ class DraftingSampler(CausalSampler):
         if self.tree is None:
             queries = super().query(state)
         else:
-            rows, held = state.rows, state.num_stored()[state.rows]
-            begin = np.where(held > 0, held + state.shift[:, rows], 0)
-            wanted = np.arange(state.width) * state.drafted[rows].any()
-            layout, drafts = self.tree_layout(state), state.memory.read(rows)["drafts"]
-            queries = [tree_query(state, state.store, rows, layout, drafts, begin, int(wanted.max()), wanted)]
-        if not self._reads_features:
+            queries = [step_query(state, self.tree_layout(state), state.memory.read(state.rows)["drafts"])]
+        if not self.reads_features:
             return queries
         return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
@@ -287,12 +273,12 @@ class DraftingSampler(CausalSampler):
         """As for all; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of its
         nodes are. For drafters that read them, "features" [branches * R, F, D] are the hidden states of the tokens
         before those that become final, from the first that the drafter has not read."""
-        if self._reads_features and any(query.hidden is None for query in queries):
+        if self.reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} left no hidden states in its query, which the drafter reads")
         if self.tree is not None:
             return self._propose_tree(state, outputs, queries)
         proposal = super().propose(state, outputs, queries)
-        if self._reads_features:  # the columns begin where it goes on
+        if self.reads_features:  # the columns begin where it goes on
             proposal.quantities["features"] = _side_by_side(state, queries)
         return proposal
 
@@ -307,24 +293,24 @@ class DraftingSampler(CausalSampler):
         every, places = torch.arange(len(rows), device=device), (committed + depths).expand(len(rows), -1)
 
         def target(node: Tensor) -> Tensor:
-            own = logits[every, node].unsqueeze(1), rows, places[every, node].unsqueeze(1)
-            return state.distribution(*own).squeeze(1)
+            place = places[every, node].unsqueeze(1)
+            return state.distribution(logits[every, node].unsqueeze(1), rows, place).squeeze(1)
 
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = real_nodes(state, tree, memory["drafts"])
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
         q = memory["draft_distribution"].expand(len(rows), *logits.shape[1:])
-        found = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.hits)
-        node = found.nodes.clamp(min=0)
-        quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
-        if self._named:
+        walked = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.hits)
+        node = walked.nodes.clamp(min=0)
+        quantities = {"accepted": walked.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
+        if self.is_named:
             quantities |= {"node_logits": logits, "nodes": drafts}
         quantities |= state.recorded(None, logits, guided, rows, places.gather(1, node), node)
-        if self._reads_features and queries[0].hidden is not None:
+        if self.reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left
-        return make_proposal(state, queries, found.tokens, positions, found.scores, available, quantities)
+        return make_proposal(state, queries, walked.tokens, positions, walked.scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """[branches * R, F, D]: of a tree's call, the hidden states of the prompts of rows that begin, and those of the
@@ -350,15 +336,15 @@ class DraftingSampler(CausalSampler):
 
 def _side_by_side(state: CausalState, queries: list[CausalQuery]) -> Tensor:
     """[branches * R, F, D]: the hidden states of all queries' columns, in the order of the running rows."""
-    found = [query.hidden for query in queries if query.hidden is not None]
-    if len(found) == 1:
-        return found[0]
-    width, rows = max(hidden.shape[1] for hidden in found), len(state.rows)
-    every = found[0].new_zeros(state.branches * rows, width, found[0].shape[-1])
-    for query, hidden in zip(queries, found, strict=True):
+    hidden_states = [query.hidden for query in queries if query.hidden is not None]
+    if len(hidden_states) == 1:
+        return hidden_states[0]
+    width, rows = max(hidden.shape[1] for hidden in hidden_states), len(state.rows)
+    every = hidden_states[0].new_zeros(state.branches * rows, width, hidden_states[0].shape[-1])
+    for query, hidden in zip(queries, hidden_states, strict=True):
         assert query.index is not None  # queries over a store have it
-        at = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
-        every[torch.as_tensor(at, device=every.device), : hidden.shape[1]] = hidden
+        branch_rows = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
+        every[torch.as_tensor(branch_rows, device=every.device), : hidden.shape[1]] = hidden
     return every
 
 
@@ -372,14 +358,20 @@ def _wrapped(module: nn.Module) -> Any:
         raise ValueError(f"drafter={type(module).__name__} cannot be taken as it is: {error}") from None
 
 
-def _check_vocabulary(model: Any, drafter: Any) -> None:
-    """Raise ValueError where the tokenizers of the two have other tokens for some of `PROBED` ids."""
-    own, small = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
-    if own is None or small is None or own is small:
+def check_vocabulary(model: Any, drafter: Any) -> None:
+    """Raise ValueError where the two have vocabularies of other sizes, or tokenizers with other tokens for some of
+    `PROBED` ids."""
+    size, other = model.facts.vocab_size, drafter.facts.vocab_size
+    if other != size:
+        raise ValueError(
+            f"drafter {drafter.facts.name} has a vocabulary of {other}, {model.facts.name} one of {size}; a drafter "
+            "must have the same"
+        )
+    tokenizer, other_tokenizer = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
+    if tokenizer is None or other_tokenizer is None or tokenizer is other_tokenizer:
         return
-    size = model.facts.vocab_size
     for probe in range(0, size, max(1, size // PROBED)):
-        tokens = own.convert_ids_to_tokens(probe), small.convert_ids_to_tokens(probe)
+        tokens = tokenizer.convert_ids_to_tokens(probe), other_tokenizer.convert_ids_to_tokens(probe)
         if tokens[0] != tokens[1]:
             raise ValueError(
                 f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "

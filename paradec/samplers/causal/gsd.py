@@ -33,8 +33,8 @@ def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor
     else:
         order = p.argsort(dim=-1, stable=True)
         rank = (order == tokens).int().argmax(-1, keepdim=True)
-    at = rank + torch.arange(-half, half, device=p.device)
-    return rank, at, order.gather(-1, at.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # of a key the id alone
+    ranks = rank + torch.arange(-half, half, device=p.device)
+    return rank, ranks, order.gather(-1, ranks.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # of a key the id alone
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,15 @@ class GSD(SJD):
     def accept(self, window: DraftWindow) -> Tensor:
         """min(1, p(G) / q(G)); for an x with too few tokens below it min(1, p(x) / q(x))."""
         half, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
-        rank, at, group = around(window.p, x, half)
-        inside, p = at < window.p.shape[-1], window.p.gather(-1, group)
+        rank, ranks, group = around(window.p, x, half)
+        inside, p = ranks < window.p.shape[-1], window.p.gather(-1, group)
         member = inside & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
         if self.d_threshold is not None and embeddings is not None:
             near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
             # the public code looks at the ids before it drops any by probability
             far = ((group > EMBEDDED) & inside).any(-1, keepdim=True)
             member &= near | far
-        member |= at == rank
-        p_group, q_group = (torch.where(member, each, 0).sum(-1) for each in (p, window.drafts.of(group)))
+        member |= ranks == rank
+        p_group = torch.where(member, p, 0).sum(-1)  # p(G)
+        q_group = torch.where(member, window.drafts.of(group), 0).sum(-1)  # q(G)
         return torch.where(rank.squeeze(-1) < half, super().accept(window), (p_group / q_group).clamp(max=1))

@@ -141,24 +141,24 @@ class Jacobi(SJD):
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
         """As for all; of a block nothing becomes final before it closes."""
-        found = super().verify(state, proposal)
+        verified = super().verify(state, proposal)
         if self.group is None:
-            return found
-        right, size = found.accepted + 1, proposal.available.sum(1, keepdim=True)
+            return verified
+        right, size = verified.accepted + 1, proposal.available.sum(1, keepdim=True)
         closes = right == size
         if len(state.ends):
             slot = torch.arange(state.width, device=right.device)
-            closes |= (torch.isin(found.tokens, state.ends) & (slot < right)).any(1, keepdim=True)
+            closes |= (torch.isin(verified.tokens, state.ends) & (slot < right)).any(1, keepdim=True)
         last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self.iteration_limit
         exits = right if self.early_exit == "prefix" else size
-        return found._replace(accepted=torch.where(closes, right, torch.where(last, exits, 0)) - 1)
+        return verified._replace(accepted=torch.where(closes, right, torch.where(last, exits, 0)) - 1)
 
-    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         if self.group is not None:
             rows, iteration = proposal.rows, state.memory.read(proposal.rows)["iteration"]
             state.memory.write("iteration", rows, torch.where(count.squeeze(1) > 0, 0, iteration + 1))
             state.drafted[rows] = ALL_SLOTS
-        super().draft_window(state, proposal, found, count)
+        super().draft_window(state, proposal, verified, count)
 
     def guess(
         self, state: CausalState, rows: np.ndarray, known: Tensor, tokens: Tensor, numbers: Tensor | None
@@ -265,9 +265,9 @@ def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tens
     held = pool[:, :, 0] == token.unsqueeze(1)
     age = torch.arange(size, device=pool.device)
     best = torch.where(held, age, size).topk(min(count, size), dim=1, largest=False, sorted=True)
-    found = pool[:, :, 1 : length + 1].take_along_dim(best.indices.unsqueeze(-1), 1)
-    found = found.masked_fill((best.values == size).unsqueeze(-1), -1)
-    return torch.nn.functional.pad(found, (0, 0, 0, count - found.shape[1]), value=-1)
+    tokens = pool[:, :, 1 : length + 1].take_along_dim(best.indices.unsqueeze(-1), 1)
+    tokens = tokens.masked_fill((best.values == size).unsqueeze(-1), -1)
+    return torch.nn.functional.pad(tokens, (0, 0, 0, count - tokens.shape[1]), value=-1)
 
 
 def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:

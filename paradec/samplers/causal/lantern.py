@@ -7,7 +7,7 @@ in a picture, so that the model's probability of a draft may count that of its n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) ->
     Returns:
         [...], and whether any neighbour was taken in [...].
     """
-    own = probability(p, x)
+    p_x = probability(p, x)
     share = p.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
-    limit = torch.full_like(own, bound) if additive else (bound - 1) * own
+    limit = torch.full_like(p_x, bound) if additive else (bound - 1) * p_x
     within = (near >= 0) & (share <= limit.unsqueeze(-1))  # the shares grow, so these come first
-    return own + share.masked_fill(~within, 0).amax(-1), within.any(-1)
+    return p_x + share.masked_fill(~within, 0).amax(-1), within.any(-1)
 
 
 @dataclass(frozen=True)
@@ -86,45 +86,21 @@ class Lantern(DraftingSampler, SJD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("k", self.k, low=1)
-        check_number("delta", self.delta, low=0, high=1)
-        if self.drafter is not None:
-            defaults = self.settings()
-            for name in ("init", "refresh", "guess_distribution"):
-                if getattr(self, name) != defaults[name]:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no meaning where a model drafts; leave it out"
-                    )
+        check_settings(self, self.k, self.delta)
 
     @property
     def compared_by(self) -> str:
         return "codebook"
 
-    @property
-    def bound(self) -> tuple[bool, float]:
-        """Whether the limit is additive, and its number."""
-        return True, self.delta
-
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, m(x) / q(x))."""
-        assert window.embeddings is not None  # `reads` has seen to it
-        x = window.drafts.tokens
-        # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
-        near = neighbours(window.embeddings, x, self.k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
-        mass, _ = relaxed(window.p, x, near, *self.bound)
-        return (mass / window.drafts.of_drafts()).clamp(max=1)
+        return accept_near(window, self.k, True, self.delta)
 
     def node_rule(self, state: CausalState) -> NodeRule:
-        """See `DraftingSampler.node_rule`."""
-        assert state.embeddings is not None  # likewise
-        drawn = not isinstance(self.tree, DynamicTree)
-        # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
-        k = self.k if state.request.temperature else 0
-        return NodeRule(state.embeddings, k, *self.bound, drawn, state.allowed)
+        return rule_of_nodes(state, self.tree, self.k, True, self.delta)
 
 
 @dataclass(frozen=True)
-class LanternPlusPlus(Lantern):
+class LanternPlusPlus(DraftingSampler, SJD):
     """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x), so that
     m(x) <= lam p(x) and an unlikely draft is not carried by likely neighbours. Not lossless; lam=1 is SJD.
 
@@ -135,21 +111,60 @@ class LanternPlusPlus(Lantern):
         drafter, tree, guess_distribution: see `Lantern`. window, init, refresh: see `SJD`.
     """
 
+    guess_distribution: str = "one_hot"
     k: int = 10
+    delta: float = 0.1
     lam: float = 5.0
 
     name = "lantern++"
     paper = "LANTERN++"
     arxiv = "2502.06352"
     summary = "LANTERN whose neighbours count in proportion to the draft's own probability; not lossless"
+    lossless = False
+    hits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_settings(self, self.k, self.delta)
         check_number("lam", self.lam, low=1)
 
     @property
-    def bound(self) -> tuple[bool, float]:
-        return False, self.lam
+    def compared_by(self) -> str:
+        return "codebook"
+
+    def accept(self, window: DraftWindow) -> Tensor:
+        return accept_near(window, self.k, False, self.lam)
+
+    def node_rule(self, state: CausalState) -> NodeRule:
+        return rule_of_nodes(state, self.tree, self.k, False, self.lam)
+
+
+def check_settings(sampler: DraftingSampler, k: int, delta: float) -> None:
+    """Raise ValueError for a number out of its range, or a setting that has no meaning where a model drafts."""
+    check_int("k", k, low=1)
+    check_number("delta", delta, low=0, high=1)
+    defaults = sampler.settings()
+    for name in ("init", "refresh", "guess_distribution") if sampler.drafter is not None else ():
+        if (value := getattr(sampler, name)) != defaults[name]:
+            raise ValueError(f"{name}={value!r} has no meaning where a model drafts; leave it out")
+
+
+def accept_near(window: DraftWindow, k: int, additive: bool, bound: float) -> Tensor:
+    """min(1, m(x) / q(x)) of the drafts x, [R, W]; see `relaxed`."""
+    assert window.embeddings is not None  # `compared_embeddings` has seen to it
+    x = window.drafts.tokens
+    # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
+    near = neighbours(window.embeddings, x, k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
+    mass, _ = relaxed(window.p, x, near, additive, bound)
+    return (mass / window.drafts.of_drafts()).clamp(max=1)  # min(1, m(x) / q(x))
+
+
+def rule_of_nodes(state: CausalState, tree: Any, k: int, additive: bool, bound: float) -> NodeRule:
+    """How the nodes of a tree are drawn and verified."""
+    assert state.embeddings is not None  # likewise
+    # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
+    k = k if state.request.temperature else 0
+    return NodeRule(state.embeddings, k, additive, bound, not isinstance(tree, DynamicTree), state.allowed)
 
 
 class NodeRule(Sequential):
@@ -186,11 +201,11 @@ class NodeRule(Sequential):
             gone = torch.where(any_near.unsqueeze(1), near, -1)
         if not self.drawn:
             return mass, self._or_uniform(without(without(p, x.unsqueeze(1)), gone)), q
-        own = probability(q, x)
-        possible = (own > 0).unsqueeze(1)
+        q_x = probability(q, x)
+        possible = (q_x > 0).unsqueeze(1)
         left = self._or_uniform(without(q, x.unsqueeze(1)))  # uniform only where no draft can follow
         rest = torch.where(possible, self._or_uniform((p - without(q, gone)).clamp(min=0)), p)
-        return torch.where(own > 0, mass / own, 0), rest, left
+        return torch.where(q_x > 0, mass / q_x, 0), rest, left
 
     def _or_uniform(self, weights: Tensor) -> Tensor:
         """weights [R, V] of sum 1, all allowed tokens alike where there are none."""

@@ -28,8 +28,9 @@ from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.state import AnswerTexts, CausalState, Spans, read_logits
+from paradec.samplers.causal.trees import real_nodes, step_query
 from paradec.samplers.causal.verification import UNIFORM, DraftWindow, Verified, probability
-from paradec.samplers.causal.window import Branches, branched_query, propose_path, propose_window
+from paradec.samplers.causal.window import Branches, propose_path, propose_window
 from paradec.samplers.masked.start import make_trace, stop_strings_of, suppressed_ids
 from paradec.samplers.starting import keys_of, padded
 
@@ -85,7 +86,7 @@ class CausalSampler(Sampler):
         """Fill the first window."""
         raise NotImplementedError
 
-    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         """Fill the next window of the proposal's rows, after `count` [R, 1] tokens of this one became final."""
         raise NotImplementedError
 
@@ -254,7 +255,7 @@ class CausalSampler(Sampler):
     def query(self, state: CausalState) -> list[CausalQuery]:
         """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
-            return [branched_query(state, tree, self.branches.nodes(state, tree))]
+            return [step_query(state, tree, real_nodes(state, tree, self.branches.nodes(state, tree)))]
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
         fresh = state.row_step[rows] == 0
@@ -285,20 +286,20 @@ class CausalSampler(Sampler):
             ValueError: a proposal made from an earlier state.
         """
         state.check_current(proposal)
-        rows, found = proposal.rows, self.verify(state, proposal)
-        count, num_final = final_counts(state, proposal, found.tokens, found.accepted + 1)
-        selected = torch.arange(found.tokens.shape[1], device=count.device) < count
-        state.write(proposal.positions, rows, torch.where(selected, found.tokens, -1))
+        rows, verified = proposal.rows, self.verify(state, proposal)
+        count, num_final = final_counts(state, proposal, verified.tokens, verified.accepted + 1)
+        selected = torch.arange(verified.tokens.shape[1], device=count.device) < count
+        state.write(proposal.positions, rows, torch.where(selected, verified.tokens, -1))
         state.committed[rows] += num_final
-        logprobs = self._note(state, proposal, found.tokens, selected)
+        logprobs = self._note(state, proposal, verified.tokens, selected)
         state.count(proposal.cost)
         state.row_step[rows] += 1
         state.commits += 1
-        self.draft_window(state, proposal, found, count)
+        self.draft_window(state, proposal, verified, count)
         state.close(rows)
         p = proposal.quantities.get("p")
-        scores = proposal.scores if p is None else probability(p, found.tokens)
-        return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
+        scores = proposal.scores if p is None else probability(p, verified.tokens)
+        return Commit(rows, verified.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
 
     def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
         """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
@@ -386,16 +387,15 @@ def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
     """[V, d]: what `accept` compares the model's tokens by, if it does (`CausalSampler.compared_by`)."""
     if not (source := sampler.compared_by):
         return None
-    found = getattr(model, source, lambda: None)()
-    if found is None:
+    embeddings: Tensor | None = getattr(model, source, lambda: None)()
+    if embeddings is None:
         raise ValueError(f"sampler {sampler.name!r} needs a model with {source}; {model.facts.name} has none")
-    if found.ndim != 2 or len(found) != model.facts.vocab_size:
+    if embeddings.ndim != 2 or len(embeddings) != model.facts.vocab_size:
         raise ValueError(
-            f"{source} of {model.facts.name} has shape {tuple(found.shape)}; expected one row for each of "
+            f"{source} of {model.facts.name} has shape {tuple(embeddings.shape)}; expected one row for each of "
             f"{model.facts.vocab_size} tokens"
         )
-    embeddings: Tensor = found.detach().to(model.device)
-    return embeddings
+    return embeddings.detach().to(model.device)
 
 
 # ---- parts of the commit ------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
     [R, 1] are good; and the end of rows with an end token or a stop string.
 
     Raises:
-        FloatingPointError: NaN or infinite logits. Nothing is written then.
+        FloatingPointError: NaN or infinite logits. Nothing is num_final then.
     """
     ended = torch.zeros_like(count, dtype=torch.bool)
     if len(state.ends):
@@ -424,22 +424,21 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
     if state.texts is not None:
         columns.append(tokens)
     # the one transfer of the step
-    found = torch.cat(columns, 1).T.cpu().numpy()
-    written, ends, failed, *drafter = found[:flags]
+    host = torch.cat(columns, 1).T.cpu().numpy()
+    num_final, ends, failed, *drafter = host[:flags]
     if failed.any():
         rows = proposal.rows[failed > 0]
         raise NotFinite.at_steps(rows, state.row_step[rows])
     if drafter and drafter[0].any():
         raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
     if state.texts is not None:
-        written, stops = state.texts.cut(proposal.rows, found[flags:].T, written)
+        num_final, stops = state.texts.cut(proposal.rows, host[flags:].T, num_final)
         state.stopped[proposal.rows[stops]] = True
         ends = ends | stops
-        count = torch.as_tensor(written, device=count.device).unsqueeze(1)
+        count = torch.as_tensor(num_final, device=count.device).unsqueeze(1)
     finished = proposal.rows[ends > 0]
-    state.end[finished] = state.committed[finished] + written[ends > 0]
-    made = np.zeros(state.batch, np.int64)
-    made[proposal.rows] = written
-    state.last_accepted = made
-    state.accepted.append(made)
-    return count, written
+    state.end[finished] = state.committed[finished] + num_final[ends > 0]
+    state.last_accepted = np.zeros(state.batch, np.int64)
+    state.last_accepted[proposal.rows] = num_final
+    state.accepted.append(state.last_accepted)
+    return count, num_final

@@ -25,11 +25,11 @@ from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.drafts.block import in_turn
-from paradec.samplers.causal.drafts.source import checked
+from paradec.samplers.causal.drafts.source import checked, write_drafts
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Drafting, read_logits
-from paradec.samplers.causal.verification import ONE_HOT, DraftWindow, Verified, probability
+from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 from paradec.samplers.causal.window import read_window
 
 RULES = ("ratio", "match")
@@ -87,15 +87,15 @@ class SelfSpeculative(CausalSampler):
         """Raise TypeError for a model of another kind, ValueError for one that does not fill blocks of masks, or has no
         adapter that was asked for."""
         Sampler.check_model(self, model)
-        facts, own = model.facts, getattr(model, "own_drafts", None)
+        facts, own_drafts = model.facts, getattr(model, "own_drafts", None)
         why = None
         if facts.topology in ("causal", "causal_context"):
-            why = "it does not say what a mask is" if own is None or facts.mask_token_id is None else None
+            why = "it does not say what a mask is" if own_drafts is None or facts.mask_token_id is None else None
         elif facts.topology != "block_causal":
             why = f"it is {facts.topology.replace('_', '-')}"
         elif facts.whole_blocks:
             why = "it chooses experts for whole blocks, and would for other ones than its own"
-        elif own is not None:
+        elif own_drafts is not None:
             why = "in this mode it is not causal: load it with topology='causal' or as it is by default"
         if why is None and not (model.supports_store and model.supports_visibility and model.pads):
             why = "it does not run over a key/value store with masks of attention"
@@ -104,12 +104,12 @@ class SelfSpeculative(CausalSampler):
                 f"sampler {self.name!r} needs a model that also decodes blocks of masks (Nemotron-Labs-Diffusion, or a "
                 f"block-causal one); {facts.name} cannot: {why}"
             )
-        if self.adapter and (own is None or own.adapter is None):
+        if self.adapter and (own_drafts is None or own_drafts.adapter is None):
             raise ValueError(f"adapter=True: {facts.name} has no adapter for drafts")
 
     def num_slots(self, model: Any, new: int) -> int:
-        own = getattr(model, "own_drafts", None)
-        block = model.facts.block_length if own is None else own.block_length
+        own_drafts = getattr(model, "own_drafts", None)
+        block = model.facts.block_length if own_drafts is None else own_drafts.block_length
         return min(self.window or block, new)
 
     def open(self, state: CausalState, model: Any) -> None:
@@ -143,7 +143,7 @@ class SelfSpeculative(CausalSampler):
         uniform = proposal.quantities["uniform"]
         return verify(window, drafted, self.accept(window), uniform, resample=self.rule == "ratio")
 
-    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         rows = proposal.rows[state.end[proposal.rows] - state.committed[proposal.rows] > 1]
         state.drafted[proposal.rows] = 0
         if len(rows) and state.width > 1:
@@ -167,7 +167,7 @@ class OwnBlock:
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
-        slot = torch.arange(state.width, device=masks.device).expand(len(rows), -1)
+        q = None
         if self.threshold is None:
             positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
             if state.masks is None:
@@ -175,11 +175,9 @@ class OwnBlock:
                 drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
             else:
                 drafts, q = in_turn(state, rows, positions, lambda at, before: logits[:, at])
-            state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
         else:
-            drafts, slot = self._one_by_one(state, rows, masks), torch.full_like(slot, ONE_HOT)
-        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
-        state.memory.write("draft_source", rows, slot)
+            drafts = self._one_by_one(state, rows, masks)
+        write_drafts(state, rows, drafts, q)
         state.drafted[rows] = state.width - 1
         if state.masks is not None:
             state.masks.put_certain(state, rows)
@@ -193,11 +191,11 @@ class OwnBlock:
             logits = self._logits(state, rows[going], tokens[index])
             positions = state.positions(rows[going])[:, :-1]
             q = checked(state.drafting, rows[going], state.distribution(logits, rows[going], positions))
-            found = draw(q, state.uniform(rows[going], positions, 1, DRAFT_STREAM).squeeze(-1))
-            sure = probability(logits.double().softmax(-1), found).masked_fill(~left[index], -1)
+            drawn = draw(q, state.uniform(rows[going], positions, 1, DRAFT_STREAM).squeeze(-1))
+            sure = probability(logits.double().softmax(-1), drawn).masked_fill(~left[index], -1)
             write = (sure >= self.threshold) | (sure == sure.amax(1, keepdim=True))
             write &= left[index]
-            tokens[index] = torch.where(write, found, tokens[index])
+            tokens[index] = torch.where(write, drawn, tokens[index])
             left[index] &= ~write
         return tokens
 
@@ -206,11 +204,11 @@ class OwnBlock:
         drafting = state.drafting
         model: Any = drafting.model
         query = _drafting(state, rows, tokens)
-        own = getattr(model, "own_drafts", None)
+        own_drafts = getattr(model, "own_drafts", None)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.adapter and own is not None and own.adapter is not None:
-                stack.enter_context(own.adapter.on(model.module))
+            if self.adapter and own_drafts is not None and own_drafts.adapter is not None:
+                stack.enter_context(own_drafts.adapter.on(model.module))
             logits = model(query, state.store)
         drafting.nfe += Cost([query], state.batch).nfe
         return read_logits(state, [logits], [query])
@@ -222,8 +220,8 @@ def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQue
     drafts of before that were rejected, which the store still has, are hidden."""
     device, every = state.context.device, state.every(rows)
     last = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
-    at, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
-    known = state.context[at, torch.as_tensor(last, device=device)].unsqueeze(1)
+    row_index, position = torch.as_tensor(every, device=device), last[:, None] + np.arange(state.width)
+    known = state.context[row_index, torch.as_tensor(last, device=device)].unsqueeze(1)
     # where the model predicts shifted, the last final token's row is the first draft's
     first = 0 if _shifted_blocks(state) else 1
     wanted = torch.arange(first, first + state.width - 1, device=device).expand(len(every), -1)
@@ -232,7 +230,7 @@ def _drafting(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQue
         tokens=torch.cat((known, tokens.repeat(state.branches, 1)), 1),
         positions=torch.as_tensor(position, device=device),
         wanted=wanted,
-        store=StoreCall(at, None, every, int(last.max()), step=state.commits),
+        store=StoreCall(row_index, None, every, int(last.max()), step=state.commits),
         branches=state.branches,
         forwarded=np.full(len(rows), state.width),
         index=np.arange(len(rows)),
@@ -274,10 +272,10 @@ def _verifying(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> 
     of_masks = np.arange(position.shape[1]) >= column.shape[1]
     sees = (position[:, :, None] - of_masks[:, None] >= position[:, None, :]) & ~of_masks
     sees |= np.eye(len(of_masks), dtype=bool)
-    at = torch.as_tensor(every, device=device)
+    row_index = torch.as_tensor(every, device=device)
     drafted = state.memory.read(rows)["drafts"].repeat(state.branches, 1)
     ahead = torch.as_tensor(column - last - 1, device=device)
-    final = state.context[at.unsqueeze(1), torch.as_tensor(np.minimum(column, last), device=device)]
+    final = state.context[row_index.unsqueeze(1), torch.as_tensor(np.minimum(column, last), device=device)]
     tokens = torch.where(ahead < 0, final, drafted.gather(1, ahead.clamp(0, drafted.shape[1] - 1)))
     first = column.shape[1] if masks else last - begin
     wanted = first + np.minimum(np.arange(state.width), count - 1)
@@ -289,7 +287,7 @@ def _verifying(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> 
         valid=torch.as_tensor(valid, device=device),
         visible=torch.as_tensor(sees, device=device),
         store=StoreCall(
-            at,
+            row_index,
             torch.as_tensor(np.where(valid & ~of_masks, position, -1), device=device),
             every,
             int(begin.max()),

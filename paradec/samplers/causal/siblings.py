@@ -60,8 +60,8 @@ def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
     for path in first.paths:
         others = 1 + max(width - 1, *place)
         place.append(others if any(path) else len(path))
-    at = dict(zip(((), *first.paths), place, strict=True))
-    parents = [*range(-1, width - 1), *(at[path[:-1]] for path in first.paths if any(path))]
+    node_of = dict(zip(((), *first.paths), place, strict=True))
+    parents = [*range(-1, width - 1), *(node_of[path[:-1]] for path in first.paths if any(path))]
     return SiblingTree(first, torch.tensor(place), TreeLayout(torch.tensor([parents]), width - 1, siblings))
 
 
@@ -119,11 +119,11 @@ class Siblings:
 
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         """See `Branches.nodes`."""
-        memory, own = state.memory.read(state.rows), self.tree(state)
-        assert own is not None
-        drafts, depth = memory["drafts"], own.first.depth
+        memory, siblings = state.memory.read(state.rows), self.tree(state)
+        assert siblings is not None
+        drafts, depth = memory["drafts"], siblings.first.depth
         every = torch.cat((drafts[:, :depth, None], memory["siblings"][:, :depth]), 2)
-        others = [(len(path) - 1, path[-1]) for path in own.first.paths if any(path)]
+        others = [(len(path) - 1, path[-1]) for path in siblings.first.paths if any(path)]
         slot, child = torch.tensor(others, device=drafts.device).T
         return torch.cat((torch.full_like(drafts[:, :1], -1), drafts[:, :-1], every[:, slot, child]), 1)
 
@@ -131,42 +131,44 @@ class Siblings:
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """That of the accepted siblings, then of the first ones; from slot B on the chain."""
-        own = self.tree(state)
-        assert own is not None
+        siblings = self.tree(state)
+        assert siblings is not None
         positions = positions[:, : state.width]
         uniform, guesses = draw_uniform(state, positions, True)
         find_path = self._verified_path if self.refresh == "maximal" else self._drawn_path
-        path = find_path(state, own, nodes, p, positions, uniform)
+        path = find_path(state, siblings, nodes, p, positions, uniform)
         path.quantities |= guesses
         return path
 
     def _verified_path(
-        self, state: CausalState, own: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
+        self, state: CausalState, tree: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
-        rows, depth, place = state.rows, own.first.depth, own.place.to(p.device)
+        rows, depth, place = state.rows, tree.first.depth, tree.place.to(p.device)
         window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
-        at = torch.tensor(own.first.depths, device=p.device).clamp(max=depth - 1)
+        slot_of_node = torch.tensor(tree.first.depths, device=p.device).clamp(max=depth - 1)
         # per slot: u of the first sibling, u of the others, and the number of the draw when none is accepted
         more = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
         numbers = torch.cat((uniform[:, : depth + 1, 1:2], more, uniform[:, : depth + 1, 2:]), 2)
-        found = walk(own.first, nodes[:, place], p[:, place], window.at(slot)[:, at], RULE, numbers, hits=False)
-        path, last = followed(own, found.nodes, found.accepted)
+        walked = walk(
+            tree.first, nodes[:, place], p[:, place], window.at(slot)[:, slot_of_node], RULE, numbers, hits=False
+        )
+        path, last = followed(tree, walked.nodes, walked.accepted)
         taken = p.take_along_dim(path.unsqueeze(-1), 1)
         fresh = draw_fresh(state, taken, positions, uniform[..., 0])
         column = torch.arange(state.width, device=p.device)
-        stops = (column == found.accepted.unsqueeze(1)) & ~last.unsqueeze(1)
-        done = column < found.accepted.unsqueeze(1)
-        walked = torch.nn.functional.pad(found.tokens, (0, state.width - depth - 1))
-        drafts = torch.where(done, walked, window.tokens).masked_fill(stops, -1)
-        fresh = torch.where(stops, walked, fresh)
+        stops = (column == walked.accepted.unsqueeze(1)) & ~last.unsqueeze(1)
+        done = column < walked.accepted.unsqueeze(1)
+        tokens = torch.nn.functional.pad(walked.tokens, (0, state.width - depth - 1))
+        drafts = torch.where(done, tokens, window.tokens).masked_fill(stops, -1)
+        fresh = torch.where(stops, tokens, fresh)
         return Path(path, taken, fresh, drafts, uniform[..., 1:].masked_fill(done.unsqueeze(-1), 0))
 
     def _drawn_path(
-        self, state: CausalState, own: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
+        self, state: CausalState, tree: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
-        device, first = p.device, own.first
-        children, place = first.children.to(device), own.place.to(device)
+        device, first = p.device, tree.first
+        children, place = first.children.to(device), tree.place.to(device)
         row, near = torch.arange(len(p), device=device), nodes[:, place]
         node, going = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
         reached, hits = [node], []
@@ -180,7 +182,7 @@ class Siblings:
             reached.append(node)
             node = node.clamp(min=0)
         accepted = torch.stack(hits, 1).sum(1)
-        path, last = followed(own, torch.stack(reached, 1), accepted)
+        path, last = followed(tree, torch.stack(reached, 1), accepted)
         taken = p.take_along_dim(path.unsqueeze(-1), 1)
         fresh = draw_fresh(state, taken, positions, uniform[..., 0])
         # the chain goes on where its drafts are what is drawn
@@ -194,9 +196,9 @@ class Siblings:
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
         """See `Branches.draft`."""
-        if (own := self.tree(state)) is None or not len(rows):
+        if (siblings := self.tree(state)) is None or not len(rows):
             return
-        window, depth = read_drafts(state, rows), own.first.depth
+        window, depth = read_drafts(state, rows), siblings.first.depth
         positions = state.positions(rows)[:, :depth]
         slot = torch.arange(depth, device=positions.device).expand(len(rows), -1)
         rest = window.at(slot).scatter(-1, window.tokens[:, :depth, None], 0)
@@ -211,7 +213,7 @@ class Siblings:
         state.memory.write("siblings", rows, torch.nn.functional.pad(drawn, missing, value=-1))
 
 
-def followed(own: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+def followed(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
     """What a walk of the first slots goes on with.
 
     Args:
@@ -221,14 +223,14 @@ def followed(own: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor,
         [R, W] int64: the node of each slot among all, along the nodes reached and then the first siblings, from slot B
         on the chain. [R] bool: whether the walk has reached the last node of the chain's first slots, where it goes on.
     """
-    depth, device = own.first.depth, nodes.device
-    children, place = own.first.children.to(device), own.place.to(device)
+    depth, device = tree.first.depth, nodes.device
+    children, place = tree.first.children.to(device), tree.place.to(device)
     node, path = nodes[:, 0], [nodes[:, 0]]
-    for at in range(1, depth):
-        node = torch.where(nodes[:, at] >= 0, nodes[:, at], children[node, 0])
+    for slot in range(1, depth):
+        node = torch.where(nodes[:, slot] >= 0, nodes[:, slot], children[node, 0])
         path.append(node)
     reached = torch.where(nodes[:, depth] >= 0, place[nodes[:, depth].clamp(min=0)], depth)
-    chain = torch.arange(depth + 1, own.layout.depth + 1, device=device).expand(len(nodes), -1)
+    chain = torch.arange(depth + 1, tree.layout.depth + 1, device=device).expand(len(nodes), -1)
     whole = torch.cat((place[torch.stack(path, 1)], reached.unsqueeze(1), chain), 1)
     return whole, (accepted == depth) & (reached == depth)
 

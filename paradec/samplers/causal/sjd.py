@@ -75,8 +75,8 @@ def verify(
         resampled = draw(weights, uniform[..., 1].gather(1, accepted))  # from norm(max(0, p - q))
     tokens = torch.where(rejected, resampled if resample else fresh, tokens)
     kept = drafted & (slot > accepted) if refresh == "keep" else None
-    held = slot < accepted if kept is None else (slot < accepted) | kept
-    return Verified(torch.where(held, drafts.tokens, tokens), accepted, kept)
+    stays = slot < accepted if kept is None else (slot < accepted) | kept
+    return Verified(torch.where(stays, drafts.tokens, tokens), accepted, kept)
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class SJD(CausalSampler):
         chance, uniform = self.accept(window), proposal.quantities["uniform"]
         return verify(window, drafted, chance, uniform, self.refresh, self.resamples)
 
-    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         rows, guesses = proposal.rows, proposal.quantities.get("guesses")
         if state.guesses:
             put_noise(state, rows, state.last_accepted[rows])
-        known, tokens, source = move_window(state, proposal, found, count)  # q is this step's p
+        known, tokens, source = move_window(state, proposal, verified, count)  # q is this step's p
         if guesses is not None:
             guesses = guesses.gather(1, count + torch.arange(state.width, device=count.device))
         self._write_drafts(state, rows, known, tokens, source, guesses)

@@ -42,8 +42,9 @@ class Speculative(DraftingSampler):
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
             window by themselves (prompt lookup, DFlash, DSpark, several MTP layers) set their number; leave `window`
             out with these.
-        tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
-            EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
+        tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
+            (`paradec.samplers.causal.trees.TREES`: "mc_sim_7b_63" is the one of EAGLE's code), or a
+            `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
             EAGLE-2's "naive".
         stop: ends a chain of drafts before its window is full: a callable that is told q and the drafts so far and
@@ -76,9 +77,9 @@ class Speculative(DraftingSampler):
         check_choice("rule", self.rule, RULES)
         object.__setattr__(self, "stop", rule_of(self.stop))
         self._check_stop()
-        taken = isinstance(self.tree, DynamicTree) or (self._named and self.tree is not None)
+        taken = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
         if taken and self.rule != "naive":
-            what = f"drafter={self.drafter.name!r}" if self._named else "a DynamicTree"
+            what = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
             raise ValueError(f"rule={self.rule!r} is not exact for {what}, whose drafts are taken; use 'naive'")
         if self.tree is not None and self.rule == "greedy":
             tree = tree_of(self.tree)
@@ -88,15 +89,11 @@ class Speculative(DraftingSampler):
                     f"rule='greedy' needs as many children at every node of a depth; tree={self.tree} has not"
                 )
 
-    @property
-    def _stop(self) -> Any:
-        return self.stop
-
     def _check_stop(self) -> None:
         if self.stop is None:
             return
-        if self.tree is not None or self._named:
-            what = f"drafter={self.drafter.name!r}" if self._named else f"tree={shown(self.tree)}"
+        if self.tree is not None or self.is_named:
+            what = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={shown(self.tree)}"
             raise ValueError(f"stop={shown(self.stop)} is for chains that a model drafts, not for {what}: leave it out")
         if isinstance(self.stop, Unconfident) and self.drafter is not None:
             if getattr(getattr(self.drafter, "module", None), "confidence_head", None) is None:

@@ -275,26 +275,26 @@ class CausalState(State):
         layout = self.layout
         assert layout is not None  # asked where there is a grid alone
         offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)
-        found = layout[offset.clamp(0, len(layout) - 1)]
-        return torch.where(offset < len(layout), found, -1)
+        tokens = layout[offset.clamp(0, len(layout) - 1)]
+        return torch.where(offset < len(layout), tokens, -1)
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         """What tokens are drawn from at positions [R, W], under the request's filters and the grid: logits [R, W, V] ->
         [R, W, V]."""
-        found = token_distribution(logits, self.request, self.allowed)
+        p = token_distribution(logits, self.request, self.allowed)
         if self.prescribes:
             forced = self.forced(rows, positions).unsqueeze(-1)
-            found = found.masked_fill(forced >= 0, 0)
-            found.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(found.dtype))
-        return found
+            p = p.masked_fill(forced >= 0, 0)
+            p.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(p.dtype))
+        return p
 
     def log_distribution(self, p: Tensor, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         """Logarithms [R, W, V] of the distribution p of logits [R, W, V]; at temperature 0, where it is one-hot, of the
         model's own."""
         if self.request.temperature == 0:
-            own = copy.copy(self)
-            own.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
-            p = own.distribution(logits, rows, positions)
+            untempered = copy.copy(self)
+            untempered.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
+            p = untempered.distribution(logits, rows, positions)
         return log_of(p)
 
     def recorded(
@@ -312,14 +312,14 @@ class CausalState(State):
             p: [R, W, V]: the target distributions at `positions` [R, W]; None takes those of the logits.
             logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: which of the N; None is all.
         """
-        found = {}
+        quantities = {}
         if self.logprobs is not None:
             reached = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
             p = self.distribution(reached, rows, positions) if p is None else p
-            found["log_p"] = self.log_distribution(p, reached, rows, positions)
+            quantities["log_p"] = self.log_distribution(p, reached, rows, positions)
         if self.rollout is not None:
-            found["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)
-        return found
+            quantities["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)
+        return quantities
 
     def write(self, positions: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
         """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. A row's positions are distinct,
@@ -348,17 +348,17 @@ class CausalState(State):
         """Which of the spans each call evaluates."""
         if not pads:
             ends = np.stack((spans.begin, spans.stop), 1)
-            return [np.flatnonzero((ends == own).all(1)) for own in np.unique(ends, axis=0)]
+            return [np.flatnonzero((ends == span).all(1)) for span in np.unique(ends, axis=0)]
         fresh = spans.fresh
         if store is not None and fresh is not None and fresh.any() and not fresh.all():
             return [np.flatnonzero(fresh), np.flatnonzero(~fresh)]
         return [np.arange(len(spans.rows))]
 
     def _call(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
-        rows, begin, stop, first = (each[index] for each in (spans.rows, spans.begin, spans.stop, spans.first))
+        rows, begin, stop, first = (array[index] for array in (spans.rows, spans.begin, spans.stop, spans.first))
         device, shift = self.context.device, self.shift[:, rows]
         # [branches * N], branch after branch, as all that follows
-        committed, stop, first = ((each + shift).reshape(-1) for each in (self.committed[rows], stop, first))
+        committed, stop, first = ((array + shift).reshape(-1) for array in (self.committed[rows], stop, first))
         whole = not begin.any()
         begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
         column = begin[:, None] + np.arange((stop - begin).max())
@@ -366,14 +366,14 @@ class CausalState(State):
         # slots past a row's end ask for any logits
         wanted = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
         store_rows = self.every(rows)
-        at = torch.as_tensor(store_rows, device=device)
+        row_index = torch.as_tensor(store_rows, device=device)
         positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
         slot = torch.as_tensor(column - committed[:, None], device=device)
         drafted = spans.drafts
         if len(index) < len(drafted):
             drafted = drafted[torch.as_tensor(index, device=device)]
         drafted = torch.cat((drafted,) * self.branches)
-        final = self.context[at.unsqueeze(1), positions]
+        final = self.context[row_index.unsqueeze(1), positions]
         query = CausalQuery(
             rows=rows,
             tokens=torch.where(slot < 0, final, drafted.gather(1, slot.clamp(0, drafted.shape[1] - 1))),
@@ -388,7 +388,7 @@ class CausalState(State):
         )
         if store is not None:
             slots = torch.as_tensor(np.where(valid, column, -1), device=device)
-            query.store = StoreCall(at, slots, store_rows, int(stop.max()), step=self.commits)
+            query.store = StoreCall(row_index, slots, store_rows, int(stop.max()), step=self.commits)
         return query
 
     # ---- rows that come and go ------------------------------------------------------------------------------------

@@ -120,12 +120,12 @@ class WithoutReplacement(Sequential):
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         """See `Rule.children`."""
-        found = []
+        nodes = []
         for i in range(count):
             x = draw(q, uniform[:, i])
-            found.append(torch.where((q > 0).any(-1), x, -1))
+            nodes.append(torch.where((q > 0).any(-1), x, -1))
             q = without(q, x.unsqueeze(1))
-        return torch.stack(found, 1)
+        return torch.stack(nodes, 1)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rest = without(q, x.unsqueeze(1))
@@ -212,12 +212,12 @@ RULES: dict[str, Rule] = {
 
 def _grown(*counts: str) -> tuple[tuple[int, ...], ...]:
     """Paths of a tree, from how many children each node of a depth has, a digit a node."""
-    found: list[tuple[int, ...]] = []
+    paths: list[tuple[int, ...]] = []
     nodes: list[tuple[int, ...]] = [()]
     for digits in counts:
         nodes = [(*path, i) for path, count in zip(nodes, digits, strict=True) for i in range(int(count))]
-        found += nodes
-    return tuple(found)
+        paths += nodes
+    return tuple(paths)
 
 
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -333,11 +333,11 @@ class TreeLayout:
         """[R, N, N] bool: whether a node (row) sees another: those on the path to it, and itself."""
         column = torch.arange(self.parents.shape[1], device=self.parents.device)
         up = column.expand_as(self.parents)
-        found = torch.zeros((), dtype=torch.bool, device=up.device)
+        sees = torch.zeros((), dtype=torch.bool, device=up.device)
         for _ in range(self.depth + 1):
-            found = found | (up.unsqueeze(-1) == column)
+            sees = sees | (up.unsqueeze(-1) == column)
             up = torch.where(up < 0, -1, self.parents.gather(1, up.clamp(min=0)))
-        return found
+        return sees
 
     @cached_property
     def depths(self) -> Tensor:
@@ -349,9 +349,9 @@ class TreeLayout:
         """[R, N, K] int64: every node's children, -1 where it has fewer than `widest`."""
         rows, size = self.parents.shape
         elder = (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
-        found = torch.full((rows, size * self.widest), -1, dtype=torch.int64, device=self.parents.device)
-        node = torch.arange(1, size, device=found.device).expand(rows, -1)
-        return found.scatter_(1, (self.parents * self.widest + elder)[:, 1:], node).unflatten(1, (size, -1))
+        nodes = torch.full((rows, size * self.widest), -1, dtype=torch.int64, device=self.parents.device)
+        node = torch.arange(1, size, device=nodes.device).expand(rows, -1)
+        return nodes.scatter_(1, (self.parents * self.widest + elder)[:, 1:], node).unflatten(1, (size, -1))
 
 
 @dataclass(frozen=True)
@@ -393,6 +393,11 @@ class DynamicTree:
     def to_dict(self) -> dict[str, int]:
         """Its settings as plain data."""
         return {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}
+
+
+def hashable(tree: Any) -> Any:
+    """A static tree as strings, ints and tuples: lists come from JSON."""
+    return tree if isinstance(tree, str) else tuple(n if isinstance(n, int) else tuple(n) for n in tree)
 
 
 @lru_cache(maxsize=64)
@@ -445,8 +450,8 @@ def walk(
     nodes, tokens, scores = [node], [], []
     row, none = torch.arange(rows, device=device), torch.full_like(node, -1)
 
-    def target(at: Tensor) -> Tensor:
-        return p[row, at] if isinstance(p, Tensor) else p(at)
+    def target(nodes: Tensor) -> Tensor:
+        return p[row, nodes] if isinstance(p, Tensor) else p(nodes)
 
     weights = root = target(node)
     accepted = torch.zeros_like(node)
@@ -469,17 +474,30 @@ def walk(
             same = candidates == token.unsqueeze(1)
             chosen = torch.where((chosen < 0) & same.any(1), same.int().argmax(1), chosen)
         accept = chosen >= 0
-        at = chosen.clamp(min=0).unsqueeze(1)
-        token = torch.where(accept, candidates.gather(1, at).squeeze(1), token)
+        chosen_column = chosen.clamp(min=0).unsqueeze(1)
+        token = torch.where(accept, candidates.gather(1, chosen_column).squeeze(1), token)
         tokens.append(torch.where(going, token, -1))
         scores.append(torch.where(going, probability(here, token), root[:, 0]))
         weights = torch.where(going.unsqueeze(1), left, weights)
         going = going & accept
         accepted = accepted + going.long()
-        node = torch.where(going, below.gather(1, at).squeeze(1), node)
+        node = torch.where(going, below.gather(1, chosen_column).squeeze(1), node)
         nodes.append(torch.where(going, node, -1))
-    found, said, scored = (torch.stack(each, 1) for each in (nodes[:-1], tokens, scores))
-    return Walk(found, said, accepted, weights, scored)
+    return Walk(torch.stack(nodes[:-1], 1), torch.stack(tokens, 1), accepted, weights, torch.stack(scores, 1))
+
+
+def real_nodes(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Tensor:
+    """Nodes [R, N] of the running rows, without those that no token comes after before the row's end."""
+    left = torch.as_tensor((state.end - state.committed)[state.rows, None], device=nodes.device)
+    return nodes.masked_fill(tree.depths.to(nodes.device) >= left, -1)
+
+
+def step_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> CausalQuery:
+    """Evaluate the trees of a step, nodes [R, N] of the running rows; the store takes final tokens alone."""
+    rows, held = state.rows, state.num_stored()[state.rows]
+    begin = np.where(held > 0, held + state.shift[:, rows], 0)
+    wanted = np.arange(tree.parents.shape[1]) * state.drafted[rows].any()
+    return tree_query(state, state.store, rows, tree, nodes, begin, int(wanted.max()), wanted)
 
 
 def tree_query(
@@ -510,13 +528,13 @@ def tree_query(
     below = torch.as_tensor(committed[:, None] - 1, device=device)
     below = below + tree.depths[:, 1 : known + 1].to(device).repeat(branches if len(tree.parents) > 1 else 1, 1)
     at_rows = state.every(rows)
-    at = torch.as_tensor(at_rows, device=device)
+    row_index = torch.as_tensor(at_rows, device=device)
     positions = torch.cat((torch.as_tensor(final, device=device), below), 1).clamp(0, state.context.shape[1] - 1)
     nodes = drafts[:, 1 : known + 1].repeat(branches, 1)
     real_final = final >= begin.reshape(-1, 1)
     end = torch.as_tensor((state.length[rows] + state.shift[:, rows]).reshape(-1, 1), device=device)
     real = torch.cat((torch.as_tensor(real_final, device=device), (below < end) & (nodes >= 0)), 1)
-    tokens = torch.cat((state.context[at.unsqueeze(1), positions[:, :width]], nodes.clamp(min=0)), 1)
+    tokens = torch.cat((state.context[row_index.unsqueeze(1), positions[:, :width]], nodes.clamp(min=0)), 1)
     trees = tree.ancestors[:, 1 : known + 1, 1 : known + 1].to(device)
     sees = torch.ones((width + known, width + known), dtype=torch.bool, device=device).tril().repeat(len(trees), 1, 1)
     sees[:, width:, width:] = trees
@@ -528,7 +546,9 @@ def tree_query(
         wanted=torch.as_tensor(wanted + width - 1, device=device).expand(count, -1),
         valid=real,
         visible=sees.repeat(branches, 1, 1) if len(trees) > 1 else sees.expand(count, -1, -1),
-        store=StoreCall(at, torch.as_tensor(slots, device=device), at_rows, int(committed.max()), step=state.commits),
+        store=StoreCall(
+            row_index, torch.as_tensor(slots, device=device), at_rows, int(committed.max()), step=state.commits
+        ),
         branches=branches,
         forwarded=fresh[: len(rows)] + known,
         index=np.arange(len(rows)),

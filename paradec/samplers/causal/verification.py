@@ -46,16 +46,13 @@ class DraftDistributions:
         rows, count, size = self.dense.shape
         source = self.source.unsqueeze(-1)
         row = torch.arange(rows, device=tokens.device).view(-1, 1, 1)
-        found = self.dense.reshape(-1).take((row * count + source.clamp(min=0)) * size + tokens)
-        one_hot = (tokens == self.tokens.unsqueeze(-1)).to(found.dtype)
-        return torch.where(source >= 0, found, torch.where(source == UNIFORM, self.guess[tokens], one_hot))
+        dense = self.dense.reshape(-1).take((row * count + source.clamp(min=0)) * size + tokens)
+        one_hot = (tokens == self.tokens.unsqueeze(-1)).to(dense.dtype)
+        return torch.where(source >= 0, dense, torch.where(source == UNIFORM, self.guess[tokens], one_hot))
 
     def of_drafts(self) -> Tensor:
         """q(x) of the drafts x themselves, [R, W]."""
-        row = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1)
-        found = self.dense[row, self.source.clamp(min=0), self.tokens]
-        guessed = torch.where(self.source == UNIFORM, self.guess[self.tokens], 1)
-        return torch.where(self.source >= 0, found, guessed)
+        return self.of(self.tokens.unsqueeze(-1)).squeeze(-1)
 
     def at(self, slot: Tensor | None = None) -> Tensor:
         """The whole distributions of slots [R, N], of all by default: [R, N, V]."""
@@ -106,8 +103,8 @@ def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tens
         [R, W] int64: the tokens, and what each slot resamples.
     """
     resampled = draw(residual(window.p, window.drafts.at()), uniform[..., 1])
-    kept = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
-    return torch.where(drafted, kept, window.fresh), resampled
+    tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
+    return torch.where(drafted, tokens, window.fresh), resampled
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -144,4 +141,6 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         # softmax takes twice as long over what is too small to be drawn
         if logits.dtype == torch.float32:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
-    return filter_logits(logits, request.top_p, request.top_k).softmax(-1)
+    if request.top_p is not None or request.top_k is not None:
+        logits = filter_logits(logits, request.top_p, request.top_k)
+    return logits.softmax(-1)

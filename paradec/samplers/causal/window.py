@@ -26,7 +26,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
 from paradec.kernels.token_stats import argmax, draw
 from paradec.samplers.causal.state import DRAFT_STREAM, NOISE_STREAM, CausalState, make_proposal
-from paradec.samplers.causal.trees import TreeLayout, tree_query
+from paradec.samplers.causal.trees import TreeLayout, real_nodes
 from paradec.samplers.causal.verification import (
     ONE_HOT,
     UNIFORM,
@@ -124,7 +124,7 @@ def window_memory(init: str | None, refresh: str) -> dict[str, MemorySpec]:
 
 
 def move_window(
-    state: CausalState, proposal: Proposal, found: Verified, count: Tensor
+    state: CausalState, proposal: Proposal, verified: Verified, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move the window on by `count` [R, 1] tokens; this step's p becomes the q of what was not committed.
 
@@ -135,10 +135,10 @@ def move_window(
     rows, p = proposal.rows, proposal.quantities["p"]
     slot = torch.arange(state.width, device=p.device)
     dense, source = p, slot.expand(len(rows), -1)
-    if found.kept is not None:
+    if verified.kept is not None:
         drafts = read_drafts(state, rows)
-        dense = torch.where((found.kept & (drafts.source >= 0)).unsqueeze(-1), drafts.at(source), p)
-        source = torch.where(found.kept & (drafts.source < 0), drafts.source, source)
+        dense = torch.where((verified.kept & (drafts.source >= 0)).unsqueeze(-1), drafts.at(source), p)
+        source = torch.where(verified.kept & (drafts.source < 0), drafts.source, source)
     state.memory.write("draft_distribution", rows, dense)
     if "best" in state.memory:
         # of every slot, final or not: inits that look at it ask for the neighbours'
@@ -146,8 +146,8 @@ def move_window(
         best[index, proposal.positions % best.shape[1]] = argmax(p)
     # what was not evaluated is no draft
     evaluated = proposal.available.sum(1, keepdim=True)
-    known, at = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
-    return known, found.tokens.gather(1, at), source.gather(1, at)
+    known, moved = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
+    return known, verified.tokens.gather(1, moved), source.gather(1, moved)
 
 
 def guess_drafts(
@@ -194,8 +194,8 @@ def random_text(state: CausalState, rows: np.ndarray, numbers: Tensor) -> Tensor
     """[R, W] int64: tokens of each row's text so far, chosen by numbers [R, W]; -1 for those that may not be drawn."""
     device, size = numbers.device, len(state.guess)
     length = torch.as_tensor(state.committed[rows, None], device=device)
-    at = (numbers * length).long().minimum(length - 1)
-    text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, at)
+    column = (numbers * length).long().minimum(length - 1)
+    text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, column)
     # prompts may hold ids that have no logit
     fits = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
     return torch.where(fits, text, -1)
@@ -216,20 +216,20 @@ def copy_neighbours(
     start = torch.as_tensor(state.prompt_length[rows, None], device=drafts.device)
     last = positions[:, :1] + known - 1
     if init.endswith("horizontal"):
-        at = last.expand_as(positions)
+        source = last.expand_as(positions)
     else:
         assert state.grid is not None  # `SJD.check_request` has seen to it
         stride, _ = state.grid.line(positions - start)
-        at = positions - stride * torch.div(positions - last + stride - 1, stride, rounding_mode="floor")
-    found = tokens.gather(1, at.clamp(min=0, max=tokens.shape[1] - 1))
+        source = positions - stride * torch.div(positions - last + stride - 1, stride, rounding_mode="floor")
+    copied = tokens.gather(1, source.clamp(min=0, max=tokens.shape[1] - 1))
     if state.grid is None:
-        return found
+        return copied
     # image tokens alone are copied, none into the first column from its left, and none from another raster
     stride, first = state.grid.line(positions - start)
-    usable = (at >= start + first) & (state.forced(rows, at.clamp(min=0).maximum(start)) < 0)
+    usable = (source >= start + first) & (state.forced(rows, source.clamp(min=0).maximum(start)) < 0)
     if init.endswith("horizontal"):
         usable &= (positions - start - first) % stride > 0
-    return torch.where(usable, found, -1)
+    return torch.where(usable, copied, -1)
 
 
 def put_noise(state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:
@@ -239,11 +239,11 @@ def put_noise(state: CausalState, rows: np.ndarray, new: np.ndarray) -> None:
         return
     noise, device = state.memory["noise"], state.context.device
     index, slot = np.nonzero(np.arange(state.width) >= state.width - new[:, None])
-    at = torch.as_tensor(rows[index], device=device)
+    row = torch.as_tensor(rows[index], device=device)
     places = state.places(rows[index], state.committed[rows[index]] + slot)
     position = torch.as_tensor(places, device=device)
-    drawn = rng.uniform(state.keys[at], torch.zeros_like(at), position.unsqueeze(1), noise.shape[-1], NOISE_STREAM)
-    noise[at, position % state.width] = rng.gumbel(drawn).squeeze(1).to(noise.dtype)
+    drawn = rng.uniform(state.keys[row], torch.zeros_like(row), position.unsqueeze(1), noise.shape[-1], NOISE_STREAM)
+    noise[row, position % state.width] = rng.gumbel(drawn).squeeze(1).to(noise.dtype)
 
 
 # ---- branches beside the window -----------------------------------------------------------------------------------
@@ -300,19 +300,6 @@ def check_branches(name: str, value: int, model: Any) -> None:
     """Raise ValueError for a setting that needs branches, on a model whose queries cannot hold them."""
     if not (model.supports_store and model.supports_visibility):
         raise ValueError(f"{name}={value} needs a model that runs over a store; {model.facts.name} does not")
-
-
-def branched_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> CausalQuery:
-    """The window with its branches beside it; the store takes final tokens alone."""
-    rows, wanted = state.rows, np.arange(tree.parents.shape[1])
-    begin = np.where((held := state.num_stored()[rows]) > 0, held + state.shift[:, rows], 0)
-    return tree_query(state, state.store, rows, tree, real_nodes(state, tree, nodes), begin, len(wanted) - 1, wanted)
-
-
-def real_nodes(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Tensor:
-    """Nodes [R, N] of the running rows, without those that no token comes after before the row's end."""
-    left = torch.as_tensor((state.end - state.committed)[state.rows, None], device=nodes.device)
-    return nodes.masked_fill(tree.depths.to(nodes.device) >= left, -1)
 
 
 def propose_path(

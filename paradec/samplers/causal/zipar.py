@@ -138,15 +138,15 @@ class ZipAR(CausalSampler):
         assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
         start = (state.prompt_length + state.shift).reshape(-1)[:, None]
-        at, token_at = start + np.array(step.fed), start + np.array(step.token_of)
+        columns, token_at = start + np.array(step.fed), start + np.array(step.token_of)
         if not state.commits:  # every row's own prompt, from its beginning; they end in one column
-            at = token_at = start + np.arange(-int(start.max()), step.fed[-1] + 1)
-        valid = at >= 0
-        read = np.array(step.read) + at.shape[1] - len(step.fed)
-        positions, tokens = (torch.as_tensor(np.maximum(each, 0), device=device) for each in (at, token_at))
+            columns = token_at = start + np.arange(-int(start.max()), step.fed[-1] + 1)
+        valid = columns >= 0
+        read = np.array(step.read) + columns.shape[1] - len(step.fed)
+        positions, tokens = (torch.as_tensor(np.maximum(array, 0), device=device) for array in (columns, token_at))
         store_rows = np.arange(len(start))
         rows = torch.as_tensor(store_rows, device=device)
-        slots = torch.as_tensor(np.where(valid, at, -1), device=device)
+        slots = torch.as_tensor(np.where(valid, columns, -1), device=device)
         return [
             CausalQuery(
                 rows=state.rows,
@@ -154,7 +154,7 @@ class ZipAR(CausalSampler):
                 positions=positions,
                 wanted=torch.as_tensor(read, device=device).expand(len(start), -1),
                 valid=None if valid.all() else torch.as_tensor(valid, device=device),
-                store=StoreCall(rows, slots, store_rows, int(at.max()) + 1, step=state.commits),
+                store=StoreCall(rows, slots, store_rows, int(columns.max()) + 1, step=state.commits),
                 branches=state.branches,
                 forwarded=-(-valid.sum(1).reshape(state.branches, -1).sum(0) // state.branches),
                 index=state.rows,
@@ -179,7 +179,7 @@ class ZipAR(CausalSampler):
         tokens = proposal.values
         return Verified(tokens, torch.full_like(tokens[:, :1], tokens.shape[1] - 1))
 
-    def draft_window(self, state: CausalState, proposal: Proposal, found: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
         """Nothing is drafted."""
 
 

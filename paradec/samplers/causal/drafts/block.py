@@ -19,7 +19,7 @@ from torch import Tensor
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.drafts.source import checked, right_aligned, that_fit
+from paradec.samplers.causal.drafts.source import checked, right_aligned, that_fit, write_drafts
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, read_logits
 
 
@@ -29,22 +29,19 @@ class DraftBlock:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """See `DraftSource.fill`."""
-        own = state.drafting
-        drafter: Any = own.model
+        drafting = state.drafting
+        drafter: Any = drafting.model
         assert features is not None  # such drafters read them
-        query, fresh = block_query(state, own.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
+        query, fresh = block_query(state, drafting.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
         width = query.tokens.shape[1] - drafter.block_size
         context = right_aligned(features, fresh, width)
         with torch.no_grad():
-            found = drafter(query, context, own.store)
-        own.nfe += Cost([query], state.batch).nfe
-        own.fed[rows] = state.committed[rows] - 1
+            answer = drafter(query, context, drafting.store)
+        drafting.nfe += Cost([query], state.batch).nfe
+        drafting.fed[rows] = state.committed[rows] - 1
         positions = state.positions(rows)[:, :-1]
-        drafts, q = self._drawn(state, rows, positions, found[:, : state.width - 1], query)
-        slot = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
-        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
-        state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
-        state.memory.write("draft_source", rows, slot)
+        drafts, q = self._drawn(state, rows, positions, answer[:, : state.width - 1], query)
+        write_drafts(state, rows, drafts, q)
 
     def _drawn(
         self, state: CausalState, rows: np.ndarray, positions: Tensor, found: Tensor, query: CausalQuery
@@ -70,21 +67,21 @@ def in_turn(
         logits: called with a slot and the tokens before it [R]: its logits [R, V]. candidates: called with a slot: the
             ids outside of which these are -inf [R, K]; None for the vocabulary.
     """
-    own, device = state.drafting, positions.device
+    drafting, device = state.drafting, positions.device
     last = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
     token = state.context[torch.as_tensor(rows, device=device), last]
     uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
     drafts, every_q = positions[:, :0], []
     for slot in range(positions.shape[1]):
-        found = logits(slot, token).unsqueeze(1)
+        slot_logits = logits(slot, token).unsqueeze(1)
         before, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, slot).unsqueeze(0)
-        found = that_fit(state, found, rows, parents, before, [slot])
-        q = state.distribution(found, rows, positions[:, slot : slot + 1])
+        slot_logits = that_fit(state, slot_logits, rows, parents, before, [slot])
+        q = state.distribution(slot_logits, rows, positions[:, slot : slot + 1])
         free = candidates is None or state.prescribes or state.masks is not None
         token = _drawn_from(q, None if free or candidates is None else candidates(slot), uniform[:, slot])
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
         every_q.append(q)
-    return drafts, checked(own, rows, torch.cat(every_q, 1))
+    return drafts, checked(drafting, rows, torch.cat(every_q, 1))
 
 
 def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor:
@@ -92,8 +89,8 @@ def _drawn_from(q: Tensor, candidates: Tensor | None, uniform: Tensor) -> Tensor
     of the vocabulary), as the public codes draw it."""
     if candidates is None:
         return draw(q, uniform).squeeze(1)
-    at = draw(q.squeeze(1).gather(1, candidates).unsqueeze(1), uniform)
-    return candidates.gather(1, at).squeeze(1)
+    column = draw(q.squeeze(1).gather(1, candidates).unsqueeze(1), uniform)
+    return candidates.gather(1, column).squeeze(1)
 
 
 def block_query(
@@ -115,7 +112,7 @@ def block_query(
     position = last[:, None] - width + np.arange(width + size)
     read = (position >= begin[:, None]) & (position < last[:, None])
     store_rows = state.every(rows)
-    at = torch.as_tensor(store_rows, device=device)
+    row_index = torch.as_tensor(store_rows, device=device)
     positions = torch.as_tensor(np.maximum(position, 0), device=device)
     known = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)
     masks = torch.full((len(last), size - 1), mask_token_id, device=device)
@@ -123,11 +120,11 @@ def block_query(
     slots = torch.as_tensor(np.where(read, position, -1), device=device)
     query = CausalQuery(
         rows=rows,
-        tokens=torch.cat((state.context[at.unsqueeze(1), known], masks), 1),
+        tokens=torch.cat((state.context[row_index.unsqueeze(1), known], masks), 1),
         positions=positions,
         valid=valid,
         visible=valid.unsqueeze(1).expand(-1, width + size, -1),
-        store=StoreCall(at, slots, store_rows, int(begin.max()), step=state.commits),
+        store=StoreCall(row_index, slots, store_rows, int(begin.max()), step=state.commits),
         branches=state.branches,
         forwarded=fresh[: len(rows)] + size,
         index=np.arange(len(rows)),

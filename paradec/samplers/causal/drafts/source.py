@@ -17,6 +17,7 @@ from torch import Tensor
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost
 from paradec.samplers.causal.state import CausalState, Drafting, read_logits
+from paradec.samplers.causal.verification import ONE_HOT
 
 
 class DraftSource(Protocol):
@@ -32,14 +33,14 @@ class DraftSource(Protocol):
         ...
 
 
-def checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
+def checked(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
     """Distributions of the drafter for rows, [R, ..., V]; whether one was NaN is found out with the next commit's
     transfer."""
     broken = q[..., 0].isnan().flatten(1).any(1)
-    if own.broken is None:
-        own.broken = torch.zeros(len(own.nfe), dtype=torch.bool, device=q.device)
+    if drafting.broken is None:
+        drafting.broken = torch.zeros(len(drafting.nfe), dtype=torch.bool, device=q.device)
     index = torch.as_tensor(rows, device=q.device)
-    own.broken = own.broken.index_copy(0, index, own.broken[index] | broken)
+    drafting.broken = drafting.broken.index_copy(0, index, drafting.broken[index] | broken)
     return q
 
 
@@ -58,16 +59,26 @@ def that_fit(
     if masks is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
 
-    def fitting(found: Tensor) -> Tensor:
+    def fit(logits: Tensor) -> Tensor:
         if masks is not None:
-            found = masks.of_nodes(state, found, rows, parents, tokens, nodes)
-        return found if allowed is None else found.masked_fill(~allowed, -torch.inf)
+            logits = masks.of_nodes(state, logits, rows, parents, tokens, nodes)
+        return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
-    found = fitting(logits)
-    nothing = (found == -torch.inf).all(-1, keepdim=True)
+    fitted = fit(logits)
+    nothing = (fitted == -torch.inf).all(-1, keepdim=True)
     if masks is not None and not nothing.any():  # masks are made on the host, which waits in any case
-        return found
-    return torch.where(nothing, fitting(torch.zeros_like(logits)), found)
+        return fitted
+    return torch.where(nothing, fit(torch.zeros_like(logits)), fitted)
+
+
+def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor | None) -> None:
+    """Write drafts [R, n] into the first slots of the windows of rows, drawn from q [R, n, V]; None: not drawn."""
+    missing = state.width - drafts.shape[1]
+    source = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
+    state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, missing)))
+    state.memory.write("draft_source", rows, torch.full_like(source, ONE_HOT) if q is None else source)
+    if q is not None:
+        state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, missing)))
 
 
 def drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
@@ -94,10 +105,11 @@ def right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
 
 def read(state: CausalState, calls: list[CausalQuery]) -> Tensor:
     """The drafter's guided logits for the calls."""
-    own = state.drafting
+    drafting = state.drafting
     with torch.no_grad():
-        outputs = [own.model(call) if own.store is None else own.model(call, own.store) for call in calls]
-    own.nfe += Cost(calls, state.batch).nfe
+        store = () if drafting.store is None else (drafting.store,)
+        outputs = [drafting.model(call, *store) for call in calls]
+    drafting.nfe += Cost(calls, state.batch).nfe
     return read_logits(state, outputs, calls)
 
 
@@ -124,8 +136,8 @@ def read_tree(
     """
     if features is None or made is None:
         return read(state, [query]), None
-    own = state.drafting
+    drafting = state.drafting
     beside = right_aligned(features, fresh.reshape(-1), query.tokens.shape[1] - known)
-    logits, out = own.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), own.store)
-    own.nfe += Cost([query], state.batch).nfe
+    logits, out = drafting.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), drafting.store)
+    drafting.nfe += Cost([query], state.batch).nfe
     return read_logits(state, [logits], [query]), out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number, shown
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import DraftDistributions
+from paradec.samplers.causal.window import read_drafts
 
 StopRule = Callable[[Tensor, Tensor], Tensor]
 """From q [R, k, V] of the drafts so far and these, [R, k] int64, whether each row's window ends here, [R] bool. A row's
@@ -113,16 +113,17 @@ def ends(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
 
 def cut(state: CausalState, rows: np.ndarray, rule: Any) -> None:
     """End the windows of rows, which are full, as a rule says."""
-    memory, most = state.memory.read(rows), state.width - 1
+    most = state.width - 1
     if isinstance(rule, Unconfident):
-        sure = memory["confidence"][:, 1:most] >= rule.threshold
+        sure = state.memory.read(rows)["confidence"][:, 1:most] >= rule.threshold
         state.drafted[rows] = 1 + sure.long().cumprod(1).sum(1).cpu().numpy()
         return
-    q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess).at()
+    drafts = read_drafts(state, rows)
+    q = drafts.at()
     count, going = np.full(len(rows), most), np.arange(len(rows))
     for k in range(1, most):
         index = torch.as_tensor(going, device=q.device)
-        stops = ends(rule, q[index, :k], memory["drafts"][index, :k])
+        stops = ends(rule, q[index, :k], drafts.tokens[index, :k])
         count[going[stops]] = k
         if not len(going := going[~stops]):
             break

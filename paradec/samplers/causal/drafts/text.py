@@ -13,9 +13,9 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
+from paradec.samplers.causal.drafts.source import write_drafts
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import tree_of
-from paradec.samplers.causal.verification import ONE_HOT
+from paradec.samplers.causal.trees import hashable, tree_of
 
 
 class NamedDrafter:
@@ -102,8 +102,7 @@ class PromptLookup(NamedDrafter):
         usable &= tokens < len(state.guess)
         size, most = self.max_matching_ngram_size, state.width - 1
         drafts, count = look_up(tokens, length, usable, state.ends, size, min(most, self.prompt_lookup_num_tokens))
-        state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, state.width - drafts.shape[1])))
-        state.memory.write("draft_source", rows, torch.full((len(rows), state.width), ONE_HOT, device=tokens.device))
+        write_drafts(state, rows, drafts, None)
         state.drafted[rows] = count.cpu().numpy()
         if state.masks is not None:
             state.masks.put_certain(state, rows)
@@ -131,13 +130,13 @@ def look_up(
         same = same & (before == last) & (column >= n)
         places = same & usable
         start = torch.where(places.any(1, keepdim=True), places.int().argmax(1, keepdim=True), start)
-    at = start + torch.arange(most, device=tokens.device)
-    inside = (start >= 0) & (at < length)
-    at = at.clamp(0, tokens.shape[1] - 1)
-    found = tokens.gather(1, at)
-    good = inside & usable.gather(1, at) & ~torch.isin(found, ends)
+    columns = start + torch.arange(most, device=tokens.device)
+    inside = (start >= 0) & (columns < length)
+    columns = columns.clamp(0, tokens.shape[1] - 1)
+    tokens_there = tokens.gather(1, columns)
+    good = inside & usable.gather(1, columns) & ~torch.isin(tokens_there, ends)
     good = good.long().cumprod(1)
-    return found * good, good.sum(1)
+    return tokens_there * good, good.sum(1)
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,7 @@ class TokenRecycling(NamedDrafter):
 
     def __post_init__(self) -> None:
         check_int("k", self.k, low=1)
-        if not isinstance(self.tree, str):  # as lists, from JSON
-            entries = tuple(entry if isinstance(entry, int) else tuple(entry) for entry in self.tree)
-            object.__setattr__(self, "tree", entries)
+        object.__setattr__(self, "tree", hashable(self.tree))
         if (widest := tree_of(self.tree).children.shape[1]) > self.k:
             raise ValueError(f"k={self.k} is less than the {widest} children of a node of tree={self.tree!r}")
 
@@ -193,8 +190,8 @@ class TokenRecycling(NamedDrafter):
         for depth in range(1, tree.depth + 1):
             nodes = torch.as_tensor(np.flatnonzero(depths == depth), device=matrix.device)
             above = tokens[:, parents.to(matrix.device)[nodes]]
-            found = matrix[index.unsqueeze(1), above.clamp(min=0), child[nodes]].long()
-            tokens[:, nodes] = torch.where(above >= 0, found, -1)
+            children = matrix[index.unsqueeze(1), above.clamp(min=0), child[nodes]].long()
+            tokens[:, nodes] = torch.where(above >= 0, children, -1)
         tokens[:, 0] = -1
         state.memory.write("drafts", rows, tokens)
 
