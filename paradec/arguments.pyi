@@ -10,9 +10,9 @@ from paradec.caches.base import Cache
 from paradec.caches.kept import KeptPrefix
 from paradec.caches.suffix import Suffix
 from paradec.constraints.values import Constraint
+from paradec.core.blocks import BlockPolicy
 from paradec.core.orders import Order
 from paradec.core.protocol import Commit, Sampler, State
-from paradec.samplers.masked.blocks import BlockPolicy
 
 class Arguments(TypedDict, total=False):
     sampler: str | Sampler

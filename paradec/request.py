@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from paradec.caches.kept import KeptPrefix
     from paradec.caches.suffix import Suffix
     from paradec.constraints.values import Constraint
+    from paradec.core.blocks import BlockPolicy
     from paradec.core.orders import Order
     from paradec.core.protocol import Commit, Sampler, State
-    from paradec.samplers.masked.blocks import BlockPolicy
 
 ELSEWHERE = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),

@@ -25,8 +25,8 @@ from paradec.request import FIELDS, Preset
 if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.caches.suffix import Suffix
+    from paradec.core.blocks import BlockPolicy
     from paradec.core.protocol import Commit, Sampler, State
-    from paradec.samplers.masked.blocks import BlockPolicy
 
 READ_FROM_CONFIG = frozenset(
     {

@@ -107,29 +107,6 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
     assert torch.equal(again.sequences, out.sequences)
 
 
-def by_hand(model: Model, row: list[int]) -> list[int]:
-    """The most confident masked token of the whole row, one forward each, with the module itself."""
-    ids, mask = torch.tensor([masked(model, row)]), model.facts.mask_token_id
-    with torch.inference_mode():
-        while (ids == mask).any():
-            logits = model.module(ids, attention_mask=torch.ones(1, 1, len(row), len(row), dtype=torch.bool)).logits[0]
-            if model.facts.prediction == "shifted":  # position 0 has no row to its left and reads its own
-                logits = torch.cat((logits[:1], logits[:-1]))
-            logits[:, mask] = -torch.inf
-            sureness, tokens = logits.softmax(-1).max(-1)
-            at = sureness.masked_fill(ids[0] != mask, -1).argmax()
-            ids[0, at] = tokens[at]
-    return ids[0].tolist()
-
-
-@pytest.mark.parametrize("row", HOLES + [[_] * 6])
-def test_equals_a_loop_by_hand(model: Model, row: list[int]) -> None:
-    request = {"eos_early_stop": False, "holes_eos_inf": False}
-    out = paradec.infill(model, masked(model, row), sampler="low_confidence", **request)
-    assert out.sequences[0].tolist() == by_hand(model, row)
-    assert out.nfe == row.count(_)
-
-
 def test_blocks_run_from_the_first_mask(model: Model) -> None:
     """Blocks of three: 2-4, 5-7 (nothing to fill, passed over), 8-10."""
     row = masked(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])

@@ -27,7 +27,7 @@ def make_memory(batch: int = 3) -> Memory:
         "credit": MemorySpec(dims=("position", "vocab"), reset="block"),
         "count": MemorySpec(dtype=torch.int64, fill=7, reset="sequence"),
     }
-    memory = Memory(specs, batch, {"position": 4, "vocab": 5}, torch.device("cpu"))
+    memory = Memory.allocate(specs, batch, {"position": 4, "vocab": 5}, torch.device("cpu"))
     memory["credit"] = torch.arange(batch * 20.0).view(batch, 4, 5)
     memory["count"] = torch.arange(batch)
     return memory
@@ -35,7 +35,7 @@ def make_memory(batch: int = 3) -> Memory:
 
 def test_memory_takes_from_the_model_what_a_spec_leaves_to_it() -> None:
     specs = {"history": MemorySpec((2, "latent"), None), "count": MemorySpec((), torch.int64, fill=7)}
-    memory = Memory(specs, 3, {"latent": torch.Size((4, 5))}, torch.device("cpu"), torch.float64)
+    memory = Memory.allocate(specs, 3, {"latent": torch.Size((4, 5))}, torch.device("cpu"), torch.float64)
     assert memory["history"].shape == (3, 2, 4, 5) and memory["history"].dtype == torch.float64
     assert memory["count"].tolist() == [7, 7, 7] and memory["count"].dtype == torch.int64
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_number, check_order, shown
 from paradec.core.rows import ROWS
 from paradec.samplers.features.feature import Ends, Feature
-from paradec.samplers.masked.blocks import LONGEST_BLOCK, BlockPolicy, FixedBlocks
+from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks
 
 
 @dataclass

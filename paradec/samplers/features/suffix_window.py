@@ -10,11 +10,12 @@ import torch
 
 from paradec.caches.base import Cache
 from paradec.caches.suffix import Suffix
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
 from paradec.core.rows import row_layout
 from paradec.request import Request
 from paradec.samplers.features.feature import Feature
-from paradec.samplers.masked.blocks import BlockPolicy, WholeCanvas
+from paradec.samplers.masked.blocks import WholeCanvas
 
 
 @dataclass

@@ -63,6 +63,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache, Part
 from paradec.core import rng
+from paradec.core.blocks import BlockPolicy
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Commit, NotFinite, Sampler
 from paradec.core.query import Cost, StoreCall, WindowLogits, WindowQuery
@@ -75,7 +76,7 @@ from paradec.samplers.features.pipelined_blocks import leading_blocks, open_star
 from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.blocks import BlockPolicy, close_blocks, cut_blocks, find_ends, trim_rows
+from paradec.samplers.masked.blocks import close_blocks, cut_blocks, find_ends, trim_rows
 from paradec.samplers.masked.features import known_probabilities, step_logprobs
 from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.start import start_state

@@ -18,6 +18,7 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import REFUSED, verdict
 from paradec.core import rng
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_memory, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import Memory
@@ -35,7 +36,6 @@ from paradec.samplers.features.sparse_attention import SparseAttention, find_att
 from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
 from paradec.samplers.masked.blocks import (
     LONGEST_BLOCK,
-    BlockPolicy,
     EndOfText,
     FixedBlocks,
     WholeCanvas,

@@ -105,7 +105,7 @@ class Sweep(Sampler):
         self.check_model(model)
         request_for(self, request, arguments)
         shades = torch.tensor(prompt)
-        return SweepState(batch=len(shades), memory=Memory({}, len(shades), {}, shades.device), shades=shades)
+        return SweepState(batch=len(shades), memory=Memory(), shades=shades)
 
     def query(self, state: Any) -> list[Any]:
         return [Query(np.arange(state.batch), state.shades, state.shades, forwarded=np.full(state.batch, 4))]

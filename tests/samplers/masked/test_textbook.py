@@ -43,6 +43,7 @@ def test_the_family_is_the_textbook(settings: dict[str, Any], shift: int, cache:
     rows = [
         [MASK if i % 3 == 2 and index % 2 else token for i, token in enumerate(row)] for index, row in enumerate(rows)
     ]
+    rows.append([MASK] * 4)
     request: dict[str, Any] = {"max_new_tokens": 13, "blocks": FixedBlocks(length), "cache": cache}
     if "threshold" in settings:
         request["sampler"] = paradec.samplers.create("threshold", threshold=settings["threshold"])

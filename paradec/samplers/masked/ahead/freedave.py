@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, shown
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
@@ -27,7 +28,7 @@ from paradec.request import Request, request_for
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.blocks import NEVER, BlockPolicy, close_blocks, find_ends, trim_rows
+from paradec.samplers.masked.blocks import NEVER, close_blocks, find_ends, trim_rows
 from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Needs, Stage, to_host
 from paradec.samplers.masked.view import Decision
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite
@@ -22,7 +23,6 @@ from paradec.core.trace import Notes
 from paradec.request import Request, request_for
 from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftLogits, draft_queries, logits_by_draft
 from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
-from paradec.samplers.masked.blocks import BlockPolicy
 from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, Stage, finish_step, to_host
 from paradec.samplers.masked.view import Decision
 

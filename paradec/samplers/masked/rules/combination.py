@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import shown
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
 from paradec.core.trace import Notes
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.blocks import BlockPolicy
 from paradec.samplers.masked.loop import LAST, MaskedProposal, MaskedSampler, MaskedState, Stage, View, make_view
 from paradec.samplers.masked.view import checked_select
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_bool, check_choice, check_number, shown
-from paradec.samplers.masked.blocks import BlockPolicy, FixedBlocks, WholeCanvas
+from paradec.samplers.masked.blocks import FixedBlocks, WholeCanvas
 from paradec.samplers.masked.loop import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import (
     Filter,

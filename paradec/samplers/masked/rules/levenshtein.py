@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int, check_number, shown
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.blocks import BlockPolicy, FixedBlocks
+from paradec.samplers.masked.blocks import FixedBlocks
 from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, Revision, View
 from paradec.samplers.statistics import top_by_rank
 

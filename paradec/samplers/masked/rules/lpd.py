@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_number, shown
 from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scaled
-from paradec.samplers.masked.blocks import BlockPolicy
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
 from paradec.samplers.masked.state import MaskedState
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_int
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.blocks import BlockPolicy
 from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, View
 
 

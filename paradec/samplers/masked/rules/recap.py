@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
-from paradec.samplers.masked.blocks import BlockPolicy
 from paradec.samplers.masked.loop import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.rules.halton import halton_ranks
 from paradec.samplers.masked.rules.maskgit import MaskGIT, ranking

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core import rng
+from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_bool, check_choice, check_int, check_number
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowLogits, WindowQuery
@@ -24,7 +25,6 @@ from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.ahead.draft_layout import rows_of_part
-from paradec.samplers.masked.blocks import BlockPolicy
 from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedState, Needs, View, build_query, tokens_of
 from paradec.samplers.statistics import top_by_rank
 
