@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_tokenizers import TEXT, TOKENIZER, VOCAB, Recites, ids_of, reciting
+from byte_tokenizers import TEXT, TOKENIZER, VOCAB, Recites, byte_level_tokenizer, ids_of, reciting
 from fitting import MASKED, fits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structured import lettered
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import StopStringCriteria
+from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.samplers.masked.stopping import StopStrings
+from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.masked.blocks import NEVER
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:
@@ -27,6 +30,69 @@ def length_by_transformers(ids: list[int], stops: list[str]) -> int:
         if criterion(torch.tensor([ids[:count]]), None)[0]:
             return count
     return len(ids)
+
+
+def tokenizer_of(model: Any, decoder: Any, **settings: Any) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def numbered(*words: str) -> dict[str, int]:
+    return {word: number for number, word in enumerate(words)}
+
+
+LLAMA = models.BPE(
+    numbered("<unk>", "▁", "▁a", "▁the", "a", "é", "▁é", ".", *(f"<0x{i:02X}>" for i in range(256))),
+    [],
+    byte_fallback=True,
+)
+LLAMA_PARTS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+WORDPIECE = models.WordPiece(numbered("[UNK]", "a", "##a", "##b", "do", "not", ".", "'", "s", "é"), unk_token="[UNK]")
+METASPACE = models.Unigram([(word, -1.0) for word in ("<unk>", "▁", "▁▁", "▁a", "a", "▁b", ".", "é")], 0)
+TOKENIZERS = {
+    "bytes": byte_level_tokenizer(text=f"{TEXT} né 🎉 thé 🎉🎉"),
+    "llama": tokenizer_of(LLAMA, decoders.Sequence(LLAMA_PARTS), unk_token="<unk>"),
+    "wordpiece": tokenizer_of(WORDPIECE, decoders.WordPiece(), unk_token="[UNK]", clean_up_tokenization_spaces=True),
+    "metaspace": tokenizer_of(METASPACE, decoders.Metaspace(), unk_token="<unk>"),
+    "letters": lettered().tokenizer,
+    "packaged": paradec.load().tokenizer,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_text_is_found_as_in_the_whole_answer(name: str, data: st.DataObject) -> None:
+    """Tokens come in pieces of any size that break off within characters, and may be taken back."""
+    tokenizer, first = TOKENIZERS[name], 3
+    emoji = tokenizer("né 🎉 a the 🎉", add_special_tokens=False)["input_ids"]
+    pieces = [emoji, emoji[1:4], emoji[-4:] * 3, [len(tokenizer)] * 9]
+    piece = st.one_of(st.integers(0, len(tokenizer) - 1).map(lambda token: [token]), st.sampled_from(pieces))
+    news = st.lists(piece, max_size=7).map(lambda parts: sum(parts, []))
+    answer, answers = list[int](), list[list[int]]()
+    for back, new in data.draw(st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 3, 9]), news), min_size=1, max_size=12)):
+        answer = answer[: max(0, len(answer) - back)] + new
+        answers.append(answer)
+
+    def read(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    text = read(max(answers, key=len))
+    cut = st.integers(0, max(len(text) - 1, 0)).flatmap(lambda a: st.integers(a + 1, a + 4).map(lambda b: text[a:b]))
+    stops = [stop for stop in data.draw(st.lists(cut, min_size=1, max_size=2)) if stop] or ["no such text"]
+    rule, row, before = StopStrings(stops, tokenizer, np.array([first])), np.array([0]), list[int]()
+    for answer in answers:
+        same = next((at for at, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer)))
+        begin = data.draw(st.integers(0, same))
+        tokens = np.array([answer[begin:]], np.int64)
+        (end,) = rule.find_ends(row, np.array([first + begin]), tokens, np.array([first + len(answer)]))
+        counts = range(same + 1, len(answer) + 1)
+        holds = [count for count in counts if any(stop in read(answer[:count]) for stop in stops)]
+        assert end == (first + holds[0] if holds and holds[-1] == len(answer) else NEVER)
+        if end < NEVER:
+            break
+        before = answer
 
 
 TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20)
@@ -124,8 +190,8 @@ def test_words_and_batches_of_the_packaged_model() -> None:
 def test_text_that_is_taken_back_is_read_again() -> None:
     """A method may change tokens of the open block after they were read."""
     mask, (one, two, stop) = TOKENIZER.mask_token_id, (ids_of(text)[0] for text in ("one", " two", "."))
-    rule = StopStrings(["."], TOKENIZER, mask, np.array([[one, one, mask, mask, mask, mask]]), np.array([2]))
-    window = SimpleNamespace(rows=np.array([0]), host_positions=np.arange(2, 6)[None])
+    rule = StopStrings(["."], TOKENIZER, np.array([2]), mask)
+    window = SimpleNamespace(rows=np.array([0]), host_positions=np.arange(2, 6)[None], host_valid=None)
     state = SimpleNamespace(window=window, end=np.array([6]))
     assert rule(state, np.array([[one, two, mask, stop]])) is None
     assert rule(state, np.array([[one, mask, mask, stop]])) is None

@@ -32,7 +32,9 @@ from paradec.core.prompts import Prompts
 from paradec.core.query import StoreCall
 from paradec.core.rows import ROWS, resize_axis
 from paradec.request import Request
-from paradec.samplers.causal.state import ALL_SLOTS, AnswerTexts, CausalState, Spans
+from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
+from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.masked.start import answer_starts, make_trace, new_tokens
 
 NAMED = {None: "random", "random": "random", "chain": "raster"}
@@ -92,6 +94,8 @@ def start(
     state.ahead = ALL_SLOTS if sampler.window is None else sampler.window - 1
     # the chain ends rows by rank, which is not what ends a text
     state.ends, state.texts, state.spoken = state.ends[:0], None, state.texts
+    if state.spoken is not None:
+        state.spoken.first = state.answer_start.copy()
     state.store = model.keep_decided(len(rows), width)
     filled = [_runs(np.flatnonzero(row)) for row in undecided]
     state.trace = make_trace(sampler, request, state.canvas, state.length, score="probability", filled=filled)
@@ -163,7 +167,7 @@ class OrderedState(CausalState):
     """[B] int64 on the host: positions that have been looked at for what ends a text."""
     ahead: int = field(init=False)
     """Drafts of a step, where there are as many positions."""
-    spoken: AnswerTexts | None = field(init=False, default=None, metadata=ROWS)
+    spoken: StopStrings | None = field(init=False, default=None, metadata=ROWS)
     """Of a request with stop strings."""
 
     guesses: ClassVar[bool] = False
@@ -299,16 +303,14 @@ class OrderedState(CausalState):
             text = canvas[number, self.reached[row] : final[number]]
             if not len(text):
                 continue
-            is_end, count, stops = np.isin(text, ends), np.array([len(text)]), np.zeros(1, bool)
-            if is_end.any():
-                count[0] = is_end.argmax() + 1
+            is_end, begin, stop = np.isin(text, ends), self.reached[row : row + 1].copy(), NEVER
+            end = begin + (is_end.argmax() + 1 if is_end.any() else len(text))
             if self.spoken is not None:
-                count, stops = self.spoken.cut(np.array([row]), text[None], count)
-            end = int(self.reached[row] + count[0])
-            self.reached[row] = end
-            if is_end[: count[0]].any() or stops[0]:
-                self.end[row], self.stopped[row] = end, stops[0]
-                self.context[row, end:] = self.facts.fill_token_id
+                stop = self.spoken.find_ends(np.array([row]), begin, text[None], end)[0]
+            self.reached[row] = min(end[0], stop)
+            if is_end[: self.reached[row] - begin[0]].any() or stop < NEVER:
+                self.end[row], self.stopped[row] = self.reached[row], stop < NEVER
+                self.context[row, self.reached[row] :] = self.facts.fill_token_id
 
     def widen(self, width: int) -> None:
         self.width = max(self.width, width)

@@ -27,11 +27,13 @@ from paradec.core.protocol import Commit, NotFinite, Proposal, Sampler
 from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
-from paradec.samplers.causal.state import AnswerTexts, CausalState, Spans, read_logits
+from paradec.samplers.causal.state import CausalState, Spans, read_logits
 from paradec.samplers.causal.trees import real_nodes, step_query
 from paradec.samplers.causal.verification import UNIFORM, DraftWindow, Verified, probability
 from paradec.samplers.causal.window import Branches, propose_path, propose_window
-from paradec.samplers.masked.start import make_trace, stop_strings_of, suppressed_ids
+from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.masked.blocks import NEVER
+from paradec.samplers.masked.start import make_trace, suppressed_ids
 from paradec.samplers.starting import keys_of, padded
 
 WINDOW = 16
@@ -212,7 +214,7 @@ class CausalSampler(Sampler):
         keys, _ = keys_of(request, prompts, device, encoded.before)
         allowed = allowed_tokens(facts, request, grid)
         guess = allowed.to(device).double()
-        texts = stop_strings_of(request, model)
+        texts = StopStrings.from_request(request, model, starts) if request.stop_strings else None
         check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
         batch, longest = len(prompts), int((ends + shift).max())
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
@@ -237,7 +239,7 @@ class CausalSampler(Sampler):
             grid=grid,
             layout=None if grid is None else grid.layout.to(device),
         )
-        state.texts = AnswerTexts(texts, model.tokenizer, batch) if texts else None
+        state.texts = texts
         if request.constraint is not None:
             from paradec.samplers.causal.constrained import TokenMasks  # for few requests
 
@@ -432,9 +434,10 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
     if drafter and drafter[0].any():
         raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
     if state.texts is not None:
-        num_final, stops = state.texts.cut(proposal.rows, host[flags:].T, num_final)
-        state.stopped[proposal.rows[stops]] = True
-        ends = ends | stops
+        begin = state.committed[proposal.rows]
+        stops = state.texts.find_ends(proposal.rows, begin, host[flags:].T, begin + num_final)
+        state.stopped[proposal.rows[stops < NEVER]] = True
+        ends, num_final = ends | (stops < NEVER), np.minimum(num_final, stops - begin)
         count = torch.as_tensor(num_final, device=count.device).unsqueeze(1)
     finished = proposal.rows[ends > 0]
     state.end[finished] = state.committed[finished] + num_final[ends > 0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -24,6 +23,7 @@ from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.causal.verification import token_distribution
 from paradec.samplers.distributions import log_of
+from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.guidance import guided
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class CausalState(State):
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
     drafting: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request whose drafts a model makes: `Drafting`."""
-    texts: AnswerTexts | None = field(init=False, default=None, metadata=ROWS)
+    texts: StopStrings | None = field(init=False, default=None, metadata=ROWS)
     """Of a request with stop strings."""
     masks: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
@@ -480,52 +480,3 @@ def make_proposal(
         made_at=state.commits,
         kind=queries[0].kind,
     )
-
-
-@dataclass(init=False, eq=False)
-class AnswerTexts:
-    """Find the token that completes one of some texts in a row's answer.
-
-    The answer is decoded as a whole, so that a text may lie across tokens, and special tokens count with their names.
-    The token that completes it is kept entirely, as transformers' `StopStringCriteria` does; unlike there, the prompt's
-    own text is no part of a match.
-
-    Args:
-        texts: what to look for.
-        tokenizer: the model's.
-        rows: how many rows there are.
-    """
-
-    texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
-    """Of each row; none of rows that have none."""
-    answers: list[list[int]] = field(metadata=row_layout(fill=[]))
-
-    def __init__(self, texts: Sequence[str], tokenizer: Any, rows: int):
-        self.texts, self.tokenizer = [tuple(texts)] * rows, tokenizer
-        self.answers = [[] for _ in range(rows)]
-
-    def cut(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many of the new tokens of each row are kept, and remember these.
-
-        Args:
-            rows: [R]. tokens: [R, W] int64, of which `counts` [R] are new.
-
-        Returns:
-            [R] int64: as `counts`, or less where a text is completed before; and [R] bool: whether one is.
-        """
-        kept, stops = counts.copy(), np.zeros(len(rows), bool)
-        for index, row in enumerate(rows.tolist()):
-            answer, new = self.answers[row], tokens[index, : counts[index]].tolist()
-            before = len(answer)
-            answer += new
-            if new and self._holds(answer, row):
-                end = next(end for end in range(before + 1, len(answer) + 1) if self._holds(answer[:end], row))
-                kept[index], stops[index] = end - before, True
-                del answer[end:]
-        return kept, stops
-
-    def _holds(self, answer: list[int], row: int) -> bool:
-        if not self.texts[row]:
-            return False
-        text = self.tokenizer.decode(answer, skip_special_tokens=False)
-        return any(wanted in text for wanted in self.texts[row])

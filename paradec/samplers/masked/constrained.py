@@ -26,10 +26,10 @@ from paradec.kernels.token_stats import token_statistics
 from paradec.samplers.distributions import tempered
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
+from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.filters import filter_logits
 from paradec.samplers.masked.blocks import EndOfText, open_blocks
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stopping import StopStrings
 from paradec.samplers.masked.view import Decision, MaskedProposal
 from paradec.samplers.spans import Part, Span, no_texts, parts_of, refused, spans_of
 

@@ -33,6 +33,7 @@ from paradec.samplers.features.holes import Holes
 from paradec.samplers.features.pipelined_blocks import OpenBlocks, PipelinedBlocks, check_pipelined
 from paradec.samplers.features.prefix_reuse import PrefixReuse, plan_request_reuse
 from paradec.samplers.features.sparse_attention import SparseAttention, find_attention
+from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
 from paradec.samplers.masked.blocks import (
     LONGEST_BLOCK,
@@ -46,7 +47,6 @@ from paradec.samplers.masked.blocks import (
 from paradec.samplers.masked.features import logprobs_features
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.stopping import StopStrings
 
 POLICIES = {
     "fixed": FixedBlocks,
@@ -90,7 +90,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if request.stop is not None:
         others, early = split_stop_rules(request.stop, sampler)
         stop_rules += others
-    texts = stop_strings_of(request, model) if request.stop_strings else ()
+    if request.stop_strings:
+        stop_rules.append(StopStrings.from_request(request, model, answers, mask_id))
     reuse = attention = None
     if request.prefix is not None or request.share_prefix or request.keep_prefix:
         reuse = plan_request_reuse(request, model, cache, rows, starts, sampler.needs.causal_keys)
@@ -107,8 +108,6 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answers))
-    if texts:
-        stop_rules.append(StopStrings(texts, model.tokenizer, mask_id, canvas, answers))
     specs = sampler.memory()
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}
     if sampler.needs.moves:
@@ -316,14 +315,6 @@ def _suppressed(request: Request, facts: ModelFacts, holes: bool) -> list[int]:
     if request.holes_eos_inf and holes and len(suppressed | {facts.mask_id, *ends}) >= facts.vocab_size:
         raise ValueError("holes_eos_inf=True leaves no token for holes beside those of suppress_tokens")
     return sorted(suppressed)
-
-
-def stop_strings_of(request: Request, model: Any) -> tuple[str, ...]:
-    """List the texts that end a row. Raises ValueError where there is no tokenizer to find them with."""
-    texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
-    if texts and getattr(model, "tokenizer", None) is None:
-        raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none")
-    return texts
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:

@@ -19,16 +19,15 @@ from paradec.core.prompts import encode
 from paradec.core.trace import spans
 from paradec.request import DEFAULTS, Request
 from paradec.samplers.features.early_stops import split_stop_rules
+from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import EndOfText, StopRule
 from paradec.samplers.masked.start import (
     answer_starts,
     make_trace,
     new_tokens,
     randomness,
-    stop_strings_of,
     suppressed_ids,
 )
-from paradec.samplers.masked.stopping import StopStrings
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.state import DenoisingState, Settled
 from paradec.samplers.starting import padded
@@ -71,7 +70,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = _randomness(request, rows, holes)
     stop_rules = _stop_rules(sampler, request)
-    texts = stop_strings_of(request, model)
+    answers = answer_starts(rows, HOLE)
+    if request.stop_strings:
+        stop_rules.append(StopStrings.from_request(request, model, answers, HOLE))
     images = prompts.images or []
     reuse = _reuse(request, model, rows, images)
 
@@ -80,15 +81,12 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     lengths = np.array([len(row) for row in rows], np.int64)
     asked = lengths + new
     starts = [_starts(row, int(end), width) for row, end in zip(rows, asked, strict=True)]
-    answers = answer_starts(rows, HOLE)
     ends = np.array([row[-1] + width for row in starts], np.int64)
     longest = int(np.maximum(ends, asked).max())
     canvas = padded(rows, longest, HOLE)
     given = canvas != HOLE
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else np.zeros_like(answers)))
-    if texts:
-        stop_rules.append(StopStrings(texts, model.tokenizer, HOLE, canvas, answers))
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
