@@ -1,17 +1,16 @@
-"""Log-probabilities of tokens: what the distribution of the step that wrote a token said of it, and of the likeliest.
+"""Log-probabilities of tokens: those of the step that wrote a token, of it and of the likeliest.
 
-Which distribution that is, is the family's: of masked models softmax of the step's logits, after guidance and without
-the tokens that are never proposed, whatever the temperature, filters and the method's own logits stage; of causal
-models the verified target distribution p, after temperature and filters, at temperature 0 (where p is one-hot) that of
-temperature 1 without filters. A sampler that takes tokens back may write a position several times: the last time
-counts.
+The distribution is the family's: of masked models softmax of the step's logits, after guidance and without the tokens
+that are never proposed, whatever the temperature, filters and the method's own logits stage; of causal models the
+verified target distribution p, after temperature and filters, at temperature 0 (where p is one-hot) that of temperature
+1 without filters. A sampler that takes tokens back may write a position several times: the last time counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,10 @@ from torch import Tensor
 from paradec.core.rows import row_layout
 
 SEGMENT = 256
-"""Tokens of which the largest is found before the likeliest are looked for."""
+"""Tokens whose maximum is taken before the likeliest are looked for."""
 CHUNK = 2**23
 """Logits that are held in float32 at a time."""
+NAMES = ("chosen", "best", "best_tokens")
 
 
 @dataclass
@@ -45,18 +45,15 @@ class StepLogProbs:
         where it is known: logits are not read for it again."""
         flat, ids = logits.flatten(0, 1), tokens.reshape(-1, 1)
         size = max(1, CHUNK // max(1, flat.shape[-1]))
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for part, own in zip(flat.split(size), ids.split(size), strict=True):
+        known = [None] * len(flat) if probability is None else [*probability.reshape(-1, 1).split(size)]
+        parts = []
+        for part, index, p in zip(flat.split(size), ids.split(size), known):
             part = part.to(torch.promote_types(part.dtype, torch.float32))
-            at = len(parts) * size
-            if probability is None:
-                total = part.logsumexp(-1, keepdim=True)
-            else:
-                said = probability.reshape(-1, 1)[at : at + len(part)]
-                total = part.gather(-1, own).double() - said.log()
+            chosen = part.gather(-1, index)
+            total = part.logsumexp(-1, keepdim=True) if p is None else chosen.double() - p.log()
             best, best_tokens = _likeliest(part, count)
-            parts.append(((part.gather(-1, own) - total).squeeze(-1), best - total, best_tokens))
-        chosen, best, best_tokens = (torch.cat(each) for each in zip(*parts, strict=True))
+            parts.append(((chosen - total).squeeze(-1), best - total, best_tokens))
+        chosen, best, best_tokens = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         shape = tokens.shape
         return cls(chosen.double().view(shape), best.double().view(*shape, -1), best_tokens.view(*shape, -1))
 
@@ -68,48 +65,41 @@ class StepLogProbs:
         return cls(chosen.double(), best.double(), best_tokens)
 
     @classmethod
-    def joined(cls, parts: list[StepLogProbs], order: Tensor | None = None) -> StepLogProbs:
+    def combine(cls, parts: Sequence[StepLogProbs], function: Callable[[list[Tensor]], Tensor]) -> StepLogProbs:
+        """Those whose tensors are a function of the parts' tensors."""
+        names = [entry.name for entry in fields(cls) if getattr(parts[0], entry.name) is not None]
+        return cls(**{name: function([getattr(part, name) for part in parts]) for name in names})
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[StepLogProbs], order: Tensor | None = None) -> StepLogProbs:
         """Parts one after the other along the rows, in this order [R] int64."""
         if len(parts) == 1:
             return parts[0]
-        names = NAMES if parts[0].tempered is None else (*NAMES, "tempered")
-        every = [torch.cat([getattr(part, name) for part in parts]) for name in names]
-        return cls(*(tensor if order is None else tensor[order] for tensor in every))
+        return cls.combine(parts, lambda tensors: torch.cat(tensors)[slice(None) if order is None else order])
 
     @classmethod
-    def in_rows(cls, parts: list[StepLogProbs], shape: torch.Size) -> StepLogProbs:
-        """Parts [1, n] one after the other, as rows of this shape [R, W]."""
-        return cls(*(torch.cat([getattr(part, name)[0] for part in parts]).unflatten(0, shape) for name in NAMES))
+    def select_steps(cls, steps: Sequence[StepLogProbs], index: Tensor) -> StepLogProbs:
+        """Of several steps, for each position those of step `index` [R, W]."""
+        rows, columns = (torch.arange(size, device=index.device) for size in index.shape)
+        return cls.combine(steps, lambda tensors: torch.stack(tensors)[index, rows.unsqueeze(1), columns])
 
-    @classmethod
-    def picked(cls, steps: list[StepLogProbs], which: Tensor) -> StepLogProbs:
-        """Of several steps, for each position that of number `which` [R, W]."""
-        if len(steps) == 1:
-            return steps[0]
-
-        def pick(name: str) -> Tensor:
-            every = torch.stack([getattr(step, name) for step in steps])
-            index = which[None] if every.ndim == 3 else which[None, ..., None].expand(1, *every.shape[1:])
-            return every.gather(0, index)[0]
-
-        return cls(*(pick(name) for name in NAMES))
-
-    def but(self, where: Tensor) -> StepLogProbs:
+    def fill(self, where: Tensor) -> StepLogProbs:
         """The same with nothing at `where` [R, W] bool: NaN, and the token -1."""
-        wide = where.unsqueeze(-1)
-        return StepLogProbs(
-            self.chosen.masked_fill(where, torch.nan),
-            self.best.masked_fill(wide, torch.nan),
-            self.best_tokens.masked_fill(wide, -1),
-        )
 
-    def at(self, index: Tensor, column: Tensor) -> list[list[Any]]:
+        def fill(tensors: list[Tensor]) -> Tensor:
+            (tensor,) = tensors
+            mask = where if tensor.ndim == 2 else where.unsqueeze(-1)
+            return tensor.masked_fill(mask, torch.nan if tensor.is_floating_point() else -1)
+
+        return self.combine([self], fill)
+
+    def to_lists(self, index: Tensor, column: Tensor) -> list[list[Any]]:
         """Entries as a trace has them, of positions (index [N], column [N]): [log-probability, [[token,
         log-probability], ...]], None for what is not finite. Waits for the device."""
         chosen, best, tokens = (getattr(self, name).cpu()[index, column].tolist() for name in NAMES)
         return [
-            [_finite(own), [[token, _finite(value)] for token, value in zip(ids, values, strict=True)]]
-            for own, values, ids in zip(chosen, best, tokens, strict=True)
+            [_finite(value), [[token, _finite(other)] for token, other in zip(ids, values, strict=True)]]
+            for value, values, ids in zip(chosen, best, tokens, strict=True)
         ]
 
 
@@ -125,11 +115,8 @@ def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     rest = torch.arange(whole * SEGMENT, size, device=logits.device).expand(len(logits), -1)
     places = (chosen.unsqueeze(-1) * SEGMENT + torch.arange(SEGMENT, device=logits.device)).flatten(1)
     places = torch.cat((places, rest), -1)
-    best, at = logits.gather(-1, places).topk(count, -1)
-    return best, places.gather(-1, at)
-
-
-NAMES = ("chosen", "best", "best_tokens")
+    best, index = logits.gather(-1, places).topk(count, -1)
+    return best, places.gather(-1, index)
 
 
 def _finite(value: float) -> float | None:
@@ -167,36 +154,36 @@ class LogProbs:
         return self.chosen.nansum(1)
 
     def write(
-        self, rows: np.ndarray, positions: Tensor, selected: Tensor, found: StepLogProbs, steps: np.ndarray | Tensor
+        self, rows: np.ndarray, positions: Tensor, selected: Tensor, values: StepLogProbs, steps: np.ndarray | Tensor
     ) -> None:
-        """Keep what a step said of the positions [R, W] that it wrote (selected [R, W] bool), which are distinct within
-        a row. steps: [R], or [R, W], the rows' steps."""
-        columns, device = self.chosen.shape[1], self.chosen.device
-        index = torch.as_tensor(rows, device=device).unsqueeze(1)
-        # as many as there are columns, those past the end wrap around: they stay distinct
-        place, selected = positions[:, :columns] % columns, selected[:, :columns]
-        when = torch.as_tensor(steps, device=device)
-        when = (when.unsqueeze(1) if when.ndim == 1 else when[:, :columns]).expand(place.shape)
-        for name, value in ((name, getattr(found, name)[:, :columns]) for name in NAMES):
-            own = getattr(self, name)
-            wide = selected if value.ndim == 2 else selected.unsqueeze(-1)
-            own[index, place] = torch.where(wide, value, own[index, place])
-        when = when.masked_fill(found.chosen[:, :columns].isnan(), -1)
-        self.step[index, place] = torch.where(selected, when, self.step[index, place])
+        """Write those of a step that wrote the positions [R, W] where selected [R, W], which are distinct within a row.
+        steps: [R], or [R, W], the rows' steps."""
+        when = torch.as_tensor(steps, device=self.step.device)
+        when = (when.unsqueeze(1) if when.ndim == 1 else when).expand(positions.shape)
+        for name in NAMES:
+            write_columns(getattr(self, name), rows, positions, selected, getattr(values, name))
+        write_columns(self.step, rows, positions, selected, when.masked_fill(values.chosen.isnan(), -1))
 
     def placed(self, place: Callable[[Tensor, Any], Tensor]) -> LogProbs:
         """Every tensor [B, L] as `place(tensor, fill)` gives it, of the alternatives one after the other."""
+        chosen = place(self.chosen, torch.nan)
 
-        def moved(tensor: Tensor, fill: Any) -> Tensor:
-            if tensor.ndim == 2:
-                return place(tensor, fill)
+        def place_all(tensor: Tensor, fill: Any) -> Tensor:
             parts = [place(part, fill) for part in tensor.unbind(-1)]
-            return torch.stack(parts, -1) if parts else place(tensor[:, :, :0].sum(-1), 0).unsqueeze(-1)[..., :0]
+            return torch.stack(parts, -1) if parts else chosen.new_empty(*chosen.shape, 0, dtype=tensor.dtype)
 
-        nan = torch.nan
-        best, tokens = moved(self.best, nan), moved(self.best_tokens, -1)
-        return LogProbs(moved(self.chosen, nan), best, tokens, moved(self.step, -1))
+        best, tokens = place_all(self.best, torch.nan), place_all(self.best_tokens, -1)
+        return LogProbs(chosen, best, tokens, place(self.step, -1))
 
     def row(self, row: int) -> LogProbs:
         """Those of one row, [1, ...]."""
-        return LogProbs(*(getattr(self, name)[row : row + 1] for name in (*NAMES, "step")))
+        return replace(self, **{name: tensor[row : row + 1] for name, tensor in vars(self).items()})
+
+
+def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
+    """Write values [R, W, ...] into the rows [R] of `target` [B, L, ...], at positions [R, W] where selected [R, W]."""
+    columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
+    # as many as there are columns, those past the end wrap around: they stay distinct
+    place, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]
+    selected = selected if values.ndim == 2 else selected.unsqueeze(-1)
+    target[index, place] = torch.where(selected, values, target[index, place])

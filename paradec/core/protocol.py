@@ -94,7 +94,7 @@ class Commit:
             return None
         index, column = (i.cpu() for i in self.selected.nonzero(as_tuple=True))
         places = zip(self.rows[index.numpy()].tolist(), self.positions.cpu()[index, column].tolist(), strict=True)
-        entries = sorted(zip(places, self.logprobs.at(index, column), strict=True), key=lambda entry: entry[0])
+        entries = sorted(zip(places, self.logprobs.to_lists(index, column), strict=True), key=lambda entry: entry[0])
         return [entry for _, entry in entries]
 
 

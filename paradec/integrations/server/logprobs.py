@@ -98,8 +98,8 @@ def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
             logits = model(whole_rows(model, [ids], [positions], [len(ids)]))
             tokens = torch.tensor([ids[begin : begin + size]], device=logits.device)
             parts.append(StepLogProbs.of_logits(logits, tokens, count))
-    scores = StepLogProbs(*(torch.cat([getattr(part, name).cpu() for part in parts], 1) for name in NAMES))
-    return scores.but(torch.arange(len(ids)).unsqueeze(0) == 0)
+    scores = StepLogProbs.combine(parts, lambda tensors: torch.cat(tensors, 1).cpu())
+    return scores.fill(torch.arange(len(ids)).unsqueeze(0) == 0)
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from paradec.samplers.causal.state import CausalState, Spans, read_logits
 from paradec.samplers.causal.trees import real_nodes, step_query
 from paradec.samplers.causal.verification import UNIFORM, DraftWindow, Verified, probability
 from paradec.samplers.causal.window import Branches, propose_path, propose_window
+from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.masked.start import make_trace, suppressed_ids
@@ -247,9 +248,7 @@ class CausalSampler(Sampler):
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         if request.rollout:
-            from paradec.samplers.causal.rollouts import RecordedTokens  # likewise
-
-            state.rollout = RecordedTokens.of(self, model, state)
+            state.rollout = RecordedRollout.from_request(self, model, state)
         return state
 
     # ---- step -----------------------------------------------------------------------------------------------------
@@ -307,7 +306,7 @@ class CausalSampler(Sampler):
         """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
         proposal has them of the whole vocabulary in "log_p" [R, W, V], for rollouts "logits"."""
         if state.rollout is not None:
-            state.rollout.note(state, proposal, tokens, selected)
+            state.rollout.record_causal(state, proposal, tokens, selected)
         if state.logprobs is None:
             return None
         found = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)

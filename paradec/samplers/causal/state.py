@@ -119,7 +119,7 @@ class CausalState(State):
     masks: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
     rollout: Any = field(init=False, default=None, metadata=ROWS)
-    """Of a request for one: `paradec.samplers.causal.rollouts.RecordedTokens`."""
+    """Of a request for one: `paradec.samplers.features.rollouts.RecordedRollout`."""
     committed: np.ndarray = field(init=False, metadata=ROWS)
     row_step: np.ndarray = field(init=False, metadata=ROWS)
     drafted: np.ndarray = field(init=False, metadata=ROWS)

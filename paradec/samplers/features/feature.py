@@ -52,3 +52,9 @@ class Feature:
             Whether any block ends elsewhere than before.
         """
         return False
+
+
+def overrides(sampler: Any, method: str) -> bool:
+    """Whether a masked sampler has its own form of a method. (The base imports modules that import this.)"""
+    name: str = getattr(type(sampler), method).__qualname__
+    return name != f"MaskedSampler.{method}"

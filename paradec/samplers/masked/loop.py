@@ -72,12 +72,12 @@ from paradec.kernels.token_stats import TokenDraws, read_stats, token_statistics
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import tempered
 from paradec.samplers.features.early_stops import WATCHED
+from paradec.samplers.features.logprobs import known_probabilities, step_logprobs
 from paradec.samplers.features.pipelined_blocks import leading_blocks, open_starts, with_progress
 from paradec.samplers.filters import draw_filtered, filter_logits
 from paradec.samplers.guidance import guided
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.blocks import close_blocks, cut_blocks, find_ends, trim_rows
-from paradec.samplers.masked.features import known_probabilities, step_logprobs
 from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -256,7 +256,7 @@ class MaskedSampler(Sampler):
                 own = logits[:, : window.positions.shape[1]]  # those of mask probes may follow
                 plain = constraint is None and type(self).read is MaskedSampler.read
                 known = known_probabilities(self, state, own, quantities["confidence"]) if plain else None
-                logprobs.append(step_logprobs(state, own, tokens, kept.logprobs.count, known))
+                logprobs.append(step_logprobs(state.request, own, tokens, kept.logprobs.count, known))
         order = None
         if len(parts) > 1:
             tokens, quantities, updates, order = in_row_order(parts, queries)
@@ -273,7 +273,7 @@ class MaskedSampler(Sampler):
             made_at=state.commits,
             kind=queries[0].kind if len(queries) == 1 else "+".join(dict.fromkeys(query.kind for query in queries)),
             generator_state=None if generator is None else generator.get_state(),
-            logprobs=StepLogProbs.joined(logprobs, order) if logprobs else None,
+            logprobs=StepLogProbs.concatenate(logprobs, order) if logprobs else None,
         )
         for feature in features.values():
             feature.on_propose(state, proposal)

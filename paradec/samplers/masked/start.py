@@ -21,6 +21,7 @@ from paradec.core import rng
 from paradec.core.blocks import BlockPolicy
 from paradec.core.checks import check_choice, check_int, check_memory, shown
 from paradec.core.facts import ModelFacts
+from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
 from paradec.core.prompts import encode
 from paradec.core.protocol import Sampler, plain
@@ -30,8 +31,10 @@ from paradec.samplers.features.adaptive_blocks import AdaptiveBlockEnds, Adaptiv
 from paradec.samplers.features.decision_order import DecisionOrder
 from paradec.samplers.features.early_stops import EarlyRule, EarlyStops, split_stop_rules
 from paradec.samplers.features.holes import Holes
+from paradec.samplers.features.logprobs import RecordedLogProbs
 from paradec.samplers.features.pipelined_blocks import OpenBlocks, PipelinedBlocks, check_pipelined
 from paradec.samplers.features.prefix_reuse import PrefixReuse, plan_request_reuse
+from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.sparse_attention import SparseAttention, find_attention
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.features.suffix_window import SuffixWindow, check_suffix
@@ -44,7 +47,6 @@ from paradec.samplers.masked.blocks import (
     count_blocks,
     open_blocks,
 )
-from paradec.samplers.masked.features import logprobs_features
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
 
@@ -408,7 +410,10 @@ def _make_features(
     if state.generator is not None:
         features["reference"] = ReferenceNumbers()
     if request.logprobs is not None or request.rollout:
-        features |= logprobs_features(state, sampler, model)
+        logprobs = LogProbs.empty(state.batch, shape[1], request.logprobs or 0, model.device)
+        features["logprobs"] = RecordedLogProbs(logprobs)
+    if request.rollout:
+        features["rollout"] = RecordedRollout.from_request(sampler, model, state)
     if early:
         reads = tuple(dict.fromkeys(name for rule in early for name in rule.reads))
         features["early_stops"] = EarlyStops(early, reads)

@@ -170,11 +170,14 @@ class CanvasSampler(Sampler):
             chosen = None if texts is None else texts.flatten()[number * count : (number + 1) * count]
             found.append(token_statistics(piece, reads, chosen))
             if state.logprobs is not None:
-                own, best = piece.unsqueeze(0), found[-1][0].unsqueeze(0)
+                own, best = piece.unsqueeze(1), found[-1][0].unsqueeze(1)
                 said.append(StepLogProbs.of_logits(own, best, state.logprobs.count))
         tokens = torch.cat([part[0] for part in found]).view(shape)
         quantities = {name: torch.cat([part[1][name] for part in found]).view(shape) for name in reads}
         given = state.read(state.given, rows, positions)
+        logprobs = None
+        if said:
+            logprobs = StepLogProbs.combine(said, lambda parts: torch.cat(parts).view(*shape, *parts[0].shape[2:]))
         return CanvasProposal(
             rows=rows,
             values=torch.where(given, state.read(state.canvas, rows, positions), tokens),
@@ -185,7 +188,7 @@ class CanvasSampler(Sampler):
             quantities=quantities,
             made_at=state.commits,
             kind="+".join(query.kind for query in queries),
-            logprobs=StepLogProbs.in_rows(said, shape) if said else None,
+            logprobs=logprobs,
             logits=logits,
             soften=soften,
             encoded=queries[0].rows if len(queries) > 1 else rows[:0],

@@ -323,7 +323,7 @@ class FreeDave(MaskedSampler):
             values=values,
             selected=selected,
             filled=selected,
-            logprobs=StepLogProbs.picked(every, judged) if every else None,
+            logprobs=StepLogProbs.select_steps(every, judged) if every else None,
             steps=torch.as_tensor(began[:, None] + when, device=scores.device),
         )
         state.count(proposal.cost)

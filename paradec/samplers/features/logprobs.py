@@ -1,0 +1,57 @@
+"""Log-probabilities of what is written (`logprobs`): those of each step, and the record of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.logprobs import LogProbs, StepLogProbs
+from paradec.core.rows import ROWS
+from paradec.kernels.token_stats import path_for
+from paradec.samplers.features.feature import Ends, Feature
+
+
+@dataclass
+class RecordedLogProbs(Feature):
+    """The log-probabilities of what was written."""
+
+    logprobs: LogProbs = field(metadata=ROWS)
+
+    host_only = "logprobs are kept step by step"
+
+    def reads_window(self, state: Any) -> bool:
+        return True
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        if decision.logprobs is None:
+            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)  # taken back
+        steps: np.ndarray | Tensor = state.row_step[proposal.rows] - 1 if decision.steps is None else decision.steps
+        self.logprobs.write(proposal.rows, proposal.positions, decision.selected, decision.logprobs, steps)
+        return False
+
+
+def step_logprobs(
+    request: Any, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None = None
+) -> StepLogProbs:
+    """Those of tokens [N, W] under softmax(logits [N, W, V]), with the `count` likeliest; for rollouts at the request's
+    temperature as well. known: as `known_probabilities` gives it."""
+    values = StepLogProbs.of_logits(logits, tokens, count, known)
+    if request.rollout and request.temperature > 0:
+        values.tempered = values.chosen
+        if request.temperature != 1:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            values.tempered = StepLogProbs.of_logits(wide / request.temperature, tokens, 0).chosen
+    return values
+
+
+def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
+    """The probabilities [N, W] of tokens under softmax(logits [N, W, V]), where a masked sampler's confidences are
+    these; None where they are something else, and in small vocabularies, which are read again at no cost."""
+    changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
+    if changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
+        return None
+    return confidence if confidence.shape == logits.shape[:2] and bool((confidence > 0).all()) else None

@@ -1,0 +1,200 @@
+"""Rollouts (`rollout`): every write of a request, with its step and log-probabilities (`paradec.core.rollouts`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.table import EXACT, verdict
+from paradec.core.checks import shown
+from paradec.core.logprobs import StepLogProbs, write_columns
+from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, settings_of
+from paradec.core.rows import row_layout
+from paradec.samplers.features.feature import Ends, Feature, overrides
+from paradec.samplers.features.logprobs import step_logprobs
+
+
+@dataclass
+class RecordedRollout(Feature):
+    """What was written, whatever becomes of it at a row's end, with its log-probabilities."""
+
+    tokens: Tensor = field(metadata=row_layout(columns=1))
+    steps: Tensor = field(metadata=row_layout(columns=1, fill=GIVEN))
+    logp: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
+    drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
+    writes: list[list[Tensor]] | None = field(metadata=row_layout(fill=[]))
+    """Of samplers that take back: what steps wrote, row by row, [n, 5] float64 tensors of step, position, token and
+    its two log-probabilities."""
+    settings: dict[str, Any]
+    """The request's."""
+    version: int
+    """Of the weights when it began."""
+    approximation: str | None
+    """What about the cache lets steps evaluate something else than whole rows."""
+
+    host_only = "rollouts are recorded step by step"
+
+    @classmethod
+    def from_request(cls, sampler: Any, model: Any, state: Any) -> Self:
+        """The empty record of a request that begins.
+
+        Raises:
+            ValueError: a rollout that cannot be recorded, since a log-probability would not be that of a state that the
+                rollout holds.
+        """
+        masked = sampler.family == "masked"
+        reasons = _masked_reasons(sampler, model, state) if masked else _causal_reasons(sampler, model, state)
+        if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+            raise ValueError(f"rollout=True does not work with {why}")
+        canvas = state.canvas
+        column = torch.arange(canvas.shape[1], device=canvas.device)
+        outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
+        logp = torch.full_like(canvas, torch.nan, dtype=torch.float64)
+        exact = not masked or verdict(sampler, state.cache, state.facts).status == EXACT
+        return cls(
+            tokens=canvas.masked_fill(outside, 0),
+            steps=torch.full_like(canvas, NEVER).masked_fill(state.given | outside, GIVEN),
+            logp=logp,
+            drawn=logp.clone(),
+            writes=[[] for _ in range(state.batch)] if masked and sampler.needs.revises else None,
+            settings=settings_of(state.request, Rollout.named(state.facts, sampler)),
+            version=getattr(model, "weights_version", 0),
+            approximation=None if exact else f"cache={state.cache.name!r}",
+        )
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        # what was moved or taken back has no probability of its own
+        logprobs = proposal.logprobs.fill(decision.values != proposal.values)
+        self._write(state, proposal, decision.values, decision.selected, logprobs, state.row_step[proposal.rows] - 1)
+        return False
+
+    def record_causal(self, state: Any, proposal: Any, tokens: Tensor, selected: Tensor) -> None:
+        """Record tokens [R, W] that a step of a causal model writes where `selected` [R, W]. The proposal has their
+        guided logits [R, W, V] as "logits"."""
+        logits = proposal.quantities["logits"]
+        if state.allowed is not None:
+            logits = logits.masked_fill(~state.allowed, -torch.inf)
+        logprobs = step_logprobs(state.request, logits, tokens.clamp(min=0), 0)
+        self._write(state, proposal, tokens, selected, logprobs, state.row_step[proposal.rows])
+
+    def _write(
+        self, state: Any, proposal: Any, values: Tensor, selected: Tensor, logprobs: StepLogProbs, steps: np.ndarray
+    ) -> None:
+        rows, positions = proposal.rows, proposal.positions
+        drawn = logprobs.chosen if logprobs.tempered is None else logprobs.tempered
+        step = torch.as_tensor(steps, device=values.device).unsqueeze(1).expand(values.shape)
+        when = step if self.writes is None else step.masked_fill(values == state.facts.mask_id, NEVER)
+        targets = self.tokens, self.steps, self.logp, self.drawn
+        for target, new in zip(targets, (values, when, logprobs.chosen, drawn), strict=True):
+            write_columns(target, rows, positions, selected, new)
+        if self.writes is not None:
+            columns = torch.stack((step, positions, values, logprobs.chosen, drawn), -1).double().cpu()
+            for row, write, chosen in zip(rows, columns, selected.cpu(), strict=True):
+                self.writes[row].append(write[chosen])
+
+    def record_forced(self, state: Any, row: int, positions: Tensor, tokens: Tensor) -> None:
+        """Record tokens [n] that are written at positions [n] of a row before its next step, without a forward."""
+        self.tokens[row, positions] = tokens
+        self.steps[row, positions] = FORCED - int(state.row_step[row])
+
+    def read(self, model: Any, state: Any) -> Rollout:
+        """What was recorded until now."""
+        length = torch.as_tensor(state.length).clone()
+        width, tempered = int(length.max()), state.request.temperature > 0
+        writes: Tensor | None = None
+        if self.writes is not None:
+            parts = [
+                torch.nn.functional.pad(part, (1, 0), value=row) for row, own in enumerate(self.writes) for part in own
+            ]
+            writes = torch.cat([torch.empty(0, 6, dtype=torch.float64), *parts])
+        approximation = self.approximation or _approximation(state)
+        if getattr(model, "weights_version", 0) != self.version:
+            approximation = "weights that changed on the way"
+        return Rollout(
+            tokens=self.tokens[:, :width].cpu().clone(),
+            step_map=self.steps[:, :width].cpu().clone(),
+            logp=self.logp[:, :width].cpu().clone(),
+            logp_drawn=self.drawn[:, :width].cpu().clone() if tempered else None,
+            length=length,
+            prompt_length=torch.as_tensor(state.prompt_length).clone(),
+            suppressed=_suppressed(state),
+            settings=dict(self.settings),
+            version=self.version,
+            approximation=approximation,
+            writes=None if writes is None else writes[:, :4].long(),
+            writes_logp=None if writes is None else writes[:, 4].clone(),
+            writes_logp_drawn=None if writes is None or not tempered else writes[:, 5].clone(),
+        )
+
+
+def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
+    """Why rollouts of a masked sampler could not be recorded, and whether it is so."""
+    request, name, rules = state.request, sampler.name, getattr(sampler, "members", ()) or (sampler,)
+    holes = bool((state.answer_start > state.prompt_length).any())
+    return {
+        f"sampler {name!r}, which takes several steps in one call": sampler.needs.multi_step,
+        f"sampler {name!r}, whose steps are its own": overrides(sampler, "commit") or overrides(sampler, "propose"),
+        f"sampler {name!r}, whose guidance changes from step to step": any(overrides(r, "guidance") for r in rules),
+        f"sampler {name!r}, whose distribution has the mask in it": any(overrides(r, "weighs_mask") for r in rules),
+        f"sampler {name!r}, which cuts rows off on the way; give eos_early_stop=False": (
+            request.eos_early_stop and any(overrides(rule, "trim") for rule in rules)
+        ),
+        "rng='reference', whose distributions have the mask in them": request.rng == "reference",
+        f"{model.facts.name}, whose answers depend on the order of what is decided as well": (
+            getattr(model, "reads_order", False)
+        ),
+        "holes that end tokens are kept out of; give holes_eos_inf=False": (
+            holes and request.holes_eos_inf and bool(model.facts.eos_token_ids)
+        ),
+    }
+
+
+def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
+    """Why rollouts of a sampler of causal models could not be recorded, and whether it is so: tokens are drawn from
+    something else than the model says of the tokens before them."""
+    name, topology, other_prompt = model.facts.name, model.facts.topology, False
+    if state.branches == 2:
+        last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
+        last = state.context[: state.batch].gather(1, last)
+        other_prompt = bool(
+            (state.shift[1] != 1 - state.prompt_length).any() or (last != state.context[state.batch :, :1]).any()
+        )
+    kind = topology.replace("_", "-")
+    return {
+        f"pictures ({name}), whose layouts prescribe tokens": state.grid is not None,
+        f"{name}, a model of any order": getattr(model, "any_order", False),
+        f"sampler {sampler.name!r} on {name}, which is {kind}: it decodes another distribution than replays": (
+            topology != "causal"
+        ),
+        f"sampler {sampler.name!r}, which is not lossless: it draws from another distribution than the model's": (
+            not sampler.lossless
+        ),
+        "negative_prompt, which a rollout does not hold": other_prompt,
+    }
+
+
+def _suppressed(state: Any) -> Tensor:
+    """[B, S] int64: the ids that were never proposed."""
+    if hasattr(state, "allowed"):  # of causal models
+        excluded = torch.empty(0, dtype=torch.int64) if state.allowed is None else (~state.allowed).nonzero().squeeze(1)
+        return excluded.cpu().expand(state.batch, -1).clone()
+    suppressed = torch.full((state.batch, 1), state.mask_id)
+    if state.suppressed is None:
+        return suppressed
+    return torch.cat((suppressed, state.suppressed.cpu().expand(state.batch, -1)), 1)
+
+
+def _approximation(state: Any) -> str | None:
+    """What next to the cache lets steps evaluate something else than whole rows; None where nothing does."""
+    if "suffix_window" in state.features:
+        return f"suffix={shown(state.request.suffix)}"
+    if "sparse_attention" in state.features:
+        return "sparse attention"
+    reuse = state.features["prefix_reuse"].reuse if "prefix_reuse" in state.features else None
+    if reuse is not None and not (state.facts.topology == "block_causal" and getattr(reuse.kept, "exact", True)):
+        return "keys and values of a prefix"
+    return None
