@@ -96,7 +96,7 @@ def _compiled(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
 
 
 class GrammarTexts:
-    """The texts of a grammar, in a model's tokens: see `paradec.samplers.causal.constrained.Texts`. A state is the
+    """The texts of a grammar, in a model's tokens: see `paradec.samplers.features.constraints.Texts`. A state is the
     tokens so far.
 
     Raises:

@@ -24,7 +24,7 @@ from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
 from paradec.constraints.spelling import spelling_of
 from paradec.constraints.values import Constraint, constraint_of, token_automaton
 from paradec.request import Request
-from paradec.samplers.spans import Span
+from paradec.samplers.features.spans import Span
 
 
 def matches(automaton: ByteAutomaton, text: str) -> bool:

@@ -19,7 +19,7 @@ from paradec.core.registry import unknown
 from paradec.integrations.server.limits import ApiError, to_api_error
 from paradec.request import FIELDS as REQUEST_FIELDS
 from paradec.request import Request
-from paradec.samplers.spans import automaton_of, reserved_tokens
+from paradec.samplers.features.spans import automaton_of, reserved_tokens
 
 OWN = "paradec"
 """The body's field with fields of `paradec.Request`, and `drafts`; OpenAI's clients send it as `extra_body`."""

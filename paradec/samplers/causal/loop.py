@@ -242,9 +242,9 @@ class CausalSampler(Sampler):
         )
         state.texts = texts
         if request.constraint is not None:
-            from paradec.samplers.causal.constrained import TokenMasks  # for few requests
+            from paradec.samplers.features.constraints import CausalConstraint  # for few requests
 
-            state.masks = TokenMasks.of(self, model, state)
+            state.masks = CausalConstraint.from_request(self, model, state)
         if request.logprobs is not None:
             state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         if request.rollout:

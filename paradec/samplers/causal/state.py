@@ -117,7 +117,7 @@ class CausalState(State):
     texts: StopStrings | None = field(init=False, default=None, metadata=ROWS)
     """Of a request with stop strings."""
     masks: Any = field(init=False, default=None, metadata=ROWS)
-    """Of a request with a constraint: `paradec.samplers.causal.constrained.TokenMasks`."""
+    """Of a request with a constraint: `paradec.samplers.features.constraints.CausalConstraint`."""
     rollout: Any = field(init=False, default=None, metadata=ROWS)
     """Of a request for one: `paradec.samplers.features.rollouts.RecordedRollout`."""
     committed: np.ndarray = field(init=False, metadata=ROWS)

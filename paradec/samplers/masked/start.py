@@ -426,9 +426,9 @@ def _make_features(
     if getattr(model, "reads_order", False):
         features["decision_order"] = DecisionOrder(torch.full(shape, -1, device=model.device))
     if request.constraint is not None:
-        from paradec.samplers.masked.constrained import constrained  # for few requests
+        from paradec.samplers.features.constraints import MaskedConstraint  # for few requests
 
-        features["constraint"] = constrained(sampler, model, state)
+        features["constraint"] = MaskedConstraint.from_request(sampler, model, state)
     if isinstance(state.blocks, PipelinedBlocks):
         features["pipelined_blocks"] = OpenBlocks()  # the last one: it moves the window
     return features

@@ -115,9 +115,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         store=model.make_store(len(rows), longest),
     )
     if request.constraint is not None:
-        from paradec.samplers.renoising.constrained import CanvasTexts  # for few requests
+        from paradec.samplers.features.constraints import CanvasConstraint  # for few requests
 
-        state.texts = CanvasTexts.of(model, state, canvas)
+        state.texts = CanvasConstraint.from_request(model, state, canvas)
     if reuse is not None:
         source, counts = reuse
         state.store.load(request.prefix, source, counts)

@@ -69,7 +69,7 @@ class DenoisingState(State):
     """The embeddings at the image tokens of each row's prompt, [N, D]."""
     store: Any = None
     texts: Any = None
-    """Of a request with a constraint: `paradec.samplers.renoising.constrained.CanvasTexts`."""
+    """Of a request with a constraint: `paradec.samplers.features.constraints.CanvasConstraint`."""
 
     attention_state: ClassVar[None] = None
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="canvas")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import paradec
 from paradec.constraints.compiler import Compiler
-from paradec.samplers import spans
+from paradec.samplers.features import spans
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}"

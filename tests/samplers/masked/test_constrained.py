@@ -35,13 +35,12 @@ from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
 from paradec.constraints import passes
 from paradec.constraints.marginals import Marginals
 from paradec.models.adapter import Model
-from paradec.samplers import spans
-from paradec.samplers.masked import constrained
-from paradec.samplers.masked.constrained import Constrained
+from paradec.samplers.features import constraints, spans
+from paradec.samplers.features.constraints import MaskedConstraint
 from paradec.samplers.masked.loop import MaskedSampler, View
 
 
-class Recorded(Constrained):
+class Recorded(MaskedConstraint):
     """Draws with given numbers, by the row's step and position, and keeps what happens."""
 
     uniforms: Any = None
@@ -174,7 +173,7 @@ OURS = [name for name in named("run", "draws", "holes") if SETTINGS[name]["setti
 def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     own = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
-    monkeypatch.setattr(constrained, "Constrained", type("Own", (Recorded,), own))
+    monkeypatch.setattr(constraints, "MaskedConstraint", type("Own", (Recorded,), own))
     if case["canvas"][0] is not None and "holes" not in case:
         raise Refused("the answer begins at the first mask here: its blocks are others")
     sampler, model, state = begun(case)
@@ -294,7 +293,7 @@ def all_runs(
     Each step is taken once for every text that it may draw, with numbers that a list of all texts gives; what the step
     takes as candidates has to be that text."""
     tracker = type("Own", (Recorded,), {"forced": forced})
-    monkeypatch.setattr(constrained, "Constrained", tracker)
+    monkeypatch.setattr(constraints, "MaskedConstraint", tracker)
     automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
     sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
     left = [(state, 1.0)]

@@ -16,7 +16,7 @@ from structured import CASES, KINDS, VOCAB, automaton_of, lettered, named, token
 import paradec
 from paradec import samplers
 from paradec.models.adapter import Model
-from paradec.samplers.renoising.constrained import CanvasTexts
+from paradec.samplers.features.constraints import CanvasConstraint
 
 
 @pytest.mark.parametrize("name", named("canvas"))
@@ -33,7 +33,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     sampler = samplers.create("diffusion_gemma", **settings)
     monkeypatch.setattr(
-        CanvasTexts, "uniform", lambda self, state, row, positions: np.array(numbers)[positions.numpy() - start]
+        CanvasConstraint, "uniform", lambda self, state, part: np.array(numbers)[np.array(part.open) - start]
     )
     prompt = torch.tensor([[size + 1]])
     value = paradec.Regex(case["constraint"]["regex"])

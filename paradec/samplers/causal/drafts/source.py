@@ -53,7 +53,7 @@ def that_fit(
     nodes: Sequence[int] | np.ndarray,
 ) -> Tensor:
     """Logits [R, K, V] of drafts after nodes of the rows' trees, without the tokens that may not be drawn (arguments of
-    `TokenMasks.of_nodes`). Where a drafter, which may have a vocabulary or candidates of its own, has none of the
+    `CausalConstraint.of_nodes`). Where a drafter, which may have a vocabulary or candidates of its own, has none of the
     others, these are alike likely."""
     masks, allowed = state.masks, state.allowed
     if masks is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):

@@ -73,23 +73,9 @@ def parts_of(
     return found
 
 
-def refused(constraint: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError for the first of some reasons that holds."""
-    if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
-        raise ValueError(f"constraint={shown(constraint)} does not work here: {why}")
-
-
-def no_texts(model: Any) -> dict[str, bool]:
-    """The reason of models that write no texts."""
-    name, tokenizer = model.facts.name, getattr(model, "tokenizer", None)
-    return {f"it says what texts read, and {name} has no tokenizer": tokenizer is None}
-
-
-def spans_of(
-    model: Any, state: Any, suppressed: Sequence[int], canvas: np.ndarray, hole: int, width: int
-) -> list[tuple[Span, ...]]:
+def spans_of(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[Span, ...]]:
     """The spans of each row of a request with a constraint: one of the answer, with the holes before it and what was
-    given between them; or one for each hole that has a constraint of its own.
+    given between them; or one for each hole that has its own constraint.
 
     Args:
         state: with `request`, `prompt_length`, `answer_start`, `asked`, `max_new_tokens`. canvas: [B, L] int64, which
@@ -98,66 +84,63 @@ def spans_of(
     Raises:
         ValueError: no text fits a row, the number of holes is another, or a step's tables are too large.
     """
-    known, found = dict[Any, Span](), list[tuple[Span, ...]]()
     value: Any = state.request.constraint
+    suppressed, spans, rows = suppressed_ids(state), dict[Any, Span](), list[tuple[Span, ...]]()
     for row, tokens in enumerate(canvas):
         begin, answer, stop = (int(array[row]) for array in (state.prompt_length, state.answer_start, state.asked))
-        masked = np.concatenate(([False], tokens[:stop] == hole, [False]))
-        edges = [(begin, stop)]
+        edges, entries = [(begin, stop)], [value]
         if not isinstance(value, Constraint):
+            masked = np.concatenate(([False], tokens[:stop] == hole, [False]))
             edges = [(a, b) for a, b in np.flatnonzero(masked[1:] != masked[:-1]).reshape(-1, 2).tolist()]
+            entries = value
             if len(value) != len(edges):
                 raise ValueError(
                     f"constraint has {len(value)} entries, and row {row} {len(edges)} holes, with the answer after its "
                     "text; give one for each, None where it is free"
                 )
-        spans = []
-        for entry, (first, end) in zip([value] if isinstance(value, Constraint) else value, edges, strict=True):
-            given = [None if token == hole else token for token in tokens[first:end].tolist()]
-            if entry is not None:
-                ends = end > answer
-                reserved = reserved_tokens(model.facts, ends or state.request.holes_eos_inf)
-                spans.append(
-                    span_of(model, entry, suppressed, reserved, given, first, ends, state.max_new_tokens, known)
-                )
-                check_table(entry, spans[-1].automaton.states, min(width, end - first) + 1, 8)
-        found.append(tuple(spans))
-    return found
+        of_row = []
+        for entry, (first, end) in zip(entries, edges, strict=True):
+            if entry is None:
+                continue
+            given, ends = [None if token == hole else token for token in tokens[first:end].tolist()], end > answer
+            if (key := (entry, ends, first, *given)) not in spans:
+                spans[key] = _span(model, state, entry, suppressed, given, first, ends)
+            of_row.append(spans[key])
+            check_table(entry, spans[key].automaton.states, min(width, end - first) + 1, 8)
+        rows.append(tuple(of_row))
+    return rows
 
 
-def span_of(
+def suppressed_ids(state: Any) -> tuple[int, ...]:
+    """The ids that a request never proposes."""
+    if (allowed := getattr(state, "allowed", None)) is not None:  # of causal models
+        return tuple(np.flatnonzero(~allowed.cpu().numpy()).tolist())
+    suppressed = getattr(state, "suppressed", None)
+    return () if suppressed is None else tuple(suppressed.tolist())
+
+
+def _span(
     model: Any,
+    state: Any,
     value: Constraint,
     suppressed: Sequence[int],
-    reserved: dict[int, str],
     given: list[int | None],
     first: int,
     ends: bool,
-    new: int | None,
-    known: dict[Any, Span],
 ) -> Span:
-    """The span of a constraint from position `first` on.
-
-    Args:
-        suppressed: ids that are never proposed. reserved: as `reserved_tokens` gives it. given: what each position
-            holds, None where it is undecided. ends: whether end tokens may follow its text. new: `max_new_tokens`, for
-            messages. known: spans of earlier rows.
-
-    Raises:
-        ValueError: no text fits.
-    """
+    """The span of a constraint from position `first` on, which holds what is `given`. ends: whether end tokens may
+    follow its text. Raises ValueError where no text fits."""
     end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if ends else ()
-    key = (value, end_ids, first, tuple(given))
-    if key not in known:
-        automaton = automaton_of(model, value, end_ids, suppressed, reserved)
-        table, said = None, f"constraint={shown(value)}: "
-        if automaton.end < 0 or any(token is not None for token in given):
-            check_table(value, automaton.states, len(given) + 1, 1)
-            table = passes.completions(automaton, given, automaton.accept)
-        known[key] = Span(automaton, first, first + len(given), table)
-        if not known[key].after(0)[0]:
-            raise ValueError(said + _unfit(model.tokenizer, automaton, given, first, ends, new))
-    return known[key]
+    reserved = reserved_tokens(model.facts, ends or state.request.holes_eos_inf)
+    automaton, table = automaton_of(model, value, end_ids, suppressed, reserved), None
+    if automaton.end < 0 or any(token is not None for token in given):
+        check_table(value, automaton.states, len(given) + 1, 1)
+        table = passes.completions(automaton, given, automaton.accept)
+    span = Span(automaton, first, first + len(given), table)
+    if not span.after(0)[0]:
+        why = _unfit(model.tokenizer, automaton, given, first, ends, state.max_new_tokens)
+        raise ValueError(f"constraint={shown(value)}: {why}")
+    return span
 
 
 def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
@@ -178,7 +161,7 @@ def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
 def automaton_of(
     model: Any, value: Constraint, ends: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
 ) -> TokenAutomaton:
-    """The automaton of a constraint over a model's tokens; see `token_automaton` and `span_of`.
+    """The automaton of a constraint over a model's tokens; see `token_automaton`. ends: the ids that may follow a text.
 
     Raises:
         ValueError: the model can write no text, or not all of a choice.

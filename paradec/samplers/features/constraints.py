@@ -1,0 +1,520 @@
+"""Constraints (`constraint`): every answer, or hole, is a text of a language.
+
+Masked models and canvases of noise: a step conditions the product of its marginals on the language
+(`paradec.constraints.passes`). Candidates are one text: the likeliest, or a joint draw; so whatever a method selects of
+them stays possible. Scores are those of the conditioned marginals.
+
+Causal models: the distribution of a slot is the model's over the tokens that keep a text possible, given what is final
+and the drafts before the slot, in as many tokens as are left. Drafts are verified against these distributions, and
+drawn from them where a smaller model drafts; so whatever is exact without a constraint has exactly the distribution of
+token-by-token decoding with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.constraints import passes
+from paradec.constraints.grammar import GrammarTexts
+from paradec.constraints.marginals import Marginals
+from paradec.constraints.values import Constraint, Grammar
+from paradec.core import rng
+from paradec.core.checks import shown
+from paradec.core.facts import HOLE
+from paradec.core.protocol import NotFinite
+from paradec.core.rows import ROWS, row_layout
+from paradec.kernels.token_stats import token_statistics
+from paradec.samplers.causal.verification import ONE_HOT
+from paradec.samplers.distributions import tempered
+from paradec.samplers.features.feature import Ends, Feature, overrides
+from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
+from paradec.samplers.features.spans import Part, Span, parts_of, spans_of
+from paradec.samplers.features.stop_strings import StopStrings
+from paradec.samplers.filters import filter_logits
+from paradec.samplers.masked.blocks import EndOfText, open_blocks
+
+
+def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
+    """Raise ValueError for the first reason, of those for all families and of these, that a request's constraint does
+    not work."""
+    name, request = model.facts.name, state.request
+    common = {
+        f"it says what texts read, and {name} has no tokenizer": getattr(model, "tokenizer", None) is None,
+        "rng='reference' draws every token by itself": request.rng == "reference",
+        "stop_strings may end a row before its text is whole": request.stop_strings is not None,
+        f"stop={shown(request.stop)} may end a row before its text is whole": (
+            any(not isinstance(rule, (EndOfText, StopStrings)) for rule in getattr(state, "stop_rules", ()))
+        ),
+    }
+    if (why := next((reason for reason, holds in (common | reasons).items() if holds), None)) is not None:
+        raise ValueError(f"constraint={shown(request.constraint)} does not work here: {why}")
+
+
+@dataclass
+class SpanConstraint(Feature):
+    """The texts of each row, whose undecided tokens are drawn together."""
+
+    spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
+    """[B]."""
+
+    host_only = "a constraint is asked on the host"
+    stream: ClassVar[int]
+    """Of the random numbers that texts are drawn with."""
+
+    def uniform(self, state: Any, part: Part) -> np.ndarray:
+        """The numbers [m] in (0, 1) that a text is drawn with: they depend on row, step and position alone."""
+        step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
+        key = state.keys[part.row : part.row + 1]
+        numbers = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
+        return numbers[0, :, 0].cpu().numpy()
+
+    def _marginals(self, state: Any, part: Part, logits: Tensor) -> Marginals | None:
+        """The marginals of a part; None where logits are NaN or infinite, of which `commit` speaks."""
+        marginals = Marginals(part.span.automaton, logits, part.held, part.state, part.last)
+        if marginals.broken:
+            return None
+        if marginals.total == -np.inf:
+            step = int(state.row_step[part.row])
+            raise NotFinite(
+                f"the model excludes (-inf) every text of the constraint for row {part.row} at its step {step}",
+                np.array([part.row]),
+            )
+        return marginals
+
+    def _filter(self, state: Any, part: Part, marginals: Marginals) -> Marginals:
+        """The marginals without what the request's filters take away; the likeliest text stays possible."""
+        top_p, top_k = state.request.top_p, state.request.top_k
+        if top_p is None and top_k is None:
+            return marginals
+        kept = filter_logits(marginals.conditioned(), top_p, top_k) > -torch.inf
+        kept.scatter_(1, marginals.best().unsqueeze(1), True)
+        filtered = self._marginals(state, part, marginals.logits.masked_fill(~kept, -torch.inf))
+        assert filtered is not None
+        return filtered
+
+
+# ---- masked models --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MaskedConstraint(SpanConstraint):
+    """The texts of each row, and what its draws have cost.
+
+    Positions of the open block that one token fits are written with every commit; at temperature 0 also when the block
+    opens, without a forward. Above it, the block's first step weighs them.
+    """
+
+    log_weight: np.ndarray | None = field(metadata=ROWS)
+    """[B] float64: see `paradec.Output.log_weight`; None at temperature 0."""
+
+    stream = 7
+
+    @classmethod
+    def from_request(cls, sampler: Any, model: Any, state: Any) -> MaskedConstraint:
+        """That of a request that begins.
+
+        Raises:
+            ValueError: a sampler, cache, block policy or stop rule that it does not work with; no tokenizer; or no text
+                of the constraint fits a row.
+        """
+        raise_unsupported(model, state, _masked_reasons(sampler, state))
+        canvas = state.canvas.cpu().numpy()
+        # with early rules a step looks at the row's end
+        length = None if state.request.stop is not None else getattr(state.blocks, "length", None)
+        spans = spans_of(model, state, canvas, state.mask_id, canvas.shape[1] if length is None else length)
+        return cls(spans, None if state.request.temperature == 0 else np.zeros(state.batch))
+
+    def __post_init__(self) -> None:
+        self._drawn: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
+
+    def after_row_change(self) -> None:
+        self._drawn = {}
+
+    def candidates(
+        self, sampler: Any, state: Any, logits: Tensor, query: Any, generator: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Candidate tokens and quantities, in the place of the method's `read`."""
+        positions = state.window.query_positions(query)
+        current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
+        undecided = current == state.mask_id
+        if state.window.valid is not None:
+            valid = state.window.valid[torch.as_tensor(query.window.index, device=logits.device)]
+            undecided &= valid if query.window.columns is None else valid.gather(1, query.window.columns)
+        canvas, where = state.canvas.cpu().numpy(), positions.cpu().numpy()
+        texts, entries = list[tuple[Tensor, dict[str, Tensor]]](), list[int]()
+        for index, row in enumerate(query.rows.tolist()):
+            columns = {position: column for column, position in enumerate(where[index].tolist())}
+            for number, part in enumerate(self._parts(state, row, canvas[row])):
+                open_columns = [columns[position] for position in part.open]
+                first, last = open_columns[0], open_columns[-1]
+                together = last - first < len(open_columns)
+                own = logits[index, first : last + 1] if together else logits[index, open_columns]
+                texts.append(self._text(sampler, state, own, part, number))
+                entries += [index * where.shape[1] + column for column in open_columns]
+        inside = torch.zeros_like(undecided).flatten()
+        inside[entries] = True
+        tokens, quantities = current, dict[str, Tensor]()
+        if sampler.needs.decided_logits or bool((undecided & ~inside.view_as(undecided)).any()):
+            tokens, quantities = sampler.read(state, logits, query, generator)
+        if not texts:
+            return tokens, quantities
+        flat = torch.tensor(entries, device=logits.device)
+        for name in texts[0][1]:
+            value = torch.cat([read[name] for _, read in texts])
+            whole = quantities.get(name, value.new_zeros(current.shape))
+            quantities[name] = whole.flatten().index_copy(0, flat, value.to(whole)).view_as(current)
+        chosen = torch.cat([tokens for tokens, _ in texts])
+        return tokens.flatten().index_copy(0, flat, chosen).view_as(current), quantities
+
+    def _parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
+        """The parts of the row's window, or of what is left of `stop` there, that hold something undecided."""
+        if stop is None:
+            stop = int((state.length if "early_stops" in state.features else state.block_end)[row])
+        return parts_of(self.spans[row], row, canvas, canvas == state.mask_id, int(state.block_start[row]), stop)
+
+    def _text(self, sampler: Any, state: Any, raw: Tensor, part: Part, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Candidates [m] of a part's undecided positions, whose logits are raw [m, V], and the quantities [m] that the
+        sampler reads."""
+        needs, temperature = sampler.needs, state.request.temperature
+        model = self._marginals(state, part, raw)
+        if model is None:
+            nothing = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
+            return torch.zeros_like(nothing, dtype=torch.int64), dict.fromkeys(needs.reads, nothing)
+        source = model if temperature in (0, 1) else self._marginals(state, part, tempered(raw, temperature))
+        assert source is not None
+        if temperature > 0 or needs.score_from == "sampled":
+            source = self._filter(state, part, source)
+        if temperature == 0:
+            tokens = source.best()
+        else:
+            tokens = source.drawn(self.uniform(state, part))
+            self._drawn[part.row, number] = int(state.row_step[part.row]), part, source
+        scored = model if needs.score_from == "raw" else source
+        if needs.reads == ("confidence",):
+            return tokens, {"confidence": scored.probabilities(tokens)}
+        return token_statistics(scored.conditioned(), needs.reads, tokens)
+
+    def on_start(self, state: Any, rows: np.ndarray) -> None:
+        """Write what is certain in blocks that have opened, unless the next step has to weigh it first."""
+        if self.log_weight is None:
+            self.write_certain(state, rows)
+
+    def write_certain(self, state: Any, rows: np.ndarray) -> None:
+        """Write without a forward what one token alone fits in the open blocks of `rows` [R]; full blocks close."""
+        canvas, full = state.canvas.cpu().numpy(), []
+        for row in rows.tolist():
+            certain = self._certain(state, row, canvas[row])
+            if not certain:
+                continue
+            positions, tokens = torch.tensor([*certain.items()], device=state.canvas.device).unbind(1)
+            state.canvas[row, positions] = tokens
+            if "rollout" in state.features:
+                state.features["rollout"].record_forced(state, row, positions, tokens)
+            if state.trace is not None:  # which has what was there before the first step
+                for position, token in certain.items():
+                    state.trace.canvas[row][position] = token
+            state.masks_at_open[row] -= len(certain)
+            state.remaining[row] -= len(certain)
+            state.decided[row] += len(certain)
+            if not state.remaining[row]:
+                full.append(row)
+        if full:
+            open_blocks(state, np.array(full))
+
+    def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
+        """Undecided positions of the open block that one token fits, and that token; `canvas` [L] is what there is."""
+        certain = {}
+        for part in self._parts(state, row, canvas, int(state.block_end[row])):
+            automaton = part.span.automaton
+            fits = passes.possible(automaton, part.held, part.state, part.last)
+            for slot, token in enumerate(part.held):
+                classes = np.flatnonzero(fits[slot])
+                if token is None and automaton.sizes[classes].sum() == 1:
+                    certain[part.first + slot] = int(automaton.members[classes[0]][0])
+        return certain
+
+    def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
+        """Take what is certain once the method's selection is there."""
+        canvas, window = state.canvas.cpu().numpy().copy(), state.window
+        written = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
+        selected, values = decision.selected.clone(), decision.values.clone()
+        for index, row in enumerate(window.rows.tolist()):
+            positions = window.host_positions[index]
+            inside = slice(None) if window.host_valid is None else window.host_valid[index]
+            canvas[row, positions[inside]] = written[index][inside]
+            for position, token in self._certain(state, row, canvas[row]).items():
+                column = position - int(positions[0])
+                selected[index, column], values[index, column] = True, token
+        decision.filled = torch.where(selected & ~decision.selected, 1, decision.filled).to(decision.filled.dtype)
+        decision.selected, decision.values = selected, values
+
+    def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
+        """Weigh what was drawn: Z before the step over Z with what it wrote, by the same probabilities."""
+        if not self._drawn:
+            return False
+        canvas = state.canvas.cpu().numpy()
+        assert self.log_weight is not None  # there are draws
+        for (row, _), (step, part, drawn) in self._drawn.items():
+            if step != state.row_step[row] - 1 or row not in proposal.rows:
+                continue
+            now = canvas[row, part.first : part.first + len(part.held)].tolist()
+            decided = [slot for slot, token in enumerate(part.held) if token is None and now[slot] != state.mask_id]
+            masses = drawn.sums.copy()
+            for slot in decided:
+                masses[slot] = passes.certain(part.span.automaton, now[slot])
+            after = passes.ahead(part.span.automaton, masses, part.last)[0, part.state]
+            self.log_weight[row] += drawn.total - float(after) - float(drawn.norms(decided).sum())
+        self._drawn.clear()
+        return False
+
+
+def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
+    """Why a masked sampler and the other arguments of a request could not serve a constraint, and whether it is so."""
+    name, needs, request, methods = sampler.name, sampler.needs, state.request, getattr(sampler, "rules", (sampler,))
+    return {
+        f"sampler {name!r} drafts steps ahead of the text": needs.multi_step,
+        f"sampler {name!r} replaces what it has decided": needs.revises or needs.mask_probes,
+        f"sampler {name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
+        f"sampler {name!r} draws every token once more, by itself": (
+            overrides(sampler, "read") and request.temperature > 0
+        ),
+        f"sampler {name!r} cuts rows off before their end; give eos_early_stop=False": (
+            request.eos_early_stop and any(overrides(method, "trim") for method in methods)
+        ),
+        f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": (
+            state.cache.facts.evaluates not in ("block", "undecided")
+        ),
+        f"blocks={shown(state.blocks)} have several blocks of a row open at once": (
+            isinstance(state.blocks, PipelinedBlocks)
+        ),
+        f"blocks={shown(state.blocks)} end where single candidates say so": (
+            getattr(state.blocks, "reads_logits", False)
+        ),
+    }
+
+
+# ---- canvases of noise ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CanvasConstraint(SpanConstraint):
+    """The texts of each row, and their distributions at this step.
+
+    What an earlier step kept counts for nothing, so that one thing decides whether an answer fits: a canvas closes with
+    the likeliest text, not with the best token of each position, from the state after the canvas before it to states
+    from which the rest can be filled. Entropies are those of the conditioned marginals.
+    """
+
+    stream = rng.TOKEN_STREAM
+
+    @classmethod
+    def from_request(cls, model: Any, state: Any, canvas: np.ndarray) -> CanvasConstraint:
+        """That of a request that begins. canvas: [B, L] int64 with `HOLE` at what is to be filled.
+
+        Raises:
+            ValueError: an argument that it does not work with; no tokenizer; or no text fits a row.
+        """
+        raise_unsupported(model, state, {})
+        return cls(spans_of(model, state, canvas, HOLE, state.width))
+
+    def __post_init__(self) -> None:
+        self._found: list[tuple[int, Part, list[int], Marginals]] = []
+
+    def conditioned(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [R, C, V] whose tempered distributions are conditioned on the texts, from those of the model; and the
+        likeliest texts [R, C]."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
+        undecided = state.undecided.cpu().numpy()
+        best, where = logits.argmax(-1), positions.cpu().numpy()
+        self._found = []
+        for index, row in enumerate(rows.tolist()):
+            begin, asked = int(where[index, 0]), int(state.asked[row])
+            if len(state.ends) and asked < begin + state.width:  # what is cut off in the end
+                beyond = logits[index, asked - begin :]
+                beyond.fill_(-torch.inf)
+                beyond[:, state.ends[0]] = 0
+            for part in parts_of(self.spans[row], row, canvas[row], undecided[row], begin, begin + state.width):
+                columns = [position - begin for position in part.open]
+                marginals = self._marginals(state, part, logits[index, columns] / temperature[index])
+                if marginals is None:
+                    continue  # the commit says what is wrong
+                marginals = self._filter(state, part, marginals)
+                best[index, columns] = marginals.best()
+                logits[index, columns] = marginals.conditioned() * temperature[index]
+                self._found.append((index, part, columns, marginals))
+        return logits, best
+
+    def drawn(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Draws [R, C] of the last step's distributions: texts where they are constrained, `tokens` elsewhere."""
+        drawn = tokens.clone()
+        for index, part, columns, marginals in self._found:
+            drawn[index, columns] = marginals.drawn(self.uniform(state, part))
+        return drawn
+
+
+# ---- causal models --------------------------------------------------------------------------------------------------
+
+
+class Texts(Protocol):
+    """The texts that an answer may be, token by token. States are values."""
+
+    @property
+    def begin(self) -> Any:
+        """The state before the first token."""
+
+    def after(self, state: Any, token: int) -> Any | None:
+        """The state after a token; None where no text goes on with it."""
+
+    def excluded(self, state: Any, read: int, device: torch.device) -> Tensor | None:
+        """[V] bool: the tokens with which no text can be completed, after `read` tokens; None where none can in any
+        case."""
+
+    def certain(self, state: Any, read: int) -> int | None:
+        """The only token with which one can."""
+
+
+@dataclass(frozen=True)
+class SpanTexts:
+    """The texts of an automaton that fit the tokens that are left."""
+
+    span: Span
+    begin: int = 0
+
+    def after(self, state: int, token: int) -> int | None:
+        following = self.span.automaton.step(state, token)
+        return None if following < 0 else following
+
+    def _fitting(self, state: int, read: int) -> np.ndarray:
+        """[k] int64: the classes of tokens with which a text can be completed."""
+        classes, following = self.span.automaton.after(state)
+        fitting: np.ndarray = classes[self.span.after(read + 1)[following]]
+        return fitting
+
+    def excluded(self, state: int, read: int, device: torch.device) -> Tensor | None:
+        span = self.span
+        if span.stop - span.first <= read or not span.after(read)[state]:
+            return None
+        class_of, out = torch.as_tensor(span.automaton.class_of).to(device), np.ones(span.automaton.classes + 1, bool)
+        out[self._fitting(state, read)] = False
+        return torch.as_tensor(out, device=device)[class_of.long()]
+
+    def certain(self, state: int, read: int) -> int | None:
+        fits = self._fitting(state, read)
+        alone = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
+        return int(self.span.automaton.members[fits[0]][0]) if alone else None
+
+
+@dataclass
+class CausalConstraint:
+    """The text of each row, and how far it has been read. `B` rows.
+
+    A slot after a draft that fits no text keeps the model's own distribution: it never becomes final.
+    """
+
+    texts: list[Texts] = field(metadata=ROWS)
+    """[B]."""
+    first: np.ndarray = field(metadata=ROWS)
+    """[B] int64: where each answer begins."""
+    read: np.ndarray = field(metadata=ROWS)
+    """[B] int64: final tokens of each answer that `state` is after."""
+    state: list[Any] = field(metadata=ROWS)
+    """[B]."""
+
+    @classmethod
+    def from_request(cls, sampler: Any, model: Any, state: Any) -> CausalConstraint:
+        """That of a request that begins.
+
+        Raises:
+            ValueError: a sampler or another argument that it does not work with; no tokenizer, or one that a grammar
+                does not work with; or no text fits.
+        """
+        value, facts = state.request.constraint, model.facts
+        reasons = {
+            f"{facts.name} is a model of any order": bool(getattr(model, "any_order", False)),
+            "it is a list for holes, and causal models fill none": not isinstance(value, Constraint),
+            f"sampler {sampler.name!r} accepts tokens that its distribution excludes": not sampler.lossless,
+            "early_exit='published' commits tokens that were not verified": (
+                getattr(sampler, "group", None) is not None and getattr(sampler, "early_exit", "") == "published"
+            ),
+        }
+        raise_unsupported(model, state, reasons)
+        if isinstance(value, Grammar):
+            grammar = GrammarTexts(value.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
+            texts: list[Texts] = [grammar] * state.batch
+        else:
+            canvas = state.canvas.cpu().numpy()
+            canvas = np.where(np.arange(canvas.shape[1]) < state.prompt_length[:, None], canvas, HOLE)
+            texts = [SpanTexts(span) for (span,) in spans_of(model, state, canvas, HOLE, 1)]
+        begin = [text.begin for text in texts]
+        return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
+
+    def of_chain(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
+        """Logits [R, W, V] of slots, each after the drafts [R, W] before it."""
+        parents = torch.arange(-1, logits.shape[1] - 1).unsqueeze(0)
+        tokens = torch.nn.functional.pad(drafts, (1, 0))[:, : len(parents[0])]
+        return self.of_nodes(state, logits, rows, parents, tokens)
+
+    def of_nodes(
+        self,
+        state: Any,
+        logits: Tensor,
+        rows: np.ndarray,
+        parents: Tensor,
+        tokens: Tensor,
+        nodes: Sequence[int] | np.ndarray | None = None,
+    ) -> Tensor:
+        """Logits [R, K, V] after the nodes of the rows' trees, without the tokens that fit no text.
+
+        Args:
+            parents: [R or 1, N] int64, -1 for the root, which is node 0 and the last final token; parents come first.
+            tokens: [R, N] int64, -1 where a node has none. nodes: [K], of all N by default.
+        """
+        above, held = parents.tolist(), tokens.tolist()
+        wanted = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
+        masked = logits.clone()
+        for index, row in enumerate(rows.tolist()):
+            texts, read = self.texts[row], [int(state.committed[row] - self.first[row])]
+            states = [self._reached(state, row)]
+            for parent, token in zip(above[index if len(above) > 1 else 0][1:], held[index][1:]):
+                read.append(read[parent] + 1)
+                states.append(None if states[parent] is None else texts.after(states[parent], token))
+            for column, node in enumerate(wanted):
+                out = None if states[node] is None else texts.excluded(states[node], read[node], logits.device)
+                if out is not None:
+                    masked[index, column].masked_fill_(out, -torch.inf)
+        return masked
+
+    def _reached(self, state: Any, row: int) -> Any:
+        """The state after what is final of a row."""
+        begin = int(self.first[row] + self.read[row])
+        for token in state.canvas[row, begin : int(state.committed[row])].tolist():
+            self.state[row] = self.texts[row].after(self.state[row], token)
+        self.read[row] = state.committed[row] - self.first[row]
+        return self.state[row]
+
+    def put_certain(self, state: Any, rows: np.ndarray) -> None:
+        """Draft what one token alone fits, in the windows of rows, after what is drafted too: it is accepted whatever
+        the model says."""
+        drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
+        held, sources = drafts.tolist(), source.tolist()
+        for index, row in enumerate(rows.tolist()):
+            texts, now = self.texts[row], self._reached(state, row)
+            read, reach = int(self.read[row]), int(state.drafted[row])
+            for slot in range(min(len(held[index]), int(state.length[row] - state.committed[row]))):
+                if (certain := texts.certain(now, read + slot)) is not None:
+                    held[index][slot], sources[index][slot] = certain, ONE_HOT
+                    reach = max(reach, slot + 1)
+                elif slot >= reach:
+                    break
+                if (now := texts.after(now, held[index][slot])) is None:
+                    break
+            state.drafted[row] = reach
+        state.memory.write("drafts", rows, drafts.new_tensor(held))
+        state.memory.write("draft_source", rows, source.new_tensor(sources))
