@@ -66,9 +66,7 @@ class Talk:
 
     def __post_init__(self) -> None:
         if not getattr(self.work.model.tokenizer, "chat_template", None):
-            raise ValueError(
-                f"{self.work.model.facts.name} has no chat template, which turns need; paradec generate takes texts"
-            )
+            raise ValueError(f"{self.work.model.facts.name} has no chat template for turns; use paradec generate")
         self.reset()
         self.choose_cache()
 

@@ -305,9 +305,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
                 continue
             raise ValueError(f"--out {str(path)!r} holds no answers at line {place}; give another file") from None
         if other:
-            raise ValueError(
-                f"--out {str(path)!r} holds the answer to another prompt than that of line {number}; give another file"
-            )
+            raise ValueError(f"--out {str(path)!r} answers another prompt than line {number}; give another file")
         settings = entry.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("request"), dict):
             raise ValueError(f"--out {str(path)!r} does not say the settings of line {number}; give another file")

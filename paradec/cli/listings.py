@@ -118,9 +118,7 @@ def facts_of(source: str) -> Facts:
     config = read_json(source, "config.json", None, required=True)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(
-            f"{source!r} has model_type={model_type!r}; caches are for {', '.join(map(repr, FAMILIES))}"
-        )
+        raise CheckpointError(f"{source!r} has model_type={model_type!r}; allowed: {', '.join(map(repr, FAMILIES))}")
     family = FAMILIES[model_type]
     return Facts(family.topology, family.prediction, source, config.get("expert_capacity") is not None)
 

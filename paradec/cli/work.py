@@ -219,9 +219,7 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
         what = DRAFTERS.get(sampler.name, "a smaller model of the same vocabulary, or a drafter of the model")
         raise ValueError(f"--sampler {sampler.name} needs --drafter: {what}")
     if drafter is not None and setting is None:
-        raise ValueError(
-            f"--drafter is for speculative, lantern, lantern++, cspd, code and distilled; {sampler.name} takes none"
-        )
+        raise ValueError(f"--drafter is for speculative, lantern, lantern++, cspd, code, distilled; not {sampler.name}")
 
 
 DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}

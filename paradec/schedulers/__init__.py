@@ -11,34 +11,8 @@ from typing import Any
 
 from diffusers import ConfigMixin, SchedulerMixin  # noqa: F401 - pipelines look them up here to load a scheduler
 
-from paradec.schedulers.image import HaltonScheduler as HaltonScheduler
-from paradec.schedulers.image import ImageScheduler as ImageScheduler
-from paradec.schedulers.image import ImageSchedulerOutput as ImageSchedulerOutput
-from paradec.schedulers.image import LPDScheduler as LPDScheduler
-from paradec.schedulers.image import MaskGITScheduler as MaskGITScheduler
-from paradec.schedulers.image import RecapScheduler as RecapScheduler
-from paradec.schedulers.preset import call_arguments as call_arguments
-from paradec.schedulers.preset import from_preset as from_preset
-from paradec.schedulers.text import BlockScheduler as BlockScheduler
-from paradec.schedulers.text import BlockSchedulerOutput as BlockSchedulerOutput
-from paradec.schedulers.text import CCDAgreeScheduler as CCDAgreeScheduler
-from paradec.schedulers.text import CCDScheduler as CCDScheduler
-from paradec.schedulers.text import CombinationScheduler as CombinationScheduler
-from paradec.schedulers.text import CreditDecodingScheduler as CreditDecodingScheduler
-from paradec.schedulers.text import EditingScheduler as EditingScheduler
-from paradec.schedulers.text import EntropyBoundScheduler as EntropyBoundScheduler
-from paradec.schedulers.text import EntropyThresholdScheduler as EntropyThresholdScheduler
-from paradec.schedulers.text import FactorScheduler as FactorScheduler
-from paradec.schedulers.text import HierarchyScheduler as HierarchyScheduler
-from paradec.schedulers.text import KLASSScheduler as KLASSScheduler
-from paradec.schedulers.text import Learn2PDScheduler as Learn2PDScheduler
-from paradec.schedulers.text import LocalLeapScheduler as LocalLeapScheduler
-from paradec.schedulers.text import LowConfidenceScheduler as LowConfidenceScheduler
-from paradec.schedulers.text import MarginScheduler as MarginScheduler
-from paradec.schedulers.text import PersistenceScheduler as PersistenceScheduler
-from paradec.schedulers.text import RandomScheduler as RandomScheduler
-from paradec.schedulers.text import SaberScheduler as SaberScheduler
-from paradec.schedulers.text import ThresholdScheduler as ThresholdScheduler
+from paradec.schedulers.image import *  # noqa: F403
+from paradec.schedulers.text import *  # noqa: F403
 
 NONE = {
     "FreeDaveScheduler": "FreeDave evaluates drafts of later steps, and a pipeline evaluates the block alone",
@@ -55,7 +29,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# type checkers read the aliases above
+MODULES = (__name__, f"{__name__}.image", f"{__name__}.text")
+"""Modules of the schedulers and of what they return."""
 globals()["__all__"] = sorted(
-    name for name, value in vars().items() if isinstance(value, type) and value.__module__.startswith(__name__)
+    name for name, value in vars().items() if isinstance(value, type) and value.__module__ in MODULES
 )

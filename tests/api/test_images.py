@@ -146,7 +146,7 @@ def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) ->
         ({"top_p": 0}, ValueError, r"top_p=0 must be a number in \(0, 1\]"),
         ({"num_images": 0}, ValueError, "num_images=0 must be an integer from 1 to 100000"),
         ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
-        ({"negative_prompt": "x"}, ValueError, "negative_prompt: LlamaGen was trained with an unconditional input"),
+        ({"negative_prompt": "x"}, ValueError, "negative_prompt: LlamaGen has an unconditional input"),
         ({"seed": [1, 2]}, ValueError, "seed has 2 entries for 3 rows"),
         ({"callback": 3}, TypeError, "callback=3 must be callable"),
     ],

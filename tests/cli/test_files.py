@@ -230,7 +230,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     assert "is a directory" in refused("generate", "--in", tmp_path, "--out", out)
     out.write_text(json.dumps({"line": 2, "prompt": "another", "text": ""}) + "\n")
     assert "holds something" in refused("generate", "--in", source, "--out", out)
-    assert "the answer to another prompt" in refused("generate", "--in", source, "--out", out, "--resume")
+    assert "answers another prompt" in refused("generate", "--in", source, "--out", out, "--resume")
     assert "are one file" in refused("generate", "--in", source, "--out", source, "--resume")
     fresh = tmp_path / "fresh.jsonl"
     for arguments, message in (
@@ -357,4 +357,4 @@ def test_a_constraint_of_a_line_s_own(tmp_path: Path) -> None:
     assert "lookahead" in found[4]["error"] and "max_new_tokens=6" in found[5]["error"]
     entries[3]["constraint"] = first
     prompts(tmp_path, entries)
-    assert "the answer to another prompt than that of line 4" in refused(*asked, "--resume")
+    assert "answers another prompt than line 4" in refused(*asked, "--resume")

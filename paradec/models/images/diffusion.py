@@ -61,17 +61,13 @@ class DiffusionModel(Adapter):
         """
         size = self.module.config.sample_size
         if tuple(latent.shape[1:]) != (self.channels, size, size):
-            raise ValueError(
-                f"latent has shape {tuple(latent.shape)}; expected [batch, {self.channels}, {size}, {size}]"
-            )
+            raise ValueError(f"latent has shape {tuple(latent.shape)}, not [batch, {self.channels}, {size}, {size}]")
         if set(given) != {"class_labels"}:
             raise ValueError(f"conditions {sorted(given)} must be: class_labels")
         labels = labels_of(given["class_labels"], self.null_label + 1)
         labels = labels * len(latent) if not isinstance(given["class_labels"], (Sequence, Tensor)) else labels
         if len(labels) != len(latent):
-            raise ValueError(
-                f"class_labels has {len(labels)} entries for {len(latent)} rows; give one int, or one per row"
-            )
+            raise ValueError(f"class_labels has {len(labels)} entries for {len(latent)} rows; give one, or one per row")
         labels = labels + [self.null_label] * len(labels) * (branches - 1)
         return {"class_labels": torch.tensor(labels, device=self.device)}
 

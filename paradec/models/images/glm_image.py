@@ -186,9 +186,7 @@ class GlmImageModel(TextToImageModel):
 
     def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
         if request.guidance_scale != 1:
-            raise ValueError(
-                f"guidance_scale={request.guidance_scale}: {self.facts.name} is not guided; guide the pipeline's DiT"
-            )
+            raise ValueError(f"guidance_scale={request.guidance_scale}: {self.facts.name} is not guided; guide the DiT")
         return super().begin(sampler, laid, grid, request)
 
     def check_decodes(self) -> None:

@@ -82,9 +82,7 @@ class LlamaGenModel(ImageModel):
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`given`: class labels (an int or several), or captions: texts, or features [T, caption_dim], or lists."""
         if negative_prompt is not None:
-            raise ValueError(
-                "negative_prompt: LlamaGen was trained with an unconditional input of its own; leave it out"
-            )
+            raise ValueError("negative_prompt: LlamaGen has an unconditional input of its own; leave it out")
         vocab = self.facts.vocab_size
         if self.conditions == "class_labels":
             classes = self.module.config.num_classes

@@ -391,9 +391,7 @@ def _config(
             "inner": weights["blocks.0.mlp.fc1.weight"].shape[0],
         }
     except (KeyError, ValueError, IndexError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} does not hold an LPD's weights: {error} is missing or misshapen"
-        ) from None
+        raise CheckpointError(f"{str(path)!r} does not hold an LPD: {error} is missing or misshapen") from None
     sizes |= {} if preset is None else PRESETS[preset]
     published = next((known["n_head"] for known in PRESETS.values() if known["dim"] == sizes["dim"]), None)
     own = {key: value for key, value in fields.items() if key not in NOT_SIZES}

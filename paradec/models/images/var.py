@@ -395,9 +395,7 @@ class VARModel(ScalePictures, Adapter):
         if not isinstance(module, VAR):
             raise TypeError(f"module must be a paradec.models.images.var.VAR, not {type(module).__name__}")
         if not isinstance(vq, MultiScaleVQ):
-            raise TypeError(
-                f"vq must be a MultiScaleVQ, not {type(vq).__name__}: codes of a scale are the next's input"
-            )
+            raise TypeError(f"vq must be a MultiScaleVQ, not {type(vq).__name__}: a scale's codes are the next's input")
         super().__init__(module.eval())
         check_codebook(vq, module.codebook_size, name or "VAR", module.code_dim)
         self.vq = vq.eval()

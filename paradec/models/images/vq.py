@@ -70,9 +70,7 @@ class VQConfig:
         for factor in self.channel_mult:
             check_int("channel_mult", factor, low=1)
             if self.channels * factor % self.norm_groups:
-                raise ValueError(
-                    f"norm_groups={self.norm_groups} must divide channels={self.channels} times {factor} (channel_mult)"
-                )
+                raise ValueError(f"norm_groups={self.norm_groups} must divide channels={self.channels} times {factor}")
 
     @property
     def scale(self) -> int:
@@ -448,9 +446,7 @@ def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
     try:
         config = VQConfig(norm_groups=norm_groups, **decoder_sizes(weights))
     except (KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{os.fspath(source)!r} does not hold the decoder of a KL autoencoder: {error}"
-        ) from error
+        raise CheckpointError(f"{os.fspath(source)!r} holds no decoder of a KL autoencoder: {error}") from error
     model = KLDecoder(config)
     check_fit(model.state_dict(), weights, os.fspath(source))
     model.load_state_dict(weights)

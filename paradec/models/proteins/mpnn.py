@@ -441,9 +441,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
-        ) from error
+        raise CheckpointError(f"{str(path)!r} cannot be read as tensors alone: {reason}") from error
     weights = data.get("model_state_dict") if isinstance(data, dict) else None
     if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:
         raise CheckpointError(f"{str(path)!r} does not hold ProteinMPNN: 'model_state_dict' and 'num_edges' are needed")

@@ -68,9 +68,7 @@ class Structure:
 
     def __post_init__(self) -> None:
         if not isinstance(self.coordinates, Tensor) or not self.coordinates.is_floating_point():
-            raise TypeError(
-                f"coordinates of {self.name} must be a floating-point tensor, not {_kind(self.coordinates)}"
-            )
+            raise TypeError(f"coordinates of {self.name} must be floating-point, not {_kind(self.coordinates)}")
         shape = tuple(self.coordinates.shape)
         if len(shape) != 3 or shape[0] < 1 or shape[1:] != (len(ATOMS), 3):
             raise ValueError(f"coordinates of {self.name} have shape {shape}; expected [residues, 4, 3], not empty")
@@ -164,9 +162,7 @@ class Structure:
                 found.setdefault((place[1], seen[place]), []).append(residue)
         ties = [tie for tie in found.values() if len(tie) > 1]
         if not ties:
-            raise ValueError(
-                f"chains {', '.join(wanted)} of {self.name} have no residue number in common; list the ties instead"
-            )
+            raise ValueError(f"chains {', '.join(wanted)} of {self.name} have no residue number in common; list ties")
         return ties
 
     def by_chain(self, text: str) -> dict[str, str]:

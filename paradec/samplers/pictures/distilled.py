@@ -269,9 +269,7 @@ class Distilled(Sampler):
             if self.t_list is not None and len(self.t_list) != 2:
                 raise ValueError(f"t_list={shown(self.t_list)} must be two stages, (0, 80) say, with a teacher")
             if self.t_list is not None and self.teacher_start >= self.t_list[1]:
-                raise ValueError(
-                    f"teacher_start={self.teacher_start} must come before the second stage, {self.t_list[1]}"
-                )
+                raise ValueError(f"teacher_start={self.teacher_start} must be below the second stage, {self.t_list[1]}")
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()

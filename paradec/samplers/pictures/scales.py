@@ -416,9 +416,7 @@ class CoDe(VAR):
     def check_pair(self, model: Any) -> None:
         """Raise ValueError unless the drafter and `model` can make one picture."""
         if self.drafter is None:
-            raise ValueError(
-                f"sampler 'code' needs drafter=..., the larger model, whose scales {model.facts.name} ends"
-            )
+            raise ValueError(f"sampler 'code' needs drafter=..., a larger model than {model.facts.name}")
         fields = ("scales", "classes", "vocab_size", "code_dim")
         check_alike("drafter", self.drafter, model, self.drafter.facts, model.facts, fields)
         if not torch.equal(model.codes.cpu(), self.drafter.codes.to("cpu", model.codes.dtype)):

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paradec.api.generate import generate
 from paradec.core import rng
-from paradec.core.checks import check_choice, check_int, check_model, shown
+from paradec.core.checks import check_choice, check_int, check_model
 from paradec.core.facts import ModelFacts
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.prompts import check_rows
@@ -404,9 +404,7 @@ def greedily_decoded(
     by_length: dict[int, list[int]] = {}
     for number, (context, continuation) in enumerate(pairs):
         if not len(context):
-            raise ValueError(
-                f"context {number} is empty; greedy decoding needs a token to begin with: {shown(context)}"
-            )
+            raise ValueError(f"context {number} is empty; greedy decoding needs a token to begin with")
         by_length.setdefault(len(continuation), []).append(number)
     blocks = None if model.facts.topology == "block_causal" else "whole"
     for length, numbers in by_length.items():

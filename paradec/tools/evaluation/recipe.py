@@ -131,9 +131,7 @@ class Recipe:
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be a mapping")
         if self.published is not None:
             if not isinstance(self.published, Mapping) or set(self.published) != {*PUBLISHED}:
-                raise ValueError(
-                    f"published={shown(self.published)} must have {', '.join(PUBLISHED)}, and nothing else"
-                )
+                raise ValueError(f"published={shown(self.published)} must have just {', '.join(PUBLISHED)}")
             check_number("published value", self.published["value"])
         self.asked()
 

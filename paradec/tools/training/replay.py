@@ -72,9 +72,7 @@ def replay(
     causal = model.facts.topology == "causal"
     if causal and (shrink > 1 or one_forward is False):
         name, value = ("shrink", shrink) if shrink > 1 else ("one_forward", False)
-        raise ValueError(
-            f"{name}={value} does not work with {model.facts.name}, which is causal: it has no such states"
-        )
+        raise ValueError(f"{name}={value} does not work with {model.facts.name}, which is causal")
     if writes and rollout.writes is None:
         raise ValueError(f"writes=True: sampler {rollout.settings.get('sampler')!r} takes nothing back; leave it out")
     if not rollout.exact:

@@ -130,9 +130,7 @@ def halves(asked: Sequence[Question], seed: int) -> tuple[list[Question], list[Q
     for entry in asked:
         groups.setdefault(entry.group, []).append(entry)
     if len(groups) < 2:
-        raise ValueError(
-            f"prompts has {len(groups)} different prompt; tune needs two at least: half choose, half are reported"
-        )
+        raise ValueError(f"prompts has {len(groups)} different prompt; tune needs two: half choose, half are reported")
     by_task: dict[str, list[list[Question]]] = {}
     for members in groups.values():
         by_task.setdefault(members[0].task, []).append(members)

@@ -335,7 +335,7 @@ def test_pdb_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"coordinates": [[0]]}, TypeError, "coordinates of bad must be a floating-point tensor, not list"),
+        ({"coordinates": [[0]]}, TypeError, "coordinates of bad must be floating-point, not list"),
         ({"coordinates": torch.zeros(3, 4, 3, dtype=torch.int64)}, TypeError, "not torch.int64"),
         ({"coordinates": torch.zeros(3, 5, 3)}, ValueError, r"shape \(3, 5, 3\); expected \[residues, 4, 3\]"),
         ({"coordinates": torch.zeros(0, 4, 3)}, ValueError, "not empty"),

@@ -56,7 +56,7 @@ def test_halves_follow_the_seed_alone() -> None:
     entries = asked({"a": 20})
     assert halves(entries, 1) == halves(entries, 1)
     assert {e.key for e in halves(entries, 1)[0]} != {e.key for e in halves(entries, 2)[0]}
-    with pytest.raises(ValueError, match="two at least"):
+    with pytest.raises(ValueError, match="tune needs two"):
         halves(asked({"a": 4}, group=4), 0)
 
 
