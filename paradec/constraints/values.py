@@ -45,8 +45,7 @@ class Constraint:
             ValueError: as for `node`; or the tokenizer joins tokens in a way that is not known.
         """
         from paradec.constraints.byte_automaton import byte_automaton
-        from paradec.constraints.lift import lift
-        from paradec.constraints.spelling import spelling_of
+        from paradec.constraints.spelling import lift, spelling_of
 
         source = byte_automaton(self.node())
         spelling = spelling_of(tokenizer)
@@ -261,15 +260,11 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
     for key in value:
         if kind is None or key not in kinds[kind]:
             raise ValueError(unknown(f"key of {name}", key, kinds if kind is None else kinds[kind]))
-    if kind == "regex":
-        return Regex(value["regex"])
-    if kind == "grammar":
-        return Grammar(value["grammar"])
-    if kind == "choice":
-        return Choice(value["choice"])
     if kind is None:
         raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(kinds)}")
-    return JsonSchema(value["json_schema"], value.get("depth", 3))
+    if kind == "json_schema":
+        return JsonSchema(value["json_schema"], value.get("depth", 3))
+    return {"regex": Regex, "choice": Choice, "grammar": Grammar}[kind](value[kind])
 
 
 @dataclass(frozen=True)

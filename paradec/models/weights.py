@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def inside(data: Any, path: str) -> dict[str, Any] | None:
 
 
 def read_weights(
-    source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED
+    source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED, mmap: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle).
 
@@ -38,6 +39,7 @@ def read_weights(
         source: the file.
         unused: pattern of the names of what is no weight of the caller's: their dtype may be any.
         nested: where in a pickle the weights may lie, the first that is there ("trainer.ema" is one in the other).
+        mmap: whether a pickle is mapped into memory, so that what else it holds takes none.
 
     Raises:
         CheckpointError: no such file, one of another kind, corrupt, one that holds other objects than tensors, or
@@ -53,7 +55,7 @@ def read_weights(
     try:
         # training scripts leave their arguments beside the weights; a Namespace holds data alone
         with torch.serialization.safe_globals([argparse.Namespace]):
-            data = torch.load(path, map_location="cpu", weights_only=True)
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except Exception as error:  # pickle, zip and torch each raise their own kinds
         reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(

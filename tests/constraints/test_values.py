@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paradec
-from paradec.constraints import lift, passes, values
+from paradec.constraints import passes, spelling, values
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.byte_automaton import ByteAutomaton, byte_automaton
 from paradec.constraints.spelling import spelling_of
@@ -422,7 +422,7 @@ def test_choices_are_bounded() -> None:
 def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     value = paradec.Regex("[a-z]*e[a-z]{6}")
     edges = len(lifted(value).edges)
-    monkeypatch.setattr(lift, "MAX_EDGES", edges // 2)
+    monkeypatch.setattr(spelling, "MAX_EDGES", edges // 2)
     with pytest.raises(ValueError, match=f"more than {edges // 2} edges"):
         value.lifted(TOKENIZER, len(TOKENIZER))
 

@@ -92,10 +92,6 @@ REPULSION = {(1536, 256, 20): 3.0}
 """Of published models, by width, cells and groups, where it differs from that of all others."""
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 class LPD(nn.Module):
     """The network, without the codebook.
 
@@ -176,7 +172,7 @@ class LPD(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> logits [..., vocab_size], float32 or wider."""
         found = self.head(hidden)
-        return found.to(_wide(found.dtype))
+        return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 # ---- the adapter ----------------------------------------------------------------------------------------------------
@@ -370,7 +366,9 @@ def resized(pos_embed: Tensor, grid: int) -> Tensor:
     """Position embeddings [1, S + 1, D] for `grid` x `grid` cells: bicubic over the cells; the class's stays."""
     side = math.isqrt(pos_embed.shape[1] - 1)
     cells = pos_embed[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    cells = interpolate(cells.to(_wide(cells.dtype)), (grid, grid), mode="bicubic", align_corners=False)
+    cells = interpolate(
+        cells.to(torch.promote_types(cells.dtype, torch.float32)), (grid, grid), mode="bicubic", align_corners=False
+    )
     return torch.cat((pos_embed[:, :1], cells.permute(0, 2, 3, 1).flatten(1, 2).to(pos_embed.dtype)), 1)
 
 

@@ -7,12 +7,10 @@ positions, with keys and values of the rest taken from an earlier evaluation (Re
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from paradec.core.checks import check_choice, check_int
 from paradec.models.base import Adapter
 from paradec.models.calls import Evaluation
-from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import Block
 from paradec.models.images.continuous import (
@@ -37,7 +35,7 @@ from paradec.models.images.continuous import (
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import find_files
 from paradec.models.images.vq import KLDecoder, load_kl, same_latents
-from paradec.models.weights import PICKLES, read_weights
+from paradec.models.weights import read_weights
 
 PRESETS = {
     "mar_base": {"width": 768, "depth": 12, "heads": 12, "head_depth": 6, "head_width": 1024},
@@ -337,7 +335,7 @@ def load_mar(
     if preset is not None:
         check_choice("preset", preset, PRESETS)
     name, path, fields, vae = find_files(source, "vae", vae)
-    weights = _weights(path)
+    weights = read_weights(path, nested=("model_ema", "model"), mmap=True)[0]
     published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
     try:
         if preset is None:
@@ -386,19 +384,3 @@ def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
 def _count(weights: Mapping[str, Tensor], blocks: str) -> int:
     numbers = [name[len(blocks) + 1 :].partition(".")[0] for name in weights if name.startswith(f"{blocks}.")]
     return 1 + max(map(int, numbers), default=-1)
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    """Raises CheckpointError: no such file, or none with tensors."""
-    if path.suffix not in PICKLES or not path.is_file():
-        return read_weights(path)[0]
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # an older file, or a broken one, which this names
-        return read_weights(path)[0]
-    weights = data.get("model_ema", data.get("model", data)) if isinstance(data, dict) else None
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"{str(path)!r} holds no weights by name")
-    check_dtypes(str(path), {name: getattr(tensor, "dtype", type(tensor)) for name, tensor in weights.items()})
-    return weights

@@ -204,36 +204,24 @@ class Comparison:
     def columns(self) -> list[str]:
         """Heads of `table`."""
         heads = ["sampler", "setting", "right %", "95 %"]
-        if self._split():
-            heads += ["one answer %", "many answers %"]
+        heads += ["one answer %", "many answers %"] if self._split() else []
         heads += ["forwards", "tokens/forward", "tokens/forward x baseline", "tokens/s", "tokens/s x baseline"]
         return [*heads, "AUP"] if self.results and self.aup() else heads
 
     def table(self) -> list[list[str]]:
         """One line of cells per configuration, in the order of `columns`; AUP is on a sampler's first line."""
-        area, heads = self.aup() if self.results else {}, self.columns()
-        lines = []
+        area, lines = self.aup() if self.results else {}, []
+        has_area = bool(area)
         for result in self.results:
             low, high = wilson(*result.right())
-            versus = self.versus_baseline(result)
-            cells = [
-                result.configuration.sampler,
-                result.configuration.setting,
-                f"{100 * result.accuracy():.1f}",
-                f"{100 * low:.1f}-{100 * high:.1f}",
-            ]
-            if self._split():
-                cells += [f"{100 * result.accuracy(self.group(many)):.1f}" for many in (False, True)]
-            cells += [
-                f"{result.nfe:.1f}",
-                f"{result.tokens_per_forward:.2f}",
-                f"{versus['tokens_per_forward']:.2f}",
-                f"{result.tokens_per_second:.0f}",
-                f"{versus['tokens_per_second']:.2f}",
-            ]
-            if "AUP" in heads:
-                found = area.pop(result.configuration.sampler, None)
-                cells.append("" if found is None else f"{found:.0f}")
+            versus, sampler = self.versus_baseline(result), result.configuration.sampler
+            shares = [result.accuracy(self.group(many)) for many in (False, True)] if self._split() else []
+            cells = [sampler, result.configuration.setting, f"{100 * result.accuracy():.1f}"]
+            cells += [f"{100 * low:.1f}-{100 * high:.1f}", *(f"{100 * share:.1f}" for share in shares)]
+            cells += [f"{result.nfe:.1f}", f"{result.tokens_per_forward:.2f}", f"{versus['tokens_per_forward']:.2f}"]
+            cells += [f"{result.tokens_per_second:.0f}", f"{versus['tokens_per_second']:.2f}"]
+            if has_area:
+                cells.append(f"{area.pop(sampler):.0f}" if sampler in area else "")
             lines.append(cells)
         return lines
 

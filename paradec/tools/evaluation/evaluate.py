@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -45,8 +43,7 @@ def evaluate(
         device: as in `paradec.load`.
         use_cache: the beginning of a file's name in which the harness keeps every answer as it comes: a run that was
             interrupted goes on from there. Only for an equal recipe: the harness' file does not know the settings. The
-            file's name goes on with the version of the draws (`answers_draws2_rank0.db`); a UserWarning names files of
-            other versions, which are not read.
+            file's name goes on with the version of the draws (`answers_draws2_rank0.db`).
         log_samples: whether the result holds every prompt and answer.
         bootstrap_iters: resamples for the standard errors of metrics that have no formula; 0 leaves them out.
 
@@ -82,7 +79,7 @@ def evaluate(
         lm,
         tasks=[*recipe.tasks],
         num_fewshot=recipe.shots,
-        use_cache=None if use_cache is None else kept_in(use_cache),
+        use_cache=None if use_cache is None else f"{use_cache}_draws{DRAWS}",
         limit=recipe.limit,
         log_samples=log_samples,
         bootstrap_iters=bootstrap_iters,
@@ -105,16 +102,6 @@ def evaluate(
     kept = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "config", *(["samples"] * log_samples))
     result = {"schema": SCHEMA, "recipe": recipe.to_dict(), "met": met}
     return result | {name: found[name] for name in kept if name in found}
-
-
-def kept_in(use_cache: str) -> str:
-    """`use_cache` with the version of the draws. Warns of files that hold answers of other versions."""
-    begin = Path(use_cache)
-    name, own = re.compile(re.escape(begin.name) + r"(?:_draws(\d+))?_rank\d+\.db"), str(DRAWS)
-    files = sorted(begin.parent.iterdir()) if begin.parent.is_dir() else []
-    if others := [str(file) for file in files if (found := name.fullmatch(file.name)) and found[1] != own]:
-        warnings.warn(f"another version of the draws made {', '.join(others)}: not read", stacklevel=3)
-    return f"{use_cache}_draws{own}"
 
 
 def tasks_of(recipe: Recipe) -> Any:
@@ -174,11 +161,6 @@ def commit_of(recipe: Recipe) -> str | None:
     return Path(file).parent.name if isinstance(file, str) else None
 
 
-def on_disk(recipe: Recipe) -> bool:
-    """Whether a run would download no weights."""
-    return recipe.model is None or os.path.isdir(recipe.model) or commit_of(recipe) is not None
-
-
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     """What a recipe would run, with all that can be known without the weights.
 
@@ -200,7 +182,7 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         known = None
         missing.append(f"tasks were not checked: {error}")
-    if not on_disk(recipe):
+    if recipe.model is not None and not os.path.isdir(recipe.model) and commit_of(recipe) is None:
         missing.append(f"the weights of {recipe.model} are not on this disk: a run downloads them")
     missing += other_versions(recipe)
     return {

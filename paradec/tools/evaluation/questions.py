@@ -114,8 +114,9 @@ def _question(line: str) -> Question:
     return Question(fields["prompt"], line.strip(), right, task=task, many=many, constraint=constraint)
 
 
-def read_fields(line: str, allowed: Sequence[str], ids: bool = False) -> dict[str, Any]:
-    """The object in a line of a file of prompts. ids: whether `input_ids` may take the place of `prompt`.
+def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:
+    """The object in a line of a file of prompts. allowed: its fields; None takes any. ids: whether `input_ids` may take
+    the place of `prompt`.
 
     Raises:
         ValueError: no object, an unknown field, or a prompt, task or group that is no text.
@@ -124,12 +125,12 @@ def read_fields(line: str, allowed: Sequence[str], ids: bool = False) -> dict[st
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt")
     for name in fields:
-        if name not in allowed:
+        if allowed is not None and name not in allowed:
             raise ValueError(unknown("field", name, allowed))
     if ids and ("prompt" in fields) == ("input_ids" in fields):
         raise ValueError("give either prompt or input_ids")
     prompt = fields.get("prompt")
-    if "input_ids" not in fields and (not isinstance(prompt, str) or not prompt.strip()):
+    if not (ids and "input_ids" in fields) and (not isinstance(prompt, str) or not prompt.strip()):
         raise ValueError(f"prompt={shown(prompt)} must be a text")
     check_text("prompt", prompt or "")
     for name in ("task", "group"):

@@ -25,14 +25,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import paradec
 from paradec import caches as cache_registry
 from paradec.api.generate import generate
-from paradec.core.checks import check_choice, check_int, check_number, check_text, shown
+from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Commit, Interrupted, State
-from paradec.core.text_files import parse_json, read_lines, replacing
+from paradec.core.text_files import read_lines, replacing
 from paradec.models.base import Model
 from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
 from paradec.samplers.masked.state import MaskedState
+from paradec.tools.evaluation.questions import read_fields
 from paradec.tools.evaluation.tasks import TASKS
 
 PAPER_EPOCHS = 40_000
@@ -63,21 +64,11 @@ def read_prompts(file: str | os.PathLike[str]) -> list[str]:
     Raises:
         ValueError: a line that has none, or no prompts; the message names the line. OSError: it cannot be read.
     """
-    prompts = read_lines(file, _prompt_in if Path(file).suffix == ".jsonl" else str)
+    as_data = Path(file).suffix == ".jsonl"
+    prompts = read_lines(file, lambda line: read_fields(line)["prompt"] if as_data else line)
     if not prompts:
         raise ValueError(f"{str(file)!r} has no prompts")
     return prompts
-
-
-def _prompt_in(line: str) -> str:
-    fields = parse_json(line)
-    if not isinstance(fields, dict) or "prompt" not in fields:
-        raise ValueError(f'{shown(fields)} is no object with a "prompt"')
-    prompt = fields["prompt"]
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"prompt={shown(prompt)} must be a text")
-    check_text("prompt", prompt)
-    return prompt
 
 
 # ---- records --------------------------------------------------------------------------------------------------------

@@ -347,7 +347,7 @@ class _Search:
                     self.study.release(trial)
                     return
                 begin = self.rungs[rung - 1] if rung else 0
-                if self.work.scorer.needs_reference:
+                if self.work.scorer.kind == "agreement":  # with what one token per step gives
                     self._refer(self.work.choosing, stop)
                 try:
                     part = self._measure(self.work.choosing, request, begin, stop)

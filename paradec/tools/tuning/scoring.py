@@ -53,11 +53,6 @@ class Scorer:
             raise ValueError(f"score='answers' needs an answer to every prompt; {missing} of {len(asked)} have none")
         return cls(kind, checker)
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether what one token per step gives must be known."""
-        return self.kind == "agreement"
-
     def score(self, asked: Question, tokens: Sequence[int], text: str | None, reference: Sequence[int] | None) -> float:
         """How good an answer is, from 0 to 1.
 

@@ -184,7 +184,8 @@ def build_space(
         ValueError: an unknown name, a sampler of another family, one asked for by name that does not work here, or none
             that does.
     """
-    wanted = default_names() if names is None else list(dict.fromkeys(names))
+    every = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+    wanted = [*every, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
     for length in block_lengths:
         check_int("blocks", length, low=1, none=True)
     space = Space({}, [], {}, tuple(block_lengths))
@@ -217,11 +218,6 @@ def build_space(
     # what costs least to know first: the baseline, then what needs no schedule, then the shorter schedules
     space.starts.sort(key=lambda start: (start.sampler != BASELINE, _slow(start)))
     return space
-
-
-def default_names() -> list[str]:
-    """Every registered masked sampler, and the combinations that `paradec compare` measures."""
-    return [name for name in samplers.names() if samplers.get(name).family == "masked"] + list(COMBINATIONS)
 
 
 def _allowed(
