@@ -100,7 +100,7 @@ class ProteinMPNN(nn.Module):
             neighbours=neighbours,
             nodes=nodes,
             edges=[layer.of_edges(edges) for layer in self.decoding],
-            unseen=[layer.of_nodes(nodes) for layer in self.decoding],
+            unseen=[layer.part(3, nodes) for layer in self.decoding],
             complete=complete,
         )
 
@@ -156,7 +156,7 @@ class ProteinMPNN(nn.Module):
         nodes, complete = encoding.nodes.expand(count, -1, -1), encoding.complete[place].unsqueeze(-1)
         own = encoding.nodes[place]
         for number, layer in enumerate(self.decoding):
-            decoded = layer.of_letters(self.W_s.weight)[letters] + layer.of_nodes(nodes)
+            decoded = layer.part(2, self.W_s.weight)[letters] + layer.part(3, nodes)
             table = torch.cat((decoded.flatten(0, 1), encoding.unseen[number]))
             own = layer(own, table, heard, encoding.edges[number], place) * complete
             if number + 1 < len(self.decoder_layers):
@@ -182,7 +182,8 @@ class Features(nn.Module):
         atoms = with_cb(structure, device, wide)
 
         both = complete[:, None] & complete
-        apart = _distance(atoms["CA"], atoms["CA"][None].expand(len(structure), -1, -1)) * both
+        # never quite 0
+        apart = ((atoms["CA"].unsqueeze(1) - atoms["CA"]).square().sum(-1) + 1e-6).sqrt() * both
         apart = torch.where(both, apart, apart.amax(1, keepdim=True))  # incomplete residues come last
         nearest, neighbours = apart.topk(min(count, len(structure)), dim=1, largest=False)
         own, other = ([name[side] for name in (pair.split("-") for pair in PAIRS)] for side in (0, 1))
@@ -264,25 +265,18 @@ class DecoderLayer(Layer):
     def __init__(self, width: int):
         super().__init__(width, 4)
 
-    def _part(self, number: int, x: Tensor) -> Tensor:
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """What one of the four adds, [..., D] -> [..., D]: 0 the residue, 2 the neighbour's letter, 3 the neighbour."""
         return x @ self.W1.weight.chunk(4, 1)[number].T
 
     def of_edges(self, edges: list[Tensor]) -> Tensor:
         """[L, K, D] in parts -> [L, K, D]."""
         return torch.cat([linear(part, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for part in edges])
 
-    def of_letters(self, embedded: Tensor) -> Tensor:
-        """[R, L, D] -> [R, L, D]."""
-        return self._part(2, embedded)
-
-    def of_nodes(self, nodes: Tensor) -> Tensor:
-        """Of neighbours, [..., L, D] -> [..., L, D]."""
-        return self._part(3, nodes)
-
     def forward(self, nodes: Tensor, table: Tensor, heard: Tensor, edges: Tensor, place: Tensor) -> Tensor:
         """nodes [N, D] -> [N, D]. What neighbours add is table [T, D] at heard [N, K], what edges add is edges
         [L, K, D] at place [N]."""
-        part, sums = self._part(0, nodes).unsqueeze(1), []
+        part, sums = self.part(0, nodes).unsqueeze(1), []
         for some in parts(nodes):
             message = embedding(heard[some], table)
             message += edges.index_select(0, place[some])
@@ -328,11 +322,6 @@ def bases(distances: Tensor) -> Tensor:
     width = (FARTHEST - NEAREST) / BASES
     centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=distances.dtype, device=distances.device) / width
     return ((distances / width).unsqueeze(-1) - centres).square_().neg_().clamp_(min=LEAST).exp_()
-
-
-def _distance(own: Tensor, other: Tensor) -> Tensor:
-    """[L, K] between atoms [L, 3] and [L, K, 3]; never quite 0."""
-    return ((own.unsqueeze(1) - other).square().sum(-1) + 1e-6).sqrt()
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8

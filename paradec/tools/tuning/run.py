@@ -143,11 +143,7 @@ def tune(
     setup = work.setup(space, asked, checker=judge, objective=objective, mask=mask, loss=loss)
     directions = ["maximize", *("minimize" for _ in work.costs)]
     with Study(study, setup, directions, seed) as opened:
-        try:
-            search = _Search(work, space, opened, setup, tolerance / 100)
-            return search.run(trials, minutes)
-        finally:
-            opened.close()
+        return _Search(work, space, opened, setup, tolerance / 100).run(trials, minutes)
 
 
 def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:

@@ -92,10 +92,8 @@ class Study:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _working.discard(self.run)
-
-    def close(self) -> None:
         """Give the file's connections back."""
+        _working.discard(self.run)
         engine = getattr(getattr(self.study._storage, "_backend", None), "engine", None)
         if engine is not None:
             engine.dispose()

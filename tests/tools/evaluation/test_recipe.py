@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli
-from paradec.core.version import DRAWS
 from paradec.request import Request
 from paradec.tools.evaluation import evaluate as running
 from paradec.tools.evaluation.recipe import Recipe, generation_fields, request_from_arguments
@@ -35,22 +32,6 @@ def test_what_is_missing_is_named(no_harness: None) -> None:
         running.evaluate(Recipe(tasks=("gsm8k",)))
     shown = CliRunner().invoke(cli.app, ["eval", "--tasks", "gsm8k"])
     assert shown.exit_code == 2 and "extra 'eval'" in shown.stderr and len(shown.stderr.splitlines()) == 1
-
-
-def test_kept_answers_are_of_one_version_of_the_draws(tmp_path: Path) -> None:
-    kept = str(tmp_path / "answers")
-    for name in ("answers_big_rank0.db", f"answers_draws{DRAWS}_rank0.db", "more_answers_rank0.db"):
-        (tmp_path / name).touch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert running.kept_in(kept) == f"{kept}_draws{DRAWS}"
-        assert running.kept_in("no/such/folder/answers") == f"no/such/folder/answers_draws{DRAWS}"
-    others = [f"answers_draws{DRAWS - 1}_rank1.db", "answers_rank0.db"]
-    for name in others:
-        (tmp_path / name).touch()
-    told = ", ".join(str(tmp_path / name) for name in others)
-    with pytest.warns(UserWarning, match=f"^another version of the draws made {re.escape(told)}: not read$"):
-        running.kept_in(kept)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
