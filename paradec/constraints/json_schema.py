@@ -132,13 +132,10 @@ class _Schema:
         return ValueError(f"schema: {f'{path}.{key}'.lstrip('.')} {why}")
 
     def check_keys(self, said: Mapping[str, Any], allowed: set[str], path: str) -> None:
+        others = sorted(allowed & said.keys()) if len(allowed) <= 3 else []
         for key in said:
             if key not in allowed:
-                beside = (
-                    ""
-                    if len(allowed) > 3 or not allowed & said.keys()
-                    else f" beside {', '.join(sorted(allowed & said.keys()))}"
-                )
+                beside = f" beside {', '.join(others)}" if others else ""
                 raise self.refuse(path, key, f"is not supported{beside}")
 
     # ---- what is listed --------------------------------------------------------------------------------------------
@@ -213,12 +210,9 @@ class _Schema:
                 return text("{}")
             if depth == 0:
                 return NEVER
-            inner = (
-                self.anything(depth - 1)
-                if more in (True, {})
-                else self.node(more, f"{path}.additionalProperties", depth - 1, open_)
-            )
-            return _map(inner)
+            if more in (True, {}):
+                return _map(self.anything(depth - 1))
+            return _map(self.node(more, f"{path}.additionalProperties", depth - 1, open_))
         entries = []
         for name, schema in listed.items():
             value = self.node(schema, f"{path}.properties.{name}" if path else f"properties.{name}", depth, open_)
@@ -265,19 +259,11 @@ class _Schema:
                 found = branches(said["pattern"])
             except (ValueError, TypeError) as error:
                 raise self.refuse(path, "pattern", f"is not supported: {error}") from None
-            anything = repeated(CHARACTER)
-            return either(
-                string_of(
-                    sequence(
-                        (
-                            EMPTY if branch.begins else anything,
-                            _written(branch.node),
-                            EMPTY if branch.ends else anything,
-                        )
-                    )
-                )
-                for branch in found
-            )
+            anything, ways = repeated(CHARACTER), []
+            for branch in found:
+                before, after = (EMPTY if anchored else anything for anchored in (branch.begins, branch.ends))
+                ways.append(string_of(sequence((before, _written(branch.node), after))))
+            return either(ways)
         if most is not None and most < (least or 0):
             return NEVER
         return string_of(repeated(CHARACTER, least or 0, most))
@@ -289,15 +275,9 @@ class _Schema:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
                 raise self.refuse(path, key, f"is {shown(value)}, and must be a whole number")
             bounds[key] = int(value)
-        low = max(
-            [bounds[key] + step for key, step in (("minimum", 0), ("exclusiveMinimum", 1)) if key in bounds],
-            default=None,
-        )
-        high = min(
-            [bounds[key] - step for key, step in (("maximum", 0), ("exclusiveMaximum", 1)) if key in bounds],
-            default=None,
-        )
-        return between(low, high)
+        lows = [bounds[key] + step for key, step in (("minimum", 0), ("exclusiveMinimum", 1)) if key in bounds]
+        highs = [bounds[key] - step for key, step in (("maximum", 0), ("exclusiveMaximum", 1)) if key in bounds]
+        return between(max(lows, default=None), min(highs, default=None))
 
 
 # ---- texts of JSON ---------------------------------------------------------------------------------------------------

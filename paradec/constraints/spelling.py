@@ -254,11 +254,8 @@ def _walked(
     for at in range(int(length.max(initial=0))):
         live = np.flatnonzero(number[: np.searchsorted(-length, -at, side="left")] >= 0)
         pair, back = np.unique(number[live] * count + letters[starts[live] + at], return_inverse=True)
-        found, fresh, first = (
-            np.full(len(pair), -1, np.int64),
-            list[tuple[np.ndarray, np.ndarray]](),
-            len(maps.begins) - 1,
-        )
+        found, fresh = np.full(len(pair), -1, np.int64), list[tuple[np.ndarray, np.ndarray]]()
+        first = len(maps.begins) - 1
         chunks = np.cumsum(maps.sizes(pair // count)) // MOST_ENTRIES
         for some in np.split(np.arange(len(pair)), np.flatnonzero(np.diff(chunks)) + 1):
             states, targets, sizes = maps.stepped(pair[some] // count, pair[some] % count, source.step)

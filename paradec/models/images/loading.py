@@ -17,24 +17,20 @@ if TYPE_CHECKING:  # `paradec.load` needs no more than names of an image model
     from paradec.models.images.base import PictureModel
 
 FAMILIES = {
-    "llamagen": ("paradec.models.images.llamagen", "load_llamagen", "LlamaGenModel"),
-    "emu3": ("paradec.models.images.emu3", "load_emu3", "Emu3Model"),
-    "chameleon": ("paradec.models.images.chameleon", "load_chameleon", "ChameleonModel"),
-    "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
-    "glm_image": ("paradec.models.images.glm_image", "load_glm_image", "GlmImageModel"),
-    "uvit": ("paradec.models.images.uvit", "load_masked_image", "MaskedImageModel"),
-    "nar": ("paradec.models.images.nar", "load_nar", "NARModel"),
-    "distilled_llamagen": (
-        "paradec.models.images.distilled_llamagen",
-        "load_distilled_llamagen",
-        "DistilledLlamaGenModel",
-    ),
-    "distilled_var": ("paradec.models.images.distilled_var", "load_distilled_var", "DistilledVARModel"),
-    "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
-    "var": ("paradec.models.images.var", "load_var", "VARModel"),
-    "lpd": ("paradec.models.images.lpd", "load_lpd", "LPDModel"),
+    "llamagen": ("llamagen", "load_llamagen", "LlamaGenModel"),
+    "emu3": ("emu3", "load_emu3", "Emu3Model"),
+    "chameleon": ("chameleon", "load_chameleon", "ChameleonModel"),
+    "janus": ("janus", "load_janus", "JanusModel"),
+    "glm_image": ("glm_image", "load_glm_image", "GlmImageModel"),
+    "uvit": ("uvit", "load_masked_image", "MaskedImageModel"),
+    "nar": ("nar", "load_nar", "NARModel"),
+    "distilled_llamagen": ("distilled_llamagen", "load_distilled_llamagen", "DistilledLlamaGenModel"),
+    "distilled_var": ("distilled_var", "load_distilled_var", "DistilledVARModel"),
+    "mar": ("mar", "load_mar", "MARModel"),
+    "var": ("var", "load_var", "VARModel"),
+    "lpd": ("lpd", "load_lpd", "LPDModel"),
 }
-"""The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
+"""The module of an image model in this package, what loads it and its adapter, by the `model_type` of config.json."""
 TELLING = {
     "medusa_norm.weight": "nar",
     "medusa_output.weight": "nar",
@@ -107,13 +103,13 @@ def image_loader(model_type: Any) -> Callable[..., Any] | None:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         return None
     module, name, _ = FAMILIES[model_type]
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"paradec.models.images.{module}"), name)
 
 
 def image_adapter(model_type: str) -> type[PictureModel]:
     """The adapter of checkpoints of this `model_type`, a key of `FAMILIES`: it says which samplers they take."""
     module, _, name = FAMILIES[model_type]
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"paradec.models.images.{module}"), name)
 
 
 def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:

@@ -359,11 +359,8 @@ class LigandMPNN(ProteinMPNN):
         layers = cast("list[tuple[Layer, Layer]]", list(pairs))
         for some, around in self.features.around(structure, self.atoms, nodes):
             own, mask = self.W_c(nodes[some]), complete[some].unsqueeze(-1)
-            pairs_of_atoms, atoms, edges = (
-                self.W_edges_y(around.pairs),
-                self.W_nodes_y(around.atoms),
-                self.W_v(around.edges),
-            )
+            pairs_of_atoms, atoms = self.W_edges_y(around.pairs), self.W_nodes_y(around.atoms)
+            edges = self.W_v(around.edges)
             for layer, layer_of_atoms in layers:
                 atoms = _heard(layer_of_atoms, atoms, pairs_of_atoms)
                 own = _heard(layer, own, torch.cat((edges, atoms), -1)) * mask

@@ -266,9 +266,8 @@ class Answering:
             pairs.append((self._fitting(context, room) if context else [], continuation))
         answers = self._decoded([key for key, *_ in requests], pairs) if self.choices == "decode" else {}
         rest = [number for number in range(len(pairs)) if number not in answers]
-        scored = self._scored(
-            [requests[number][0] for number in rest], [pairs[number] for number in rest], disable_tqdm
-        )
+        keys = [requests[number][0] for number in rest]
+        scored = self._scored(keys, [pairs[number] for number in rest], disable_tqdm)
         answers |= dict(zip(rest, scored, strict=True))
         return [answers[number] for number in range(len(pairs))]
 
@@ -390,11 +389,5 @@ def decode_choices(
     with generate_many(model, entries, batch_size=batch_size, errors="raise", preset=request) as outputs:
         for (_, continuations), output in zip(asked, outputs, strict=True):
             new = output.new_tokens.flatten().tolist()
-            yield (
-                next(
-                    number
-                    for number, ids in enumerate(continuations)
-                    if new[: len(ids)] == ids and new[len(ids)] in ends
-                ),
-                output,
-            )
+            written = (new[: len(ids)] == ids and new[len(ids)] in ends for ids in continuations)
+            yield [*written].index(True), output

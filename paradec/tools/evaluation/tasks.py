@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from random import Random
 from typing import Any, cast
@@ -116,7 +116,7 @@ class Task:
         }
         prompt = self.template.format(items=" ".join(items), **drawn)
         question = Example(self.name, prompt, tuple(items), **drawn)
-        return _with_answer(question, _join(self.solve(question, rng)))
+        return replace(question, answer="\n".join(map(" ".join, self.solve(question, rng))))
 
     def check(self, example: Example, text: str) -> bool:
         """Whether ``text`` (decoded, without special tokens) is a right answer to ``example``.
@@ -255,7 +255,7 @@ def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
                 example = task.make(rng, held_out=True, size=size)
                 if example.prompt not in seen:
                     seen.add(example.prompt)
-                    yield _with_answer(example, None) if task.many_answers else example
+                    yield replace(example, answer=None) if task.many_answers else example
 
 
 def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
@@ -287,11 +287,3 @@ def spread(examples: Sequence[Any], limit: int | None) -> Sequence[Any]:
     if limit is None or limit >= len(examples):
         return examples
     return [examples[k * len(examples) // limit] for k in range(limit)]
-
-
-def _join(lines: Lines) -> str:
-    return "\n".join(" ".join(line) for line in lines)
-
-
-def _with_answer(x: Example, answer: str | None) -> Example:
-    return Example(x.task, x.prompt, x.items, x.word, x.target, x.index, answer)
