@@ -197,11 +197,8 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table as GitHub, GitLab and pandoc read it; numbers are on the right."""
 
     def line(cells: Sequence[str]) -> str:
-        return (
-            "| "
-            + " | ".join(cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
-            + " |"
-        )
+        escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
+        return f"| {' | '.join(escaped)} |"
 
     marks = ["---" if place < 2 else "--:" for place in range(len(columns))]
     return "\n".join([line(columns), "|" + "|".join(marks) + "|", *map(line, rows)])

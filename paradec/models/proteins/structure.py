@@ -17,11 +17,8 @@ from paradec.core.text_files import lines_of
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
 """The residues in the order of ProteinMPNN's ids; X is an unknown one."""
 ATOMS = ("N", "CA", "C", "O")
-NAMES = dict(
-    zip(
-        "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split(), LETTERS, strict=False
-    )
-)
+RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR"
+NAMES = dict(zip(RESIDUES.split(), LETTERS, strict=False))
 """Letters by the names of residues in files."""
 MODIFIED = ("ASX", "CSO", "GLX", "HIP", "HSD", "HSE", "HSP", "MSE", "PTR", "SEC", "SEP", "TPO", "XAA", "XLE")
 """Residues that files list among the ligands (HETATM). Like every other name of their kind they are an X."""

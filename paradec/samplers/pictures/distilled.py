@@ -446,10 +446,8 @@ class Distilled(Sampler):
             state.tokens = state.codes[state.ids]
         if kind == "teacher" and state.teaching is not None:
             state.teaching.read_up_to(at)
-        before, state.written = (
-            state.written,
-            state.tokens.shape[1] if following is None else state.stages.kept[following[1]],
-        )
+        before = state.written
+        state.written = state.tokens.shape[1] if following is None else state.stages.kept[following[1]]
         state.accepted.append(np.full(state.batch, state.written - before, np.int64))
         fresh = torch.arange(before, state.written, device=state.tokens.device).expand(state.batch, -1)
         values, written = state.tokens[:, before : state.written], torch.ones_like(fresh, dtype=torch.bool)
