@@ -112,8 +112,9 @@ async def ask(client: AsyncOpenAI, prompt: str, stream: bool) -> tuple[str, int,
         whole = await client.chat.completions.create(**chat)
         return whole.choices[0].message.content, whole.usage.completion_tokens, time.perf_counter() - began
     text, tokens = "", 0
-    async for chunk in await client.chat.completions.create(**chat, stream=True):
-        text += chunk.choices[0].delta.content or ""
+    more: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await client.chat.completions.create(**chat, **more):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
         tokens = chunk.usage.completion_tokens if chunk.usage else tokens
     return text, tokens, time.perf_counter() - began
 
