@@ -76,6 +76,7 @@ def decide(
     template: Template | None = None,
     seeds: int = 4,
     batch_size: int = 16,
+    before_call: Callable[[int], None] | None = None,
 ) -> Decisions:
     """Answer questions about a state from the probabilities of their labels, without generating.
 
@@ -105,118 +106,91 @@ def decide(
             turn says, in the place of transformers' prompt.
         seeds: noises that probabilities are means over; of canvases.
         batch_size: rows evaluated together.
+        before_call: called before the first and every other call of the model with the number of tokens that all calls
+            evaluate; its error ends the reading.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
         ImportError: the installed transformers is older than 5.23, and its prompt or special tokens as text are needed.
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
+    _check(model, state, questions, together, rotate, template)
+    if prior is not None:
+        check_choice("prior", prior, ("empty",))
+    check_int("seeds", seeds, low=1, high=1024)
+    check_int("batch_size", batch_size, low=1)
+    value = 1.0 if temperature is None else temperature
+    temperatures: Mapping[str, float] = value if isinstance(value, Mapping) else dict.fromkeys(TYPES, value)
+    for kind, number in temperatures.items():
+        check_choice("type of question in temperature", kind, TYPES)
+        check_number("temperature", number, low=1e-6, high=1e6)
+    num_turns = {
+        name: len(question.values) if rotate and question.type == "choice" else 1
+        for name, question in questions.items()
+    }
+    rows = [{name: questions[name].rotated(by)} for name, turns in num_turns.items() for by in range(turns)]
+    input_tokens = 0
+    # the ways in which each question is asked: about the state (1) or nothing (-1), and the labels' steps
+    phrasings: dict[str, list[tuple[Question, int, list[list[Step]]]]] = {name: [] for name in questions}
+    for about, sign in [(state, 1), ("", -1)] if prior else [(state, 1)]:
+        for row in [questions] if together else rows:
+            length, steps = lay_out(model, about, [*row.values()], template)
+            input_tokens += length
+            for (name, question), labels in zip(row.items(), steps, strict=True):
+                phrasings[name].append((question, sign, labels))
+    steps_read = [step for ways in phrasings.values() for *_, labels in ways for step in chain(*labels)]
+    with getattr(model, "requests", UNSHARED).slot.lock:
+        log_probs, forwards = read(model, steps_read, batch_size, seeds, before_call)
+    answers: dict[str, Decision] = {}
+    for name, question in questions.items():
+        scores, masses = np.zeros(len(question.values)), list[float]()
+        for phrasing, sign, labels in phrasings[name]:
+            logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
+            if sign > 0:
+                masses.append(min(1.0, float(np.exp(logs).sum())))
+            elif not np.isfinite(logs).all():
+                raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
+            scores += sign / num_turns[name] * logs[[phrasing.values.index(value) for value in question.values]]
+        if not np.isfinite(scores).any():
+            raise FloatingPointError(f"no label of question {name!r} has a probability")
+        scale = float(temperatures.get(question.type, 1))
+        answers[name] = build_decision(question, scores, float(np.mean(masses)), scale)
+    return Decisions(answers, forwards, input_tokens)
+
+
+def _check(
+    model: Any, state: Any, questions: Mapping[str, Question], together: bool, rotate: bool, template: Any
+) -> None:
+    """Raise TypeError or ValueError for what cannot be asked, and for a model that cannot be asked."""
+    check_model("decide", model, ("text", "canvas"))
+    name, topology, tokenizer = model.facts.name, model.facts.topology, getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer to write questions with: wrap it with tokenizer=...")
+    if topology == "causal_context":
+        raise ValueError(f"{name} reads the first token as a causal model: load(..., topology='causal')")
+    if topology != "causal" and model.facts.hole_id is None:
+        raise ValueError(f"{name} has no mask token: {topology!r} models are asked at a mask")
+    if not isinstance(questions, Mapping) or not questions:
+        raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
+    for key, question in questions.items():
+        if not isinstance(key, str) or not isinstance(question, Question):
+            pair = f"{{{shown(key)}: {shown(question)}}}"
+            raise TypeError(f"questions={pair} must map names to paradec.YesNo, Pick, Score or Span")
     if isinstance(state, (list, tuple)):
         raise ValueError(f"state={shown(state)} must be one text or JSON object: decide each, or give its json.dumps")
-    plan = Plan(model, state, questions, together, temperature, prior, rotate, template, seeds, batch_size)
-    return plan.answer()
-
-
-@dataclass
-class Plan:
-    """Questions that are checked and laid out in rows. Fields: as the arguments of `decide`; a state may be a list."""
-
-    model: Any
-    state: Any
-    questions: Mapping[str, Question]
-    together: bool = False
-    temperature: float | Mapping[str, float] | None = None
-    prior: str | None = None
-    rotate: bool = False
-    template: Template | None = None
-    seeds: int = 4
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        self._check()
-        turns = [(name, one, by) for name, one in self.questions.items() for by in range(self._count_turns(one))]
-        rows = [self.questions] if self.together else [{name: one.rotated(by)} for name, one, by in turns]
-        self.input_tokens = 0
-        """Tokens of the rows that the questions are asked in."""
-        self.phrasings: dict[str, list[tuple[Question, int, list[list[Step]]]]] = {name: [] for name in self.questions}
-        """The ways in which each question is asked: about the state (1) or nothing (-1), and the labels' steps."""
-        for about, sign in [(self.state, 1), ("", -1)] if self.prior else [(self.state, 1)]:
-            for row in rows:
-                length, steps = lay_out(self.model, about, [*row.values()], self.template)
-                self.input_tokens += length
-                for (name, question), labels in zip(row.items(), steps, strict=True):
-                    self.phrasings[name].append((question, sign, labels))
-        self.steps = [step for ways in self.phrasings.values() for *_, labels in ways for step in chain(*labels)]
-        """All that is read of the model."""
-
-    def _count_turns(self, question: Question) -> int:
-        return len(question.values) if self.rotate and question.type == "choice" else 1
-
-    def _check(self) -> None:
-        """Raise TypeError or ValueError for an argument out of its range, and for a model that cannot be asked."""
-        check_model("decide", self.model, ("text", "canvas"))
-        facts = self.model.facts
-        if getattr(self.model, "tokenizer", None) is None:
-            raise ValueError(f"{facts.name} has no tokenizer to write questions with: wrap it with tokenizer=...")
-        if facts.topology == "causal_context":
-            raise ValueError(f"{facts.name} reads the first token as a causal model: load(..., topology='causal')")
-        if facts.topology != "causal" and facts.hole_id is None:
-            raise ValueError(f"{facts.name} has no mask token: {facts.topology!r} models are asked at a mask")
-        if not isinstance(self.questions, Mapping) or not self.questions:
-            raise ValueError(f"questions={shown(self.questions)} must map names to questions, one at least")
-        for name, question in self.questions.items():
-            if not isinstance(name, str) or not isinstance(question, Question):
-                pair = f"{{{shown(name)}: {shown(question)}}}"
-                raise TypeError(f"questions={pair} must map names to paradec.YesNo, Pick, Score or Span")
-        check_json("state", self.state)
-        if not isinstance(self.state, (str, dict, list, tuple)):
-            raise TypeError(f"state={shown(self.state)} must be a text, or an object or a list of JSON")
-        check_bool("rotate", self.rotate)
-        check_bool("together", self.together)
-        if self.prior is not None:
-            check_choice("prior", self.prior, ("empty",))
-        check_int("seeds", self.seeds, low=1, high=1024)
-        check_int("batch_size", self.batch_size, low=1)
-        if self.template is not None and not callable(self.template):
-            raise TypeError(f"template={shown(self.template)} must be a function of the state and a question, or None")
-        given = 1.0 if self.temperature is None else self.temperature
-        self.temperatures: Mapping[str, float] = given if isinstance(given, Mapping) else dict.fromkeys(TYPES, given)
-        for kind, value in self.temperatures.items():
-            check_choice("type of question in temperature", kind, TYPES)
-            check_number("temperature", value, low=1e-6, high=1e6)
-        if self.together and self.rotate:
-            raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
-        if self.together and facts.topology not in ("bidirectional", "canvas"):
-            raise ValueError(f"together=True needs a model that sees the whole row: {facts.name} is {facts.topology!r}")
-        if self.together and not getattr(self.model.tokenizer, "chat_template", None):
-            raise ValueError(f"together=True asks in turns of a chat, and {facts.name} has no chat template")
-
-    @property
-    def evaluated(self) -> int:
-        """Tokens of all rows that are evaluated, a row for each beginning of a label."""
-        copies = self.seeds if self.model.facts.topology == "canvas" else 1
-        return sum(map(len, {step.row for step in self.steps})) * copies
-
-    def answer(self, before_call: Callable[[], None] | None = None) -> Decisions:
-        """Evaluate the rows. before_call: called before every call of the model; what it raises ends the reading."""
-        with getattr(self.model, "requests", UNSHARED).slot.lock:
-            log_probs, forwards = read(self.model, self.steps, self.batch_size, self.seeds, before_call)
-        answers: dict[str, Decision] = {}
-        for name, question in self.questions.items():
-            scores, masses = np.zeros(len(question.values)), list[float]()
-            for phrasing, sign, labels in self.phrasings[name]:
-                logs = np.array([sum(log_probs[step] for step in label) for label in labels], np.float64)
-                if sign > 0:
-                    masses.append(min(1.0, float(np.exp(logs).sum())))
-                elif not np.isfinite(logs).all():
-                    raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
-                order = [phrasing.values.index(value) for value in question.values]
-                scores += sign / self._count_turns(question) * logs[order]
-            if not np.isfinite(scores).any():
-                raise FloatingPointError(f"no label of question {name!r} has a probability")
-            temperature = float(self.temperatures.get(question.type, 1))
-            answers[name] = build_decision(question, scores, float(np.mean(masses)), temperature)
-        return Decisions(answers, forwards, self.input_tokens)
+    check_json("state", state)
+    if not isinstance(state, (str, dict)):
+        raise TypeError(f"state={shown(state)} must be a text, or an object of JSON")
+    check_bool("rotate", rotate)
+    check_bool("together", together)
+    if template is not None and not callable(template):
+        raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
+    if together and rotate:
+        raise ValueError("rotate=True asks a question several times, and together=True once: give one of them")
+    if together and topology not in ("bidirectional", "canvas"):
+        raise ValueError(f"together=True needs a model that sees the whole row: {name} is {topology!r}")
+    if together and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"together=True asks in turns of a chat, and {name} has no chat template")
 
 
 def build_decision(question: Question, log_scores: np.ndarray, mass: float, temperature: float) -> Decision:

@@ -27,9 +27,12 @@ class Question:
     labels: list[str]
     """What the model may answer, one for each option."""
     descriptions: list[Any]
-    """What the options mean, None where nothing is told."""
+    """What the options mean; None for no more than their names."""
     values: tuple[Any, ...]
-    """What a `Decision` calls the options."""
+    """The options as a `Decision` names them."""
+
+    def __post_init__(self) -> None:
+        check_json("instructions", self.instructions)
 
     @property
     def options(self) -> list[str]:
@@ -46,8 +49,7 @@ class YesNo(Question):
     """Whether something is true.
 
     Args:
-        true, false: what the two answers mean, told to the model where given.
-        labels: what the model answers for true and for false.
+        true, false: what the two answers mean. labels: what the model answers for true and for false.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class YesNo(Question):
     ):
         if instructions is None and true is None and false is None:
             raise ValueError("a YesNo needs instructions, or what true or false means")
-        for name, value in (("instructions", instructions), ("true", true), ("false", false)):
-            check_json(name, value)
+        check_json("true", true)
+        check_json("false", false)
         super().__init__("noul", instructions, _check_labels(labels, 2), [true, false], (True, False))
 
 
@@ -71,7 +73,6 @@ class Pick(Question):
     def __init__(self, instructions: Any = None, options: Options = (), labels: Sequence[str] | None = None):
         values = _check_texts("options", options)
         told = [*options.values()] if isinstance(options, Mapping) else [None] * len(values)
-        check_json("instructions", instructions)
         check_json("options", *told)
         super().__init__("choice", instructions, _check_labels(labels, len(values)), told, values)
 
@@ -80,22 +81,19 @@ class Score(Question):
     """A level on a scale, which the model is told.
 
     Args:
-        levels: what each level means, lowest first: texts, or data of JSON.
-        labels: as for `Pick`.
+        levels: what each level means, lowest first: texts, or data of JSON. labels: as for `Pick`.
     """
 
     def __init__(self, instructions: Any = None, levels: Sequence[Any] = (), labels: Sequence[str] | None = None):
         told = [] if isinstance(levels, (str, bytes)) or not isinstance(levels, Sequence) else [*levels]
         if not told or any(level is None for level in told):
             raise ValueError(f"levels={shown(levels)} must be what each level means, lowest first, and none of it None")
-        check_json("instructions", instructions)
         check_json("levels", *told)
         super().__init__("score", instructions, _check_labels(labels, len(told)), told, tuple(range(len(told))))
 
 
 class Span(Question):
-    """One of several texts, which the model would write itself; it is told nothing of them, as under
-    `paradec.Choice`.
+    """One of several texts, which the model would write itself and is not told, as under `paradec.Choice`.
 
     Args:
         texts: different texts, of any number of tokens.
@@ -103,7 +101,6 @@ class Span(Question):
 
     def __init__(self, instructions: Any = None, texts: Sequence[str] = ()):
         values = _check_texts("texts", texts)
-        check_json("instructions", instructions)
         super().__init__("span", instructions, [*values], [None] * len(values), values)
 
 

@@ -176,7 +176,7 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
 
 
 def read(
-    model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[], None] | None
+    model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[int], None] | None
 ) -> tuple[dict[Step, float], int]:
     """Evaluate each row once: log-probabilities of steps, of canvases the means over noises, and the number of calls.
     Raises FloatingPointError for NaN or +inf among the logits."""
@@ -187,12 +187,17 @@ def read(
     size = max(1, batch_size // seeds) if is_canvas else batch_size
     groups = [rows] if is_canvas or model.pads else [[*group] for _, group in itertools.groupby(rows, len)]
     log_probs: dict[Step, float] = {}
+
+    def announce() -> None:
+        if before_call is not None:
+            before_call(sum(map(len, rows)) * (seeds if is_canvas else 1))
+
     with torch.inference_mode():
+        announce()
         store, shared = _shared_prefix(model, rows, min(map(min, by_row.values())))
         forwards = 0 if store is None else 1
         for batch in (group[first : first + size] for group in groups for first in range(0, len(group), size)):
-            if before_call is not None:
-                before_call()
+            announce()
             places = [by_row[row] for row in batch]
             prompts = [next(iter(row_places.values()))[0].prompt_length for row_places in places]
             if is_canvas:

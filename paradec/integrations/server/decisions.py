@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import string
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from paradec.api.decisions.decide import Decision, Plan
-from paradec.api.decisions.questions import TYPES, Question
+from paradec.api.decisions.decide import Decision, decide
+from paradec.api.decisions.questions import TYPES, Question, check_json
 from paradec.batching.slots import Cancelled
 from paradec.core.checks import shown
 from paradec.core.text_files import read_json
@@ -72,7 +74,7 @@ class DecisionConfig(BaseModel):
 
     def question(self, name: str, asked: Asked) -> Question:
         """Build a question for `paradec.decide`. Raises ApiError for criteria of another type."""
-        criteria: Any = ({} if asked.criteria is None else asked.criteria) if asked.type == "noul" else asked.criteria
+        criteria: Any = {} if asked.criteria is None and asked.type == "noul" else asked.criteria
         values: tuple[Any, ...] = tuple(option == "true" for option in self.noul_options)
         labels = self.labels.get(asked.type) or (["Yes", "No"] if asked.type == "noul" else [*string.ascii_uppercase])
         path = f"questions.{shown(name)[1:-1]}.criteria={shown(criteria)}"
@@ -112,19 +114,25 @@ class Decisions:
             raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
         if body.assets:
             raise ApiError("assets are images, and this server answers about text; leave them out", 400, "assets")
-        questions = {name: self.config.question(name, asked) for name, asked in body.questions.items()}
         temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
+        has_room = False
 
-        def check_call() -> None:
+        def before_call(tokens: int) -> None:
+            nonlocal has_room
             if call.has_ended:
                 raise Cancelled("the client has left")
+            if not has_room:
+                call.reserve(tokens)
+            has_room = True
 
         try:
-            plan = await asyncio.to_thread(Plan, self.engine.model, body.state, questions, temperature=temperature)
             self.engine.check_alive()
-            call.reserve(plan.evaluated)
+            check_json("state", body.state)
+            questions = {name: self.config.question(name, asked) for name, asked in body.questions.items()}
+            state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
+            ask = partial(decide, self.engine.model, state, questions, temperature=temperature, before_call=before_call)
             async with self._turn:  # several together would share the machine's memory
-                decisions = await asyncio.to_thread(plan.answer, check_call)
+                decisions = await asyncio.to_thread(ask)
         except ImportError as error:
             raise ApiError(str(error), 501) from error
         except (ValueError, TypeError, RuntimeError, FloatingPointError, Cancelled) as error:

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import re
+import threading
 import time
 from typing import Any
 
@@ -91,7 +92,7 @@ class Call:
         self._tickets, self._reserved = list[Ticket](), 0
 
     def reserve(self, tokens: int) -> None:
-        """Reserve the tokens of a prompt and its answer until the end.
+        """Reserve the tokens of a prompt and its answer until the end, from any thread.
 
         Raises:
             ApiError: 400 if they never fit; 429 if they do not fit now.
@@ -99,11 +100,12 @@ class Call:
         limits, most = self.limits, self.limits.max_work
         if tokens > most:
             raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {most}")
-        if limits.num_reserved + tokens > most:
-            held = f"{limits.num_reserved} tokens are being answered or wait, and {tokens} more are beyond {most}"
-            raise ApiError(f"{held}; try again", 429, retry_after=limits.engine.retry_after())
-        limits.num_reserved += tokens
-        self._reserved += tokens
+        with limits.lock:
+            if limits.num_reserved + tokens > most:
+                held = f"{limits.num_reserved} tokens are being answered or wait, and {tokens} more are beyond {most}"
+                raise ApiError(f"{held}; try again", 429, retry_after=limits.engine.retry_after())
+            limits.num_reserved += tokens
+            self._reserved += tokens
 
     def submit(self, prompt: Any, **arguments: Any) -> None:
         """Give a prompt to the engine; see `Engine.submit`."""
@@ -114,8 +116,9 @@ class Call:
     def end(self) -> None:
         """Cancel unfinished prompts and give the tokens back."""
         self.has_ended = True
-        self.limits.num_reserved -= self._reserved
-        self._reserved = 0
+        with self.limits.lock:
+            self.limits.num_reserved -= self._reserved
+            self._reserved = 0
         for ticket in self._tickets:
             self.limits.engine.cancel(ticket)
 
@@ -146,6 +149,7 @@ class Limits:
         self.api_key = None if api_key is None else api_key.encode()
         self.max_body, self.max_requests, self.max_work = max_body, max_requests, max_work
         self.num_running = self.num_reserved = 0
+        self.lock = threading.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

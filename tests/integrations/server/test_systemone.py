@@ -85,7 +85,6 @@ def test_many_at_once_beside_chats(server: Running) -> None:
 @replays("name")
 def test_recorded_answers(name: str) -> None:
     """By the questions of a body, from a vocabulary that has nothing but the labels."""
-    from paradec.api.decisions.decide import Plan
     from paradec.integrations.server.decisions import DecisionBody, DecisionConfig, to_answer
 
     case = CASES[name]
@@ -95,7 +94,7 @@ def test_recorded_answers(name: str) -> None:
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [ids_of(label)[0] for label in question.labels]
         model = model_of("bidirectional", module=Says(dict(zip(ids, case["logits"][key], strict=True))))
-        found = Plan(model, "x", {key: question}, temperature=case["temperature"]).answer()
+        found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
         assert close(to_answer(question, found[key]), expected["answers"][key], 1e-9)
 
 
