@@ -31,7 +31,7 @@ from tables import evaluations_table, evenly_table
 from torch import Tensor
 
 import paradec
-from paradec import Every, TaylorSeer
+from paradec import Every, Forecast, TaylorSeer
 from paradec.api.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
@@ -61,12 +61,12 @@ MASKED: list[tuple[str, str, str, dict[str, Any], int | None]] = [
 """(label, curve, sampler, settings, steps); what is left out is the sampler's default."""
 BASES: dict[str, dict[str, Any]] = {
     "taylor 1": {},
-    "reuse": {"basis": "reuse"},
-    "hermite 2": {"basis": "hermite", "order": 2},
-    "newton 2": {"basis": "newton", "order": 2},
+    "reuse": {"how": "reuse"},
+    "hermite 2": {"how": "hermite", "order": 2},
+    "newton 2": {"how": "newton", "order": 2},
     "taylor 2": {"order": 2},
-    "foca": {"basis": "foca"},
-    "dmd": {"basis": "dmd", "order": 2},
+    "foca": {"how": "foca"},
+    "dmd": {"how": "dmd", "order": 2},
 }
 INTERVALS = {20: {7: 3, 5: 4}, 50: {7: 8, 5: 10}}
 """For every number of DDIM steps, how many of them are evaluated at which interval, the first step included."""
@@ -78,12 +78,12 @@ LEFT_OUT = {
 }
 """Pairs that are not measured: `dmd` takes an SVD per row and feature and is meant for outputs; the rest for time."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "taylor 1, module, 7 of 20, first_enhance=3": (20, {"refresh": Every(4, 3)}),
-    "taylor 1, module, 7 of 20, diffusers' style": (20, {"refresh": Every(4, 3, "diffusers")}),
+    "taylor 1, module, 7 of 20, first_enhance=3": (20, {"when": Every(4, 3)}),
+    "taylor 1, module, 7 of 20, diffusers' style": (20, {"when": Every(4, 3, "diffusers")}),
     "taylor 4, module, 14 of 50, first_enhance=2": (50, TaylorSeer.presets["dit"]),
-    "taylor 1, module, change 0.25 of 20": (20, {"refresh": AccumulatedChange(0.25)}),
-    "taylor 1, module, change 0.4 of 20": (20, {"refresh": AccumulatedChange(0.4)}),
-    "taylor 1, module, verified 3 of 20": (20, {"refresh": Verification(3.0)}),
+    "taylor 1, module, change 0.25 of 20": (20, {"when": AccumulatedChange(0.25)}),
+    "taylor 1, module, change 0.4 of 20": (20, {"when": AccumulatedChange(0.4)}),
+    "taylor 1, module, verified 3 of 20": (20, {"when": Verification(3.0)}),
 }
 """Schedules that crowd evaluations at the start (the last is the public code's for DiT), and rules."""
 
@@ -98,7 +98,7 @@ def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
             for basis, settings in BASES.items():
                 for target in ("module", "output", "block"):
                     if (basis, target) not in LEFT_OUT[steps]:
-                        curve, chosen = f"{basis}, {target}", settings | {"interval": interval, "target": target}
+                        curve, chosen = f"{basis}, {target}", settings | {"when": Every(interval), "where": target}
                         found.append((f"{curve}, {count} of {steps}", curve, steps, chosen))
         found += [(name, "others", *rule) for name, rule in OTHERS.items() if rule[0] == steps]
     return found
@@ -137,7 +137,7 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
     _, _, steps, settings = setting
     session = None
     if settings is not None:
-        session = paradec.accelerate(pipe, TaylorSeer(**settings))
+        session = paradec.accelerate(pipe, Forecast(**settings))
     pictures, labels, full, evaluations = [], [], [], []
     for start in range(0, images, BATCH):
         wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]

@@ -41,7 +41,7 @@ from taylorseer import denoise, inputs
 from torch import Tensor, nn
 
 import paradec
-from paradec import Every, TaylorSeer
+from paradec import Every, Forecast
 from paradec.integrations.diffusers.hooks.magcache import calibrate
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache
@@ -120,14 +120,14 @@ EVEN = "even, module, taylor 1"
 
 def ways(steps: int) -> dict[str, list[Settings]]:
     """Settings of `TaylorSeer` by the way of deciding and forecasting: those that follow a schedule."""
-    spread = [{"refresh": even(steps, count)} for count in BUDGETS]
-    masks = [{"refresh": step_mask(name, steps)} for name in ("ultra", "fast")]
-    stack, reuse = {"target": "stack"}, {"target": "stack", "basis": "reuse"}
+    spread = [{"when": even(steps, count)} for count in BUDGETS]
+    masks = [{"when": step_mask(name, steps)} for name in ("ultra", "fast")]
+    stack, reuse = {"where": "stack"}, {"where": "stack", "how": "reuse"}
     return {
         EVEN: spread,
-        "interval, module, taylor 1": [{"refresh": Every(n)} for n in (3, 4, 5)],
-        "the paper's schedule, module, taylor 1": [{"refresh": Every(n, 3)} for n in (3, 4, 5)],
-        "even, output, taylor 1": [entry | {"target": "output"} for entry in spread],
+        "interval, module, taylor 1": [{"when": Every(n)} for n in (3, 4, 5)],
+        "the paper's schedule, module, taylor 1": [{"when": Every(n, 3)} for n in (3, 4, 5)],
+        "even, output, taylor 1": [entry | {"where": "output"} for entry in spread],
         "even, stack, taylor 1": [entry | stack for entry in spread],
         "even, stack, reuse": [entry | reuse for entry in spread],
         "step mask, module, taylor 1": masks,
@@ -138,32 +138,32 @@ def ways(steps: int) -> dict[str, list[Settings]]:
 def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
     """Settings by a threshold: the ways that measure."""
     return {
-        "FirstBlock": lambda level: {"refresh": FirstBlock(level)},
-        "FirstBlock, taylor 1": lambda level: {"refresh": FirstBlock(level), "basis": "taylor"},
-        "DBCache": lambda level: {"refresh": DBCache(1, 0, min(level, 1.0), 4)},
-        "DBCache, taylor 1": lambda level: {"refresh": DBCache(1, 0, min(level, 1.0), 4), "basis": "taylor"},
-        "MagCache": lambda level: {"refresh": MagCache(ratios, level, 5, 0.1)},
-        "DiCache, delta_y": lambda level: {"refresh": DiCache(level, num_inference_steps=steps)},
-        "DiCache, delta_minus": lambda level: {"refresh": DiCache(level, "delta_minus", 1, 0.0, steps)},
+        "FirstBlock": lambda level: {"when": FirstBlock(level)},
+        "FirstBlock, taylor 1": lambda level: {"when": FirstBlock(level), "how": "taylor"},
+        "DBCache": lambda level: {"when": DBCache(1, 0, min(level, 1.0), 4)},
+        "DBCache, taylor 1": lambda level: {"when": DBCache(1, 0, min(level, 1.0), 4), "how": "taylor"},
+        "MagCache": lambda level: {"when": MagCache(ratios, level, 5, 0.1)},
+        "DiCache, delta_y": lambda level: {"when": DiCache(level, num_inference_steps=steps)},
+        "DiCache, delta_minus": lambda level: {"when": DiCache(level, "delta_minus", 1, 0.0, steps)},
     }
 
 
 def published(ratios: Any, steps: int) -> dict[str, Settings]:
     """Settings as the public codes and papers have them; DBCache's Fn is 8 there, more than there are blocks here."""
-    named = {f"step mask {name}, module, taylor 1": {"refresh": step_mask(name, steps)} for name in ("slow", "medium")}
+    named = {f"step mask {name}, module, taylor 1": {"when": step_mask(name, steps)} for name in ("slow", "medium")}
     return named | {
         "TaylorSeer: ours, interval 5": {},
-        "TaylorSeer: the paper's, interval 6 behind 3": dict(TaylorSeer.presets["paper"]),
-        "TaylorSeer: diffusers' hook": dict(TaylorSeer.presets["diffusers"]),
-        "FirstBlock 0.05": {"refresh": FirstBlock(0.05)},
-        "FirstBlock 0.08": {"refresh": FirstBlock(0.08)},
-        "DBCache F1B0W8 0.08": {"refresh": DBCache(1, 0, 0.08, 8)},
-        "DBCache F1B0W8 0.12": {"refresh": DBCache(1, 0, 0.12, 8)},
-        "DBCache F1B0W8 0.12, taylor 1": {"refresh": DBCache(1, 0, 0.12, 8), "basis": "taylor"},
-        "MagCache 0.06, K 3, 0.2": {"refresh": MagCache(ratios, 0.06, 3, 0.2)},
-        "MagCache 0.24, K 5, 0.1": {"refresh": MagCache(ratios, 0.24, 5, 0.1)},
-        "DiCache delta_y 0.4, 0.2": {"refresh": DiCache(num_inference_steps=steps)},
-        "DiCache delta_minus 0.08, 0": {"refresh": DiCache(0.08, "delta_minus", 1, 0.0, steps)},
+        "TaylorSeer: the paper's, interval 6 behind 3": {"when": Every(6, 3)},
+        "TaylorSeer: diffusers' hook": {"when": Every(5, 3, "diffusers")},
+        "FirstBlock 0.05": {"when": FirstBlock(0.05)},
+        "FirstBlock 0.08": {"when": FirstBlock(0.08)},
+        "DBCache F1B0W8 0.08": {"when": DBCache(1, 0, 0.08, 8)},
+        "DBCache F1B0W8 0.12": {"when": DBCache(1, 0, 0.12, 8)},
+        "DBCache F1B0W8 0.12, taylor 1": {"when": DBCache(1, 0, 0.12, 8), "how": "taylor"},
+        "MagCache 0.06, K 3, 0.2": {"when": MagCache(ratios, 0.06, 3, 0.2)},
+        "MagCache 0.24, K 5, 0.1": {"when": MagCache(ratios, 0.24, 5, 0.1)},
+        "DiCache delta_y 0.4, 0.2": {"when": DiCache(num_inference_steps=steps)},
+        "DiCache delta_minus 0.08, 0": {"when": DiCache(0.08, "delta_minus", 1, 0.0, steps)},
     }
 
 
@@ -173,7 +173,7 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
     if settings is None:
         began = time.process_time()
         return {"latent": denoise(name, module, arguments, steps), "seconds": time.process_time() - began}
-    with paradec.accelerate(module, TaylorSeer(**settings)) as session:
+    with paradec.accelerate(module, Forecast(**settings)) as session:
         began = time.process_time()
         latent = denoise(name, module, arguments, steps)
         seconds = time.process_time() - began

@@ -25,7 +25,7 @@ from provenance import RESULTS, write_result
 from torch import Tensor
 
 import paradec
-from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer
+from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, TaylorSeer
 
 STEPS = 20
 HALVINGS = 8
@@ -70,13 +70,13 @@ def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
 def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
     """Samplers by a threshold."""
     found: dict[str, Callable[[float], TaylorSeer]] = {
-        "EasyCache, 2 first steps": lambda level: TaylorSeer(refresh=EasyCache(level, ret_steps=2)),
-        "TeaCache (modulated, no polynomial), stack, reuse": lambda level: TaylorSeer(
-            refresh=AccumulatedChange(level, watch="modulated", last_steps=1), target="stack", basis="reuse"
+        "EasyCache, 2 first steps": lambda level: Forecast(when=EasyCache(level, ret_steps=2)),
+        "TeaCache (modulated, no polynomial), stack, reuse": lambda level: Forecast(
+            when=AccumulatedChange(level, watch="modulated", last_steps=1), where="stack", how="reuse"
         ),
     }
     if name != "digits":
-        found["SeaCache, no bound"] = lambda level: TaylorSeer(refresh=SeaCache(level, max_consecutive_cached=0))
+        found["SeaCache, no bound"] = lambda level: Forecast(when=SeaCache(level, max_consecutive_cached=0))
     return found
 
 
@@ -100,10 +100,10 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str,
     for budget in budgets:
         ways: dict[str, TaylorSeer] = {}
         for target in ("output", "stack", "module"):
-            own = TaylorSeer(target=target)
+            own = TaylorSeer(where=target)
             tuned = paradec.tune_steps(pipe, run, budget=budget, seeds=seeds, report=seeds, sampler=own, runs=runs)
             for kind, schedule in (("even", tuned.even), ("searched", tuned.found)):
-                ways[f"{kind}, {target}, taylor 1"] = TaylorSeer(refresh=schedule)
+                ways[f"{kind}, {target}, taylor 1"] = Forecast(when=schedule)
         for way, sampler_of in rules(name).items():
             low, high, best = 1e-3, 30.0, None
             for _ in range(HALVINGS):

@@ -47,7 +47,7 @@ import forecasting  # noqa: E402
 from forecasting import STEPS  # noqa: E402
 
 import paradec
-from paradec import Every, TaylorSeer
+from paradec import Every, Forecast
 from paradec.models.images.loading import packaged_image
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import RunProgress, StepRule
@@ -64,14 +64,14 @@ MODELS = ("digits", "DiT", "FLUX", "Wan")
 SCHEDULES = ("the paper's", "diffusers'", "even")
 FORECASTS: dict[str, dict[str, Any]] = {
     "module, taylor 1": {},
-    "module, newton 2": {"basis": "newton", "order": 2},
-    "module, hermite 2": {"basis": "hermite", "order": 2},
-    "module, reuse": {"basis": "reuse"},
-    "block, taylor 1": {"target": "block"},
-    "output, taylor 1": {"target": "output"},
-    "output, newton 2": {"target": "output", "basis": "newton", "order": 2},
-    "output, reuse": {"target": "output", "basis": "reuse"},
-    "output, dmd": {"target": "output", "basis": "dmd"},
+    "module, newton 2": {"how": "newton", "order": 2},
+    "module, hermite 2": {"how": "hermite", "order": 2},
+    "module, reuse": {"how": "reuse"},
+    "block, taylor 1": {"where": "block"},
+    "output, taylor 1": {"where": "output"},
+    "output, newton 2": {"where": "output", "how": "newton", "order": 2},
+    "output, reuse": {"where": "output", "how": "reuse"},
+    "output, dmd": {"where": "output", "how": "dmd"},
 }
 LABELS = 5
 GUIDANCE = 2.0
@@ -178,7 +178,7 @@ def ours(settings: dict[str, Any]) -> Attached:
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Any]:
-        with paradec.accelerate(module, TaylorSeer(**settings)) as session:
+        with paradec.accelerate(module, Forecast(**settings)) as session:
             yield session.reset, lambda: {"memory": session.report().bytes}
 
     return attached
@@ -252,7 +252,7 @@ def main() -> None:
         "cache-dit, DBCache + Taylor": cache_dit_hook,
     }
     methods |= {
-        f"paradec, {label}, {name} schedule": ours({"refresh": rule, **settings})
+        f"paradec, {label}, {name} schedule": ours({"when": rule, **settings})
         for label, settings in FORECASTS.items()
         for name, rule in zip(SCHEDULES, schedules, strict=True)
     }

@@ -57,7 +57,7 @@ def main() -> None:
     run(f"{args.steps} steps", args.steps)
     fewer = -(-args.steps // args.interval)
     run(f"{fewer} steps", fewer)
-    sampler = paradec.TaylorSeer(interval=args.interval, order=args.order, basis=args.basis, target=args.target)
+    sampler = paradec.Forecast(when=paradec.Every(args.interval), order=args.order, how=args.basis, where=args.target)
     with paradec.accelerate(pipe, sampler) as session:
         run(f"{args.steps} steps, {fewer} evaluated", args.steps)
     print(session.report())

@@ -60,7 +60,7 @@ def main() -> None:
     start = time.perf_counter()
     plain = run()
     print(f"plain: {time.perf_counter() - start:.2f} s")
-    sampler = paradec.samplers.create("taylorseer", preset="dit", basis=args.basis, order=4, target=args.target)
+    sampler = paradec.Forecast(paradec.Every(4, first_enhance=2), args.basis, args.target, order=4)
     with paradec.accelerate(pipe, sampler) as session:
         start = time.perf_counter()
         fast = run()

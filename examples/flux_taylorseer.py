@@ -68,7 +68,7 @@ def main() -> None:
     start = time.perf_counter()
     plain = run()
     print(f"plain: {time.perf_counter() - start:.2f} s")
-    sampler = paradec.TaylorSeer(interval=args.interval, target=args.target, max_memory=args.max_memory)
+    sampler = paradec.TaylorSeer(interval=args.interval, where=args.target, max_memory=args.max_memory)
     session = paradec.accelerate(pipe, sampler)
     start = time.perf_counter()
     fast = run()

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from paradec.integrations.diffusers.hooks.session import accelerate
-from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.samplers.forecast.forecast import Forecast
+from paradec.samplers.forecast.refresh import Every
 from paradec.tools.evaluation.plot import check_plot, save
 
 CURVES: dict[str, dict[str, Any]] = {
     "taylor 1": {"order": 1},
     "taylor 2": {"order": 2},
-    "reuse": {"basis": "reuse"},
-    "newton 2": {"basis": "newton", "order": 2},
-    "taylor 1, output": {"order": 1, "target": "output"},
+    "reuse": {"how": "reuse"},
+    "newton 2": {"how": "newton", "order": 2},
+    "taylor 1, output": {"order": 1, "where": "output"},
 }
 """Settings of `TaylorSeer` that a user would compare."""
 INTERVALS = (2, 3, 4, 6)
@@ -54,13 +55,13 @@ def sweep(
 
     Args:
         pipe: a diffusers pipeline. run: calls it, always with the same noise, and returns latents or pixels.
-        curves: settings of `TaylorSeer` by name. common: settings of all of them, `target` for example.
+        curves: settings of `Forecast` by name. common: settings of all of them, `where` for example.
 
     Raises:
         ValueError: a setting out of its range, before anything is run; or another shape than the plain run's.
     """
     samplers = [
-        (name, interval, TaylorSeer(**{"interval": interval, **common, **settings}))
+        (name, interval, Forecast(**{"when": Every(interval), **common, **settings}))
         for name, settings in curves.items()
         for interval in intervals
     ]

@@ -77,8 +77,8 @@ def main() -> None:
     frames = [middle()] if args.compare else []
     samplers = {
         "taylorseer": paradec.samplers.create("taylorseer", preset="wan"),
-        "taylorseer, output only": paradec.samplers.create("taylorseer", preset="wan", target="output"),
-        "bac": paradec.TaylorSeer(refresh=schedule),
+        "taylorseer, output only": paradec.samplers.create("taylorseer", preset="wan", where="output"),
+        "bac": paradec.Forecast(when=schedule),
     }
     for name, sampler in samplers.items():
         with paradec.accelerate(pipe, sampler) as session:

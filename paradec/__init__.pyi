@@ -43,7 +43,12 @@ from paradec.samplers.forecast.dicache import DiCache as DiCache
 from paradec.samplers.forecast.easycache import EasyCache as EasyCache
 from paradec.samplers.forecast.first_block import DBCache as DBCache
 from paradec.samplers.forecast.first_block import FirstBlock as FirstBlock
+from paradec.samplers.forecast.forecast import Forecast as Forecast
 from paradec.samplers.forecast.magcache import MagCache as MagCache
+from paradec.samplers.forecast.methods import FoCa as FoCa
+from paradec.samplers.forecast.methods import ReCAP as ReCAP
+from paradec.samplers.forecast.methods import SpeCa as SpeCa
+from paradec.samplers.forecast.methods import TeaCache as TeaCache
 from paradec.samplers.forecast.refresh import AccumulatedChange as AccumulatedChange
 from paradec.samplers.forecast.refresh import Every as Every
 from paradec.samplers.forecast.refresh import Verification as Verification

@@ -120,7 +120,7 @@ def ours(**settings: Any) -> Attach:
     @contextlib.contextmanager
     def attach(module: nn.Module, model: str) -> Any:
         rule = paradec.Every(SCHEDULE["interval"], SCHEDULE["first_enhance"], "diffusers")
-        sampler = paradec.TaylorSeer(refresh=rule, order=SCHEDULE["order"], **settings)
+        sampler = paradec.Forecast(when=rule, order=SCHEDULE["order"], **settings)
         session = paradec.accelerate(module, sampler)
         yield session.reset
         session.detach()
@@ -153,7 +153,7 @@ def race(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     racing_ones = {"plain": (plainly, diffusers.__version__), **peers, "paradec": (ours(), COMMIT)}
-    racing_ones |= {f"paradec, {target}": (ours(target=target), COMMIT) for target in TARGETS}
+    racing_ones |= {f"paradec, {target}": (ours(where=target), COMMIT) for target in TARGETS}
     found: dict[str, Any] = {}
     for size in sizes:
         for model in models:

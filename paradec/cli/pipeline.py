@@ -23,6 +23,7 @@ from paradec.core.thumbnails import of_steps
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.base import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.samplers.forecast.methods import METHODS, sampler_from
 
 AMUSED = ("maskgit", "halton", "lpd", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""
@@ -77,12 +78,11 @@ class PipelineJob:
         if "num_frames" in takes or not {"transformer", "unet"} & set(self.index) or "output_type" not in takes:
             raise ValueError(f"{name} makes no pictures; give it to paradec.accelerate in Python")
         self.codes = str(name).startswith("Amused")
-        allowed = AMUSED if self.codes else ("taylorseer",)
+        allowed = AMUSED if self.codes else tuple(method for method in METHODS if method != "recap")
         sampler = allowed[0] if sampler is None else sampler
-        if sampler not in allowed:
-            samplers.get(sampler)  # an unknown name says so
+        if sampler in samplers.registry and sampler not in allowed:
             raise ValueError(f"--sampler {sampler} does not work in {name}; it takes {', '.join(allowed)}")
-        self.method = samplers.create(sampler, **settings)
+        self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
         (condition,) = self.job.conditions
         if {"prompts": "prompt"}.get(condition, condition) not in takes:
             other = "--class" if condition == "prompts" else "--prompt"

@@ -24,7 +24,7 @@ PIPELINE = typer.Option(metavar="DIR", help="Search --budget solver steps of a d
 
 FOR_TEXT = {"limit", "score", "checker", "mask", "samplers", "caches", "blocks", "minutes", "point", "model"}
 FOR_TEXT |= {"max_new_tokens"}
-FOR_STEPS = {"budget", "steps", "target"}
+FOR_STEPS = {"budget", "steps", "where"}
 
 
 @options.takes("model batch max_new_tokens temperature dtype device as_json", batch=8)
@@ -50,7 +50,7 @@ def tune(
     pipeline: Annotated[str | None, PIPELINE] = None,
     budget: int = typer.Option(7, min=1, help="With --pipeline: solver steps to evaluate."),
     steps: int | None = typer.Option(None, min=1, help="With --pipeline: solver steps of a run; by default its own."),
-    target: str = typer.Option("output", help="With --pipeline: output, stack, block or module."),
+    where: str = typer.Option("output", help="With --pipeline: output, stack, block or module."),
     **shared: Any,
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
@@ -64,7 +64,7 @@ def tune(
         options.check_writable(f"--{name}", file)
     if pipeline is not None:
         search: dict[str, Any] = {"budget": budget, "runs": trials, "seed": seed}
-        search |= {"sampler": paradec.TaylorSeer(target=target), "dtype": shared["dtype"], "device": shared["device"]}
+        search |= {"sampler": paradec.Forecast(where=where), "dtype": shared["dtype"], "device": shared["device"]}
         raise typer.Exit(search_steps(pipeline, prompts, files, as_json, steps, **search))
     from paradec.tools import evaluation
     from paradec.tools.tuning.prompts import prompts_of, read_prompts

@@ -146,7 +146,7 @@ def test_accelerate_by_name() -> None:
     with paradec.accelerate(pipe, "taylorseer") as session:
         pipe([1], num_inference_steps=6, generator=torch.Generator().manual_seed(0), output_type="np")
         report = session.report()
-    assert [*report.settings.values()][0].interval == paradec.TaylorSeer().interval
+    assert [*report.settings.values()][0].rule == paradec.TaylorSeer().rule
     assert report.short == str(report.summary).splitlines()[-1] and report.short.startswith("run 1: 6 calls, ")
     assert "\n" not in report.short
     for text, rule in {
@@ -160,17 +160,23 @@ def test_accelerate_by_name() -> None:
         "accumulated_change": paradec.AccumulatedChange(),
     }.items():
         with paradec.accelerate(pipe, text) as session:
-            assert [t.settings.refresh for t in session.transformers] == [rule]
+            assert [t.settings.rule for t in session.transformers] == [rule]
     with paradec.accelerate(pipe, "taylorseer(interval=3)") as session:
-        assert session.transformers[0].settings.interval == 3
+        assert session.transformers[0].settings.rule == paradec.Every(3)
     wrong = {"taylorser": "did you mean 'taylorseer'", "first_blok": "did you mean 'first_block'"}
     wrong |= {"first_block(treshold=1)": "did you mean 'threshold'", "magcache": "mag_ratios=None"}
     wrong |= {"first_block(": "cannot be read", "first_block(threshold=-1)": "threshold=-1"}
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             paradec.accelerate(pipe, text)
-    with pytest.raises(TypeError, match="accelerate takes .taylorseer. and .recap."):
-        paradec.accelerate(pipe, "threshold")
+    for text in ("TeaCache", "tea_cache", "SpeCa", "foca", "First-Block", "forecast"):
+        with paradec.accelerate(pipe, text) as session:
+            assert session.transformers
+    with paradec.accelerate(pipe, "taylorseer", interval=3, order=2) as session:
+        assert session.sampler == paradec.Forecast(paradec.Every(3), "taylor(order=2)", "module")
+    assert paradec.TeaCache(0.1).rule == paradec.AccumulatedChange(0.1, watch="modulated", last_steps=1)
+    assert paradec.SpeCa(0.5).rule == paradec.Verification(0.5) and paradec.FoCa(4).forecaster.name == "foca"
+    assert paradec.ReCAP(full_groups=2) == paradec.samplers.create("recap", full_groups=2)
 
 
 def test_the_logger_says_nothing_unless_it_is_asked() -> None:

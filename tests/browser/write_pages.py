@@ -53,7 +53,7 @@ def pictures() -> dict[str, list[Trace]]:
         found[sampler] = [out.trace]
     pipe = PixelDiTPipeline.digits()
     pipe.set_progress_bar_config(disable=True)
-    sampler = paradec.TaylorSeer(interval=5, order=1, target="output")
+    sampler = paradec.TaylorSeer(interval=5, order=1, where="output")
     model = DiffusionModel(pipe.transformer)
     side = pipe.transformer.config.sample_size
     noise = torch.randn(2, model.channels, side, side, generator=torch.Generator().manual_seed(0))

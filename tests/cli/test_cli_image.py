@@ -129,7 +129,7 @@ def test_summary_of_a_session(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
-    assert "8 calls, 2 full, 6 forecast, 0 mixed" in lines[2] and len(lines) == 3
+    assert "8 calls, 4 full, 4 forecast, 0 mixed" in lines[2] and len(lines) == 3
     assert Image.open(sheet).size == (2 * 8 + 2, 8)
 
 
@@ -264,7 +264,7 @@ def test_curves(tmp_path: Path) -> None:
         draw = torch.Generator().manual_seed(0)
         return pipe([3], num_inference_steps=4, generator=draw, output_type="pt").images
 
-    points = forecasts.sweep(pipe, paint, {"output": {"target": "output"}}, intervals=(1, 2, 4))
+    points = forecasts.sweep(pipe, paint, {"output": {"where": "output"}}, intervals=(1, 2, 4))
     assert [point.interval for point in points] == [1, 2, 4]
     assert [point.evaluated for point in points] == pytest.approx([1, 1 / 2, 1 / 4])
     assert points[0].error == 0 < points[1].error < points[2].error

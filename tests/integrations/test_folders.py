@@ -65,7 +65,7 @@ def test_pipeline_s_folder(tmp_path: Path) -> None:
     module = module_of(out / "pipeline.py")
     plain = paradec.PixelDiTPipeline.digits()
     pipe = module.AcceleratedPipeline(**plain.components)
-    assert pipe.paradec.transformers[0].settings.refresh == paradec.EasyCache(0.1)
+    assert pipe.paradec.transformers[0].settings.when == paradec.EasyCache(0.1)
     pipe.set_progress_bar_config(disable=True)
     pipe(3, num_inference_steps=3)
     assert pipe.paradec.report().short.startswith("run 1: 3 calls")

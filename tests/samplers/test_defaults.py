@@ -99,10 +99,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "zipar": {"window": 16},
     "diffusion_gemma": CANVAS | {"entropy_bound": None},
     "canvas": CANVAS | {"rule": "threshold"},
-    "taylorseer": {
-        **{"refresh": None, "basis": None, "target": None},
-        **{"interval": None, "order": None, "max_memory": None},
-    },
+    "forecast": {"when": None, "how": None, "where": None, "order": None, "max_memory": None},
+    "taylorseer": {"interval": None, "order": 1, "first_enhance": 1, "where": None, "max_memory": None},
     "groups": dict(order="lpd", guidance_schedule="linear", lossless=False, verify="jacobi", window=None),
     "nar": {"cfg_interval": -1},
     "distilled": {"t_list": None, "split": None, "teacher": None, "teacher_start": 0, "masked_prefix": False},
@@ -131,7 +129,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     },
 }
 
-LITE = {"basis": "taylor(order=2)", "target": "output"}
+LITE = {"order": 2, "where": "output", "first_enhance": 3}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "adablock": {
         "llada": {"delimiter_threshold": 0.3, "delimiter_match": "exact"},
@@ -164,16 +162,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "maskgit": {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}},
     "recap": {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}},
     "taylorseer": {
-        "paper": {"refresh": "every(interval=6, first_enhance=3)"},
-        "flux": {"refresh": "every(interval=6, first_enhance=3)"},
-        "dit": {"refresh": "every(interval=4, first_enhance=2)", "basis": "taylor(order=4)"},
-        "hunyuan_video": {"refresh": "every(interval=5)"},
-        "wan": {"refresh": "every(interval=5)"},
-        "hidream": {"refresh": "every(interval=4)", "basis": "taylor(order=2)"},
-        "lite_fast": LITE | {"refresh": "every(interval=5, first_enhance=3)"},
-        "lite_medium": LITE | {"refresh": "every(interval=4, first_enhance=3)"},
-        "lite_detailed": LITE | {"refresh": "every(interval=3, first_enhance=3)"},
-        "diffusers": {"refresh": "every(interval=5, first_enhance=3, style='diffusers')"},
+        "paper": {"interval": 6, "first_enhance": 3},
+        "flux": {"interval": 6, "first_enhance": 3},
+        "dit": {"interval": 4, "first_enhance": 2, "order": 4},
+        "hunyuan_video": {"interval": 5},
+        "wan": {"interval": 5},
+        "hidream": {"interval": 4, "order": 2},
+        "lite_fast": LITE | {"interval": 5},
+        "lite_medium": LITE | {"interval": 4},
+        "lite_detailed": LITE | {"interval": 3},
     },
     "cspd": {"demo": {"num_draft": 4, "ratio": 0.05, "guidance_schedule": "constant"}},
     "mar": {"recap": {"local_steps": 1}},

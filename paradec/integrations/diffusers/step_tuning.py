@@ -18,8 +18,10 @@ from paradec.core.checks import check_int, shown
 from paradec.core.text_files import read_json, write_json
 from paradec.integrations.diffusers.hooks.session import Session, transformers_of
 from paradec.integrations.diffusers.hooks.transformer import guidance_of
+from paradec.samplers.forecast.forecast import FeatureForecast, Forecast
+from paradec.samplers.forecast.methods import sampler_from
+from paradec.samplers.forecast.refresh import Every
 from paradec.samplers.forecast.step_schedule import StepSchedule
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 from paradec.tools.tuning.run import weights_of
 from paradec.tools.tuning.step_search import Steps, even_starts, search
 from paradec.tools.tuning.study import differs
@@ -46,7 +48,7 @@ class StepTuning:
     """By "even" and "found", then "choose" and "report"."""
     looked_at: int
     """Sets that were evaluated on a choosing seed at least."""
-    sampler: TaylorSeer
+    sampler: Forecast
     """What to attach: `accelerate(pipe, tuned.sampler)`. Its steps are those that were found if these are separated
     from the even ones on the reporting seeds, else the even ones."""
 
@@ -66,7 +68,7 @@ class StepTuning:
         return self.found if self.chosen == "found" else self.even
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the chosen steps, for `TaylorSeer(refresh=path)`."""
+        """Write the chosen steps, for `Forecast(when=path)`."""
         self.schedule.save(Path(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def tune_steps(
     budget: int = 7,
     seeds: int | Sequence[int] = 8,
     report: int | Sequence[int] = 8,
-    sampler: TaylorSeer | None = None,
+    sampler: FeatureForecast | str | None = None,
     runs: int = 150,
     study: str | os.PathLike[str] | None = None,
     seed: int = 0,
@@ -125,7 +127,7 @@ def tune_steps(
         budget: n: steps to evaluate.
         seeds: that choose: a number (0 to seeds - 1), or the seeds. report: as many that report, after these, or the
             seeds; none may be among those that choose.
-        sampler: what forecasts, without a schedule or rule of its own; by default `TaylorSeer(target="output")`.
+        sampler: what forecasts, or its name, without a schedule or rule; by default `Forecast(where="output")`.
         runs: new sets to look at, each up to as many runs as seeds; full runs, even starts and the report come on top.
         study: a JSON file that keeps what was measured, after every set; the same call goes on with it.
         seed: of the search.
@@ -138,10 +140,11 @@ def tune_steps(
         TypeError: `pipe` is no pipeline with a scheduler. ValueError: an argument out of its range, before any run; a
             budget above the run's steps, runs of unequal lengths, or a study of something else.
     """
-    sampler = TaylorSeer(target="output") if sampler is None else sampler
-    choosing, reporting = _check(pipe, budget, seeds, report, sampler, runs, seed)
-    sampler = replace(sampler, target=sampler.target or "module")
-    with Session(pipe, replace(sampler, refresh=(0,))):  # whatever is wrong with the pipeline is an error now
+    method = Forecast(where="output") if sampler is None else sampler_from(sampler)
+    choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
+    settings = method.general()
+    sampler = replace(settings, when=None, where=settings.where or "module")
+    with Session(pipe, replace(sampler, when=(0,))):  # whatever is wrong with the pipeline is an error now
         pass
     work = _Work(pipe, run, sampler, choosing, reporting, None if study is None else Path(study), progress)
     work.begin(budget, runs, seed)
@@ -153,7 +156,7 @@ def tune_steps(
     }
     looked_at = sum(any(seed in row for seed in choosing) for row in work.known.values())
     found_it = StepTuning(bound["even"], bound["found"], choosing, reporting, errors, looked_at, sampler)
-    return replace(found_it, sampler=replace(sampler, refresh=found_it.schedule))
+    return replace(found_it, sampler=replace(sampler, when=found_it.schedule))
 
 
 def _check(
@@ -166,11 +169,10 @@ def _check(
     check_int("budget", budget, low=1)
     check_int("runs", runs, low=0)
     check_int("seed", seed, low=0)
-    if not isinstance(sampler, TaylorSeer):
-        raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
-    for name in ("refresh", "interval"):
-        if getattr(sampler, name) is not None:
-            raise ValueError(f"sampler has {name}={shown(getattr(sampler, name))}, which says when to evaluate already")
+    if not isinstance(sampler, FeatureForecast):
+        raise TypeError(f"sampler={shown(sampler)} forecasts nothing; give a paradec.Forecast or its name")
+    if (when := sampler.general().when) not in (None, Every()):
+        raise ValueError(f"sampler has when={shown(when)}, which says when to evaluate already")
     found: list[tuple[int, ...]] = []
     for name, given in (("seeds", seeds), ("report", report)):
         begin = max(found[0]) + 1 if found else 0
@@ -195,7 +197,7 @@ class _Work:
 
     pipe: Any
     run: Callable[[int], Any]
-    sampler: TaylorSeer
+    sampler: Forecast
     choosing: tuple[int, ...]
     reporting: tuple[int, ...]
     study: Path | None
@@ -246,7 +248,7 @@ class _Work:
 
     def schedule(self, steps: Steps) -> StepSchedule:
         """A set, bound to these runs."""
-        return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.target)
+        return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.where)
 
     def loss(self, steps: Steps, bound: float) -> float:
         """The mean error over the choosing seeds; infinity as soon as it cannot be below the bound."""
@@ -283,7 +285,7 @@ class _Work:
             if steps is None:
                 self.run(seed)
             else:
-                with Session(self.pipe, replace(self.sampler, refresh=steps)):
+                with Session(self.pipe, replace(self.sampler, when=steps)):
                     self.run(seed)
         if not seen.count:
             raise ValueError("run: no step of the pipeline's scheduler was made")

@@ -119,9 +119,9 @@ def _pipeline(model: str | None, sampler: str | None) -> dict[str, Any]:
 
     if not isinstance(base, str) or not (base in OWN_PIPELINES or hasattr(diffusers, base)):
         raise ValueError(f"model={model!r}: model_index.json names {shown(base)}, which is no pipeline of diffusers")
-    from paradec.integrations.diffusers.hooks.session import named
+    from paradec.samplers.forecast.methods import sampler_from
 
-    named(sampler or "taylorseer")  # whatever is wrong with it is an error now
+    sampler_from(sampler)  # whatever is wrong with it is an error now
     owner = "paradec" if base in OWN_PIPELINES else "diffusers"
     text = _source("pipeline").replace("diffusers.DiTPipeline", f"{owner}.{base}")
     text = text.replace('"taylorseer"', json.dumps(sampler or "taylorseer"))

@@ -38,8 +38,8 @@ class BlockSchedule(Rule):
     modules: tuple[tuple[str, tuple[int, ...]], ...]
 
     name = "bac"
-    basis = "reuse"
-    target = "module"
+    how = "reuse"
+    where = "module"
 
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1)
@@ -74,7 +74,7 @@ class BlockSchedule(Rule):
         """
         modules = data.get("modules") if isinstance(data, Mapping) and set(data) == {"steps", "modules"} else None
         if not isinstance(modules, Mapping) or not all(isinstance(steps, (list, tuple)) for steps in modules.values()):
-            raise ValueError(f'refresh={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
+            raise ValueError(f'when={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
         return cls(data["steps"], tuple((str(name), tuple(steps)) for name, steps in modules.items()))
 
     def save(self, path: str | Path) -> None:

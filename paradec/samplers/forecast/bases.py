@@ -75,7 +75,7 @@ class Basis:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `basis_from`."""
         said = {key: getattr(self, key) for key in self.settings()}
-        return {"basis": self.name} | said | {"dtype": said["dtype"] and str(said["dtype"]).removeprefix("torch.")}
+        return {"how": self.name} | said | {"dtype": said["dtype"] and str(said["dtype"]).removeprefix("torch.")}
 
     @property
     def slots(self) -> int:
@@ -303,13 +303,13 @@ def basis_from(value: Any) -> Basis | None:
     if value is None or isinstance(value, Basis):
         return value
     if isinstance(value, str):
-        name, settings = parse_component("basis", value) if "(" in value else (value, {})
+        name, settings = parse_component("how", value) if "(" in value else (value, {})
     else:
         settings = dict(value) if isinstance(value, Mapping) else {}
-        name = settings.pop("basis", value)
+        name = settings.pop("how", value)
     if not isinstance(name, str) or name not in BASES:
-        raise ValueError(f"basis={shown(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
+        raise ValueError(f"how={shown(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
     for key in settings:
         if key not in BASES[name].settings():
-            raise ValueError(unknown(f"setting of basis {name!r}", key, BASES[name].settings()))
+            raise ValueError(unknown(f"setting of how={name!r}", key, BASES[name].settings()))
     return BASES[name](**settings)

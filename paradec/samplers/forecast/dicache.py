@@ -63,7 +63,7 @@ class DiCache(Probe):
         check_int("num_inference_steps", self.num_inference_steps, low=1, none=True)
 
     @property
-    def basis(self) -> str:
+    def how(self) -> str:
         return "taylor"
 
     @property

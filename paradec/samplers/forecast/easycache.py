@@ -39,8 +39,8 @@ class EasyCache(StepRule):
     num_inference_steps: int | None = None
 
     name = "easycache"
-    basis = "reuse"
-    target = "output"
+    how = "reuse"
+    where = "output"
     measures = True
     from_input = True
 
@@ -70,7 +70,7 @@ class EasyCache(StepRule):
     def evaluated(self, course: RunProgress, given: Tensor, output: Tensor) -> None:
         if given.shape != output.shape:
             raise ValueError(
-                f"refresh='easycache' forecasts how the output differs from the input, and the transformer is given "
+                f"when='easycache' forecasts how the output differs from the input, and the transformer is given "
                 f"{tuple(given.shape)} and returns {tuple(output.shape)}; use another rule"
             )
         kept = course.kept

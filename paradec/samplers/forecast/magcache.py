@@ -143,6 +143,6 @@ class MagCache(Probe):
         return full
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.refresh_from`."""
+        """Plain data, for `methods.rule_from`."""
         assert self.mag_ratios is not None
         return super().to_dict() | {"mag_ratios": list(self.mag_ratios.values)}

@@ -1,7 +1,7 @@
 """What rules have in common that decide inside a call whether the rest of a transformer's blocks is evaluated.
 
 Such a rule reads what the first blocks (the probe) or a table of earlier runs say of this step. All blocks between the
-probe and the last ones are evaluated or forecast together, as one residual (`target="stack"`). Every call of a step
+probe and the last ones are evaluated or forecast together, as one residual (`where="stack"`). Every call of a step
 (guidance in two calls) decides for itself.
 """
 
@@ -60,14 +60,14 @@ class ProbeState:
 class Probe(Rule):
     """Base of the rules. A subclass implements `is_full`."""
 
-    target = "stack"
+    where = "stack"
     filters: ClassVar[bool] = False
     """Whether `ProbeState.latent` must have rows and columns."""
     whole: ClassVar[bool] = False
     """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
 
     @property
-    def basis(self) -> str:
+    def how(self) -> str:
         """How the residual is forecast unless the sampler says: as published."""
         return "reuse"
 

@@ -1,6 +1,6 @@
 """How far a run is, and when to evaluate instead of forecast: evenly, or as measured once a step by SpeCa and TeaCache.
 
-`rules` has all values of `TaylorSeer(refresh=...)` by name. Independent of how features are forecast (`bases`): every
+`methods` has all values of `Forecast(when=...)` by name. Independent of how features are forecast (`bases`): every
 rule goes with every basis.
 """
 
@@ -17,6 +17,8 @@ from paradec.core.text_files import parse_json, read_text
 from paradec.samplers.forecast.targets import Modules
 
 STYLES = ("reference", "diffusers")
+FEW_STEPS = 8
+"""Solver steps of a run up to which little can be skipped."""
 WATCHED = ("modulated", "hidden", "latent")
 
 
@@ -53,21 +55,21 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Rule:
-    """Base of all values of `TaylorSeer(refresh=...)`."""
+    """Base of all values of `Forecast(when=...)`."""
 
     name: ClassVar[str] = ""
     measures: ClassVar[bool] = False
     """Whether `StepRule.changed` reads how the input changes."""
     from_input: ClassVar[bool] = False
-    """Whether what is forecast is how the transformer's output differs from its input, with no other `target`."""
+    """Whether what is forecast is how the transformer's output differs from its input, with no other `where`."""
 
     @property
-    def basis(self) -> str:
+    def how(self) -> str:
         """How features are forecast unless the sampler says."""
         return "taylor"
 
     @property
-    def target(self) -> str | Modules | None:
+    def where(self) -> str | Modules | None:
         """What is forecast unless the sampler says; None is "module"."""
         return None
 
@@ -82,8 +84,8 @@ class Rule:
         `scheduler` and `guidance`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.refresh_from`."""
-        return {"refresh": self.name} | asdict(self)
+        """Plain data, for `methods.rule_from`."""
+        return {"when": self.name} | asdict(self)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Every(StepRule):
     """Evaluate evenly spread steps: the first `first_enhance`, and every `interval`-th from the last of them on.
 
     Args:
-        interval: N: one evaluation, then N - 1 forecasts; 1 evaluates always.
+        interval: N: one evaluation, then N - 1 forecasts; 1 evaluates always. None is 5, or 2 in runs of at most 8
+            steps, as models distilled to a few steps have them.
         first_enhance: solver steps at the start that are all evaluated.
         style: "reference" is the public code's schedule. "diffusers" is that of `TaylorSeerCacheConfig`: the second
             step after the first ones is evaluated too, every `interval`-th follows from there, and differences are
@@ -114,7 +117,7 @@ class Every(StepRule):
         full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
     """
 
-    interval: int = 5
+    interval: int | None = None
     first_enhance: int = 1
     style: str = "reference"
     full_after: int | None = None
@@ -122,7 +125,7 @@ class Every(StepRule):
     name = "every"
 
     def __post_init__(self) -> None:
-        check_int("interval", self.interval, low=1)
+        check_int("interval", self.interval, low=1, none=True)
         check_int("first_enhance", self.first_enhance, low=1)
         check_choice("style", self.style, STYLES)
         check_int("full_after", self.full_after, low=1, none=True)
@@ -135,7 +138,8 @@ class Every(StepRule):
         if course.index < self.first_enhance or (self.full_after is not None and course.index >= self.full_after):
             return True
         offset = 1 if self.style == "reference" else -1
-        return (course.index - self.first_enhance + offset) % self.interval == 0
+        interval = self.interval or (2 if course.total is not None and course.total <= FEW_STEPS else 5)
+        return (course.index - self.first_enhance + offset) % interval == 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ class AccumulatedChange(StepRule):
 
     The relative L1 change of the watched input from step to step, rescaled by a polynomial, is summed since the last
     evaluation; at `threshold` the step is evaluated. The public code for FLUX is `watch="modulated", last_steps=1`,
-    with the sampler's `target="stack", basis="reuse"`, and coefficients 498.651651, -283.781631, 55.8554382,
+    with `where="stack", how="reuse"`, and coefficients 498.651651, -283.781631, 55.8554382,
     -3.82021401, 0.264230861.
 
     Args:
@@ -198,7 +202,7 @@ class AccumulatedChange(StepRule):
         max_forecasts: forecasts in a row after which the next step is evaluated anyhow; None sets no bound.
         watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
             the first block; or "latent". None is the first thing that a forecast would replace: "modulated" with
-            `target="module"`, "hidden" with "block" and "stack", "latent" with "output", where nothing else is known.
+            `where="module"`, "hidden" with "block" and "stack", "latent" with "output", where nothing else is known.
         last_steps: steps at the end of a run that are all evaluated (1 in the public code).
         first_enhance: solver steps at the start that are all evaluated.
     """
@@ -252,7 +256,7 @@ class AccumulatedChange(StepRule):
         return course.change >= self.threshold
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `rules.refresh_from`."""
+        """Plain data, for `methods.rule_from`."""
         return super().to_dict() | {"coefficients": list(self.coefficients)}
 
 
@@ -265,7 +269,7 @@ def read_schedule(path: str | os.PathLike[str]) -> Any:
     try:
         return parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise ValueError(f"refresh={str(path)!r} is no schedule file: {error}") from None
+        raise ValueError(f"when={str(path)!r} is no schedule file: {error}") from None
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Values of `TaylorSeer(refresh=...)`: schedules and rules that say when to evaluate instead of forecast, by name."""
+"""Values of `Forecast(when=...)`: schedules and rules that say when to evaluate instead of forecast, by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULES: Mapping[str, Any] = {
 }
 
 
-def refresh_from(value: Any) -> Rule | None:
+def rule_from(value: Any) -> Rule | None:
     """A rule from itself, a list of steps, a step mask's name, a file of steps (".json"), a rule's name ("first_block",
     "first_block(threshold=0.05)"), or its `to_dict`; None is none.
 
@@ -41,28 +41,28 @@ def refresh_from(value: Any) -> Rule | None:
     if isinstance(value, (list, tuple, range)):
         return StepSchedule(tuple(value))
     if isinstance(value, int):
-        raise ValueError(f"refresh={shown(value)}: one step in so many is interval={shown(value)}, or Every(...)")
+        raise ValueError(f"when={shown(value)}: one step in so many is Every({shown(value)})")
     given = value
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
         given = read_schedule(value)
     elif isinstance(value, str):
-        name, settings = parse_component("refresh", value) if "(" in value else (value, {})
-        given = {"refresh": "step_mask", "mask": value} if value in MASKS else {"refresh": name, **settings}
-    if isinstance(given, Mapping) and "refresh" not in given:
+        name, settings = parse_component("when", value) if "(" in value else (value, {})
+        given = {"when": "step_mask", "mask": value} if value in MASKS else {"when": name, **settings}
+    if isinstance(given, Mapping) and "when" not in given:
         return (BlockSchedule if "modules" in given else StepSchedule).from_dict(given)
     if not isinstance(given, Mapping):
         classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
         raise ValueError(
-            f"refresh={shown(value)} must be one of {classes}, one of their names, the evaluated steps, a file of them "
+            f"when={shown(value)} must be one of {classes}, one of their names, the evaluated steps, a file of them "
             f"(.json), or a step mask: {', '.join(MASKS)}"
         )
-    if not isinstance(given["refresh"], str) or given["refresh"] not in RULES:
-        raise ValueError(unknown("refresh", given["refresh"], RULES))
-    rule = RULES[given["refresh"]]
-    settings = {key: entry for key, entry in given.items() if key != "refresh"}
+    if not isinstance(given["when"], str) or given["when"] not in RULES:
+        raise ValueError(unknown("when", given["when"], RULES))
+    rule = RULES[given["when"]]
+    settings = {key: entry for key, entry in given.items() if key != "when"}
     allowed = [field.name for field in fields(rule)]
     for key in settings:
         if key not in allowed:
-            raise ValueError(unknown(f"setting of refresh {rule.name!r}", key, allowed))
+            raise ValueError(unknown(f"setting of when={rule.name!r}", key, allowed))
     found: Rule = rule(**settings)
     return found

@@ -30,7 +30,7 @@ class SeaCache(Probe):
 
     Args:
         threshold: of the summed change; 0 always evaluates.
-        residual_order: 1 continues the line (`basis="taylor"`), 0 reuses (`basis="reuse"`).
+        residual_order: 1 continues the line (`how="taylor"`), 0 reuses (`how="reuse"`).
         retention_steps: steps at the start that are all evaluated.
         cache_end_steps: steps at the end that are all evaluated.
         max_consecutive_cached: skipped steps in a row; 0 sets no bound.
@@ -60,7 +60,7 @@ class SeaCache(Probe):
         check_number("power_exp", self.power_exp, low=0, open_low=True)
 
     @property
-    def basis(self) -> str:
+    def how(self) -> str:
         return "taylor" if self.residual_order else "reuse"
 
     def check_model(self, module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class SeaCache(Probe):
         packed = made is not None and isinstance(cell, int) and given == made * cell**2  # Qwen-Image counts so
         if given is not None and made is not None and given > made and not packed:
             raise ValueError(
-                f"refresh='seacache' filters the latent, and {type(module).__name__} is given {given} channels and "
+                f"when='seacache' filters the latent, and {type(module).__name__} is given {given} channels and "
                 f"returns {made}: conditions beside the latent; use another rule"
             )
 
@@ -79,7 +79,7 @@ class SeaCache(Probe):
         if sigmas is None or not (config.get("use_flow_sigmas") or float(torch.as_tensor(sigmas).max()) <= 1):
             kind = "a transformer by itself has no scheduler" if scheduler is None else type(scheduler).__name__
             raise ValueError(
-                f"refresh='seacache' reads the noise levels (sigmas from 1 to 0) of a scheduler for flow matching, "
+                f"when='seacache' reads the noise levels (sigmas from 1 to 0) of a scheduler for flow matching, "
                 f"such as FlowMatchEulerDiscreteScheduler, or UniPCMultistepScheduler(use_flow_sigmas=True, "
                 f"prediction_type='flow_prediction'); {kind}"
             )
@@ -117,7 +117,7 @@ def filtered(latent: Tensor, level: float, power: float) -> Tensor:
     """
     if latent.ndim not in (4, 5):
         raise ValueError(
-            f"refresh='seacache' filters over frames, rows and columns, and the transformer is given a latent of shape "
+            f"when='seacache' filters over frames, rows and columns, and the transformer is given a latent of shape "
             f"{tuple(latent.shape)}, not [B, C, rows, columns] or [B, C, frames, rows, columns]; use another rule"
         )
     noise = min(max(level, 1e-6), 1 - 1e-6)

@@ -60,13 +60,13 @@ class StepMask(StepRule):
     name = "step_mask"
 
     def __post_init__(self) -> None:
-        check_choice("refresh", self.mask, MASKS)
+        check_choice("when", self.mask, MASKS)
 
     def check_run(self, total: int | None, **run: Any) -> None:
         if total is None:
             raise ValueError(
-                f"refresh={self.mask!r} is made for a number of solver steps, which a transformer by itself does not "
-                f"tell; give refresh=step_mask({self.mask!r}, steps) of paradec.samplers.forecast.step_masks"
+                f"when={self.mask!r} is made for a number of solver steps, which a transformer by itself does not "
+                f"tell; give when=step_mask({self.mask!r}, steps) of paradec.samplers.forecast.step_masks"
             )
         step_mask(self.mask, total)
 
@@ -86,10 +86,10 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
     Raises:
         ValueError: another name, or a number of steps that has no mask.
     """
-    check_choice("refresh", name, MASKS)
+    check_choice("when", name, MASKS)
     check_int("steps", steps, low=1)
     if steps < 8 and steps not in SHORT:
-        raise ValueError(f"refresh={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
+        raise ValueError(f"when={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
     if steps >= SHORTEST:
         found = MASKS[name]
     else:

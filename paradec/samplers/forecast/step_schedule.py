@@ -10,7 +10,7 @@ from typing import Any
 from paradec.core.checks import LARGEST_INT, check_int, check_number, shown
 from paradec.core.text_files import write_json
 from paradec.samplers.forecast.refresh import RunProgress, StepRule, read_schedule
-from paradec.samplers.forecast.targets import Modules, target_from
+from paradec.samplers.forecast.targets import Modules, where_from
 
 SCHEMA = "paradec-steps/1"
 
@@ -24,7 +24,7 @@ class StepSchedule(StepRule):
         total: solver steps of these runs, or None for any.
         scheduler: the class of their scheduler, or None for any.
         guidance: their guidance scale, or None for any.
-        target: what was forecast (`TaylorSeer.target`), or None for any.
+        where: what was forecast (`Forecast.where`), or None for any.
 
     Raises:
         ValueError: an argument out of its range.
@@ -34,7 +34,7 @@ class StepSchedule(StepRule):
     total: int | None = None
     scheduler: str | None = None
     guidance: float | None = None
-    target: str | Modules | None = None
+    where: str | Modules | None = None
 
     name = "steps"
 
@@ -42,13 +42,13 @@ class StepSchedule(StepRule):
         check_int("total", self.total, low=1, none=True)
         steps = tuple(self.steps) if isinstance(self.steps, (list, tuple, range)) else ()
         for step in steps:
-            check_int("refresh", step, low=0, high=LARGEST_INT if self.total is None else self.total - 1)
+            check_int("when", step, low=0, high=LARGEST_INT if self.total is None else self.total - 1)
         check_number("guidance", self.guidance, none=True)
-        object.__setattr__(self, "target", target_from(self.target))
+        object.__setattr__(self, "where", where_from(self.where))
         if not isinstance(self.scheduler, str | None):
             raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a class, or None")
         if 0 not in steps or sorted(set(steps)) != list(steps):
-            raise ValueError(f"refresh={shown(self.steps)} must be ascending steps that begin with 0, each once")
+            raise ValueError(f"when={shown(self.steps)} must be ascending steps that begin with 0, each once")
         object.__setattr__(self, "steps", steps)
 
     def is_full(self, course: RunProgress) -> bool:
@@ -92,7 +92,7 @@ class StepSchedule(StepRule):
         """
         fields = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
         if not {"steps", "total"} <= set(fields) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
-            raise ValueError(f"refresh={shown(data)} is no schedule of {SCHEMA}")
+            raise ValueError(f"when={shown(data)} is no schedule of {SCHEMA}")
         return cls(**fields)
 
     def save(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""What `TaylorSeer` forecasts inside a transformer: a part of it by name, or modules that are named by patterns."""
+"""What `Forecast(where=...)` names inside a transformer: a part of it, or modules by patterns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from paradec.core.checks import check_choice, shown
 
-TARGETS = ("module", "block", "stack", "output")
+PLACES = ("module", "block", "stack", "output")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Modules:
             raise ValueError(f"modules={shown(self.modules)} must name at least one module")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `target_from`."""
+        """Plain data, for `where_from`."""
         return {key: list(patterns) for key, patterns in asdict(self).items()}
 
 
-def target_from(value: Any) -> str | Modules | None:
-    """A target from its name, a list of patterns, or `Modules` and its `to_dict`; None is none.
+def where_from(value: Any) -> str | Modules | None:
+    """A place from its name, a list of patterns, or `Modules` and its `to_dict`; None is none.
 
     Raises:
         ValueError: something else.
@@ -62,5 +62,5 @@ def target_from(value: Any) -> str | Modules | None:
         return Modules(tuple(value))
     if isinstance(value, Mapping) and {"modules"} <= set(value) <= {"modules", "skip"}:
         return Modules(**value)
-    check_choice("target", value, TARGETS)
+    check_choice("where", value, PLACES)
     return str(value)

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, TaylorSeerCacheConfig
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    FirstBlockCacheConfig,
+    HeunDiscreteScheduler,
+    MagCacheConfig,
+    TaylorSeerCacheConfig,
+)
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from recorded import find_weights, golden, read_arrays, read_head, read_json, replays
@@ -30,7 +37,7 @@ from tiny_pipelines import (
 from torch import Tensor, nn
 
 import paradec
-from paradec import TaylorSeer, accelerate
+from paradec import Forecast, TaylorSeer, accelerate
 from paradec.core.protocol import decode
 from paradec.integrations.diffusers.hooks import bac
 from paradec.integrations.diffusers.hooks.blocks import places
@@ -95,16 +102,16 @@ HOOKED = "(single_)?transformer_blocks.*attn"
 def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
     """TaylorSeer's settings for a recorded run: the reference's schedule, diffusers' hook, or nothing forecast."""
     if "interval" in facts:
-        return {"refresh": Every(facts["interval"], facts["first_enhance"]), "order": facts["max_order"]}
+        return {"when": Every(facts["interval"], facts["first_enhance"]), "order": facts["max_order"]}
     if "config" not in facts:
-        return {"interval": 1}
+        return {"when": Every(1)}
     config = facts["config"]
     modules = Modules(config.get("cache_identifiers", HOOKED))
     bounds = config["disable_cache_before_step"], "diffusers", config.get("disable_cache_after_step")
     return {
-        "refresh": Every(config["cache_interval"], *bounds),
-        "basis": Taylor(config["max_order"], config["taylor_factors_dtype"]),
-        "target": "output" if config.get("use_lite_mode") else modules,
+        "when": Every(config["cache_interval"], *bounds),
+        "how": Taylor(config["max_order"], config["taylor_factors_dtype"]),
+        "where": "output" if config.get("use_lite_mode") else modules,
     }
 
 
@@ -142,10 +149,10 @@ def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any])
     facts, expected = latents_of["cases"][name], arrays[name]
     kind = "dit" if expected.ndim == 4 else "flux"
     settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
-    with accelerate(pipelines[kind], TaylorSeer(**settings)) as session:
+    with accelerate(pipelines[kind], Forecast(**settings)) as session:
         latents = run(pipelines[kind], **asked(latents_of[kind]["call"])).numpy()
     # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
-    narrow = TaylorSeer(**settings).forecaster.dtype == torch.bfloat16
+    narrow = Forecast(**settings).forecaster.dtype == torch.bfloat16
     np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
     if "full_indices" in facts:
         assert session.report().full_steps == facts["full_indices"]
@@ -172,8 +179,27 @@ def test_equals_the_hook_of_diffusers(dtype: str) -> None:
     _set_cache_context(pipe.transformer, CacheContext("all"))
     theirs = run_dit(pipe)
     pipe = dit_pipeline()
-    with accelerate(pipe, TaylorSeer(Every(4, 3, "diffusers"), f"taylor(order=2, dtype={dtype})", DIT_PATTERNS)):
+    with accelerate(pipe, Forecast(Every(4, 3, "diffusers"), f"taylor(order=2, dtype={dtype})", DIT_PATTERNS)):
         assert torch.equal(run_dit(pipe), theirs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TaylorSeerCacheConfig(),
+        TaylorSeerCacheConfig(4, 2, max_order=2, taylor_factors_dtype=torch.float32, cache_identifiers=[".*attn"]),
+        FirstBlockCacheConfig(0.2),
+        MagCacheConfig(mag_ratios=[1.0] * 12, num_inference_steps=12),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_configs_of_diffusers(config: Any) -> None:
+    """Their latents are those of `enable_cache`, bit for bit."""
+    pipe = flux_pipeline()
+    with accelerate(pipe, config):
+        ours = run_flux(pipe, 12)
+    pipe.transformer.enable_cache(config)
+    assert torch.equal(run_flux(pipe, 12), ours)
 
 
 # ---- every class of transformer -------------------------------------------------------------------------------------
@@ -186,12 +212,12 @@ def test_transformers(name: str) -> None:
     module, inputs = model(name)
     before, expected = attributes(module), denoise(module, inputs, 5)
     for target in TARGETS:
-        with accelerate(module, TaylorSeer(interval=1, order=2, target=target)):
+        with accelerate(module, TaylorSeer(interval=1, order=2, where=target)):
             assert torch.equal(denoise(module, inputs, 5), expected)
-        settings = {"refresh": Every(3, 2), "target": target}
+        settings = {"when": Every(3, 2), "where": target}
         ends = {}
         for order, basis in ((0, "taylor"), (3, "reuse"), (1, "taylor")):
-            with accelerate(module, TaylorSeer(**settings, order=order, basis=basis)) as session:
+            with accelerate(module, Forecast(**settings, order=order, how=basis)) as session:
                 ends[order, basis] = denoise(module, inputs, 5)
             report = session.report()
             assert [call.kind for call in report.calls] == ["full", "full", "forecast", "forecast", "full"]
@@ -201,7 +227,7 @@ def test_transformers(name: str) -> None:
         assert not torch.equal(ends[1, "taylor"], ends[0, "taylor"])
         # what was said about the memory beforehand is what it took
         time = torch.full((len(inputs["hidden_states"]),), 500)
-        assert estimate(module, TaylorSeer(**settings), **inputs, timestep=time) == report.bytes
+        assert estimate(module, Forecast(**settings), **inputs, timestep=time) == report.bytes
     assert torch.equal(denoise(module, inputs, 5), expected) and attributes(module) == before
 
 
@@ -227,7 +253,7 @@ def test_modules_are_the_papers(name: str) -> None:
     assert len(singles) == (2 if name in ("FLUX", "HunyuanVideo") else 0)
     assert all((place.kind == "skip") == (place.sink is not None) for place in found)
     calls = counted(module, [place.name for place in found])
-    with accelerate(module, TaylorSeer(refresh=[0, 2], order=1)):
+    with accelerate(module, Forecast(when=[0, 2], order=1)):
         denoise(module, inputs, 5)
     assert set(calls.values()) == {2}, calls
 
@@ -282,7 +308,7 @@ class Polynomial(nn.Module):
 def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order: int, basis: str) -> None:
     torch.manual_seed(0)
     module, latent = Drift(degree).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
-    sampler = TaylorSeer(refresh=[0, 1, 2, 3, 7, 9], order=order, basis=basis, target=target)
+    sampler = Forecast(when=[0, 1, 2, 3, 7, 9], order=order, how=basis, where=target)
     times = [torch.full((2,), step) for step in range(20)]
     expected = [module(latent, time) for time in times]
     with accelerate(module, sampler) as session:
@@ -297,7 +323,7 @@ def test_runs_of_a_bare_transformer(rises: bool) -> None:
     torch.manual_seed(0)
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
+    with accelerate(module, Forecast(when=Every(3, 2))) as session:
         for run in range(1, 4):
             module.blocks[0].attn.weight.add_(1)  # what was remembered of the run before would be wrong
             for time in times:
@@ -312,7 +338,7 @@ def test_runs_that_turn_around() -> None:
     """Noising runs up, denoising runs down: the turn begins a run, and only the turn."""
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     steps = [0, 1, 2, 3, 4, 3, 2, 1, 0, -1]
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
+    with accelerate(module, Forecast(when=Every(3, 2))) as session:
         for step in steps:
             module(latent, torch.full((2,), step))
         report = session.report()
@@ -328,7 +354,7 @@ def test_callers_may_write_into_what_they_are_given(target: str, basis: str, ord
     module, latent = Drift(2).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     ends = []
     for writes in (False, True):
-        with accelerate(module, TaylorSeer(refresh=Every(4, 2), target=target, basis=basis, order=order)):
+        with accelerate(module, Forecast(when=Every(4, 2), where=target, how=basis, order=order)):
             found = []
             for step in range(12):
                 output = module(latent, torch.full((2,), step))
@@ -349,7 +375,7 @@ def test_blocks_may_write_into_what_their_branches_return(target: str, basis: st
         torch.manual_seed(1)
         module.blocks = nn.ModuleList([block(module) for _ in range(2)])
         module.requires_grad_(False)
-        with accelerate(module, TaylorSeer(refresh=Every(4, 2), target=target, basis=basis, order=order)):
+        with accelerate(module, Forecast(when=Every(4, 2), where=target, how=basis, order=order)):
             ends.append(torch.stack([module(latent, torch.full((2,), step)) for step in range(12)]))
     assert torch.equal(*ends)
 
@@ -363,7 +389,7 @@ def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str,
     pipe = request.getfixturevalue(name)
     run = {"dit": run_dit, "flux": run_flux, "wan": run_wan}[name]
     before = attributes(pipe.transformer), set(vars(pipe.scheduler))
-    session = accelerate(pipe, TaylorSeer(refresh=Every(4, 2)))
+    session = accelerate(pipe, Forecast(when=Every(4, 2)))
     first = run(pipe)
     assert not torch.equal(first, plain[name]) and torch.equal(run(pipe), first)
     assert session.report().bytes > 0 and not any(transformer.nbytes for transformer in session.transformers)
@@ -415,10 +441,10 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
         assert names == {"transformer": set()}  # dropped when the run was over
     # guidance 1 makes one call a step; the two branches of a run do not mix: a swap of the texts is a swap
     module, inputs = model("Wan")
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
+    with accelerate(module, Forecast(when=Every(3, 2))):
         both = denoise(module, inputs, 8, calls=2)
     mirrored = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
+    with accelerate(module, Forecast(when=Every(3, 2))):
         torch.testing.assert_close(denoise(module, mirrored, 8, calls=2), both)
 
 
@@ -426,7 +452,7 @@ def test_guidance_in_one_batch(dit: Any) -> None:
     """A row's forecast does not depend on its neighbours."""
     module = dit.transformer
     inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
+    with accelerate(module, Forecast(when=Every(3, 2))):
         both = denoise(module, inputs, 8)
         alone = denoise(module, {key: value[:1] for key, value in inputs.items()}, 8)
     torch.testing.assert_close(both[:1], alone, rtol=1e-5, atol=1e-5)
@@ -440,7 +466,7 @@ def test_other_shapes(flux: Any) -> None:
             assert torch.equal(run_flux(flux, 8, height=size, width=size), expected)
     module, inputs = model("FLUX")
     small = inputs | {"hidden_states": inputs["hidden_states"][:, :9], "img_ids": inputs["img_ids"][:9]}
-    with torch.no_grad(), accelerate(module, TaylorSeer(refresh=Every(8, 2))) as session:
+    with torch.no_grad(), accelerate(module, Forecast(when=Every(8, 2))) as session:
         for step in range(8):
             given = inputs if step < 4 else small
             module(**given, timestep=torch.tensor([1.0 - step / 8]))
@@ -454,7 +480,7 @@ def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
     """Also for one that evaluates twice a step: its evaluations are the steps."""
     old = dit.scheduler
     try:
-        with accelerate(dit, TaylorSeer(refresh=Every(4, 2))) as session:
+        with accelerate(dit, Forecast(when=Every(4, 2))) as session:
             run_dit(dit, 6)
             dit.scheduler = HeunDiscreteScheduler()
             first = run_dit(dit, 6)
@@ -505,16 +531,16 @@ def test_two_transformers_of_one_pipeline() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"interval": 4},
-        {"refresh": Every(5, style="diffusers", full_after=17)},
-        {"refresh": [0, 3, 4, 11]},
-        {"refresh": AccumulatedChange(0.2, first_enhance=2)},
+        {"when": Every(4)},
+        {"when": Every(5, style="diffusers", full_after=17)},
+        {"when": [0, 3, 4, 11]},
+        {"when": AccumulatedChange(0.2, first_enhance=2)},
     ],
     ids=["reference", "diffusers", "steps", "change"],
 )
 def test_our_loop_and_a_pipeline_decide_alike(settings: dict[str, Any], dit: Any) -> None:
     """One sampler, asked in both places: the same steps are evaluated, and the latents are the same."""
-    sampler = TaylorSeer(**settings, target="output")
+    sampler = Forecast(**settings, where="output")
     with accelerate(dit, sampler) as session:
         latents = run_dit(dit, guidance_scale=1.0)
     steps = session.report().full_steps
@@ -533,11 +559,11 @@ def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) 
     calls = []
     handle = block.register_forward_hook(lambda *call: calls.append(1))
     rule = Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6)
-    with accelerate(flux, TaylorSeer(refresh=rule)):
+    with accelerate(flux, Forecast(when=rule)):
         verified = run_flux(flux)
     assert len(calls) == 16
     calls.clear()
-    with accelerate(flux, TaylorSeer(refresh=[0, 7, 14])):
+    with accelerate(flux, Forecast(when=[0, 7, 14])):
         assert torch.equal(run_flux(flux), verified)
     assert len(calls) == 3
     handle.remove()
@@ -556,7 +582,7 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     schedule.save(tmp_path / "bac.json")
 
     calls = counted(flux.transformer, names)
-    with accelerate(flux, TaylorSeer(refresh=str(tmp_path / "bac.json"), basis="reuse")) as session:
+    with accelerate(flux, Forecast(when=str(tmp_path / "bac.json"), how="reuse")) as session:
         first = run_flux(flux)
         assert calls == {name: len(steps) for name, steps in schedule.as_dict().items()}
         assert {call.kind for call in session.report().calls} == {"full", "mixed", "forecast"}
@@ -566,11 +592,11 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     for name in names:
         del dict(flux.transformer.named_modules())[name].forward
     every = bac.calibrate(flux, lambda: run_flux(flux), 16, metric="l1")
-    with accelerate(flux, TaylorSeer(refresh=every, basis="reuse")):
+    with accelerate(flux, Forecast(when=every, how="reuse")):
         assert torch.equal(run_flux(flux), plain["flux"])
     wrong = BlockSchedule(16, (("transformer_blocks.0.mlp", (0,)), *schedule.modules[1:]))
     with pytest.raises(ValueError, match=r"refresh: .*transformer_blocks\.0\.attn"):
-        accelerate(flux, TaylorSeer(refresh=wrong))
+        accelerate(flux, Forecast(when=wrong))
     for given in ({"updates": 0}, {"updates": 17}, {"metric": "l3"}, {"samples": 0}, {"runs": 0}):
         with pytest.raises(ValueError, match=next(iter(given))):
             bac.calibrate(flux, lambda: run_flux(flux, 16), **{"updates": 5} | given)
@@ -642,7 +668,7 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
 @pytest.mark.parametrize("name", ["DiT", "FLUX"])
 def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> None:
     module, inputs = model(name)
-    settings = TaylorSeer(interval=2, basis=f"taylor(dtype={dtype})")
+    settings = Forecast(when=Every(2), how=f"taylor(dtype={dtype})")
     with accelerate(module, settings) as session:
         denoise(module, inputs, 4)
     time = torch.full((len(inputs["hidden_states"]),), 500)
@@ -651,25 +677,25 @@ def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> Non
 
 def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
     module, inputs = model("Wan")
-    asked = TaylorSeer(refresh=Every(3, 3), order=2)
+    asked = Forecast(when=Every(3, 3), order=2)
     with accelerate(module, asked) as session:
         denoise(module, inputs, 6, calls=2)
         everything = session.report().bytes
     seen = []
     for share in (1.0, 0.9, 0.15):
         budget = int(everything * share)
-        with accelerate(module, TaylorSeer(**settings_of(asked) | {"max_memory": budget})) as session:
+        with accelerate(module, Forecast(**settings_of(asked) | {"max_memory": budget})) as session:
             first = denoise(module, inputs, 6, calls=2)
             report = session.report()
             assert 0 < report.bytes <= budget
             assert torch.equal(denoise(module, inputs, 6, calls=2), first)
         chosen = report.settings["WanTransformer3DModel"]
-        seen.append((chosen.target, chosen.forecaster.order))
-        assert len(report.notes) == (share < 1) and all(f"chose target {chosen.target}" in n for n in report.notes)
-        with accelerate(module, TaylorSeer(**settings_of(asked) | {"target": seen[-1][0], "order": seen[-1][1]})):
+        seen.append((chosen.where, chosen.forecaster.order))
+        assert len(report.notes) == (share < 1) and all(f"chose where={chosen.where}" in n for n in report.notes)
+        with accelerate(module, Forecast(**settings_of(asked) | {"where": seen[-1][0], "order": seen[-1][1]})):
             assert torch.equal(denoise(module, inputs, 6, calls=2), first)
     assert seen[:2] == [("module", 2), ("module", 1)] and seen[2][0] == "stack", seen
-    assert "chose target stack" in caplog.text
+    assert "chose where=stack" in caplog.text
     with accelerate(module, TaylorSeer(max_memory=1000)):
         with pytest.raises(ValueError, match="max_memory=1000: nothing fits; module at order 1 needs"):
             denoise(module, inputs, 6)
@@ -686,7 +712,7 @@ def settings_of(sampler: TaylorSeer) -> dict[str, Any]:
 def test_group_offloading(kind: str, attach_first: bool) -> None:
     module, inputs = model("FLUX")
     cpu = torch.device("cpu")
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
+    with accelerate(module, Forecast(when=Every(3, 2))):
         expected = denoise(module, inputs, 5)
     plain = denoise(module, inputs, 5)
     options = {"onload_device": cpu, "offload_device": cpu, "offload_type": kind}
@@ -696,7 +722,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
     for target in TARGETS:
         if attach_first:
             module, inputs = model("FLUX")
-        session = accelerate(module, TaylorSeer(refresh=Every(3, 2), target=target))
+        session = accelerate(module, Forecast(when=Every(3, 2), where=target))
         if attach_first:
             apply_group_offloading(module, **options)
         first = denoise(module, inputs, 5)
@@ -711,10 +737,10 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
     """Pipelines with model offloading put them on anew after every run."""
     module, inputs = model("Wan")
     plain = denoise(module, inputs, 5)
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))):
+    with accelerate(module, Forecast(when=Every(3, 2))):
         expected = denoise(module, inputs, 5)
     add_hook_to_module(module, ModelHook())
-    with accelerate(module, TaylorSeer(refresh=Every(3, 2))) as session:
+    with accelerate(module, Forecast(when=Every(3, 2))) as session:
         for _ in range(2):
             assert torch.equal(denoise(module, inputs, 5), expected)
             assert session.report().full_steps == [0, 1, 4]
@@ -727,7 +753,7 @@ def test_hooks_of_accelerate_that_come_and_go() -> None:
 @pytest.mark.parametrize("target", ["module", "block"])
 def test_compiled_blocks(target: str) -> None:
     """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""
-    sampler = TaylorSeer(interval=3, target=target)
+    sampler = TaylorSeer(interval=3, where=target)
     module, inputs = model("PixArt")
     plain = denoise(module, inputs, 3)
     with accelerate(module, sampler):
@@ -749,12 +775,12 @@ def test_compiled_blocks(target: str) -> None:
 
 def test_a_transformer_compiled_as_a_whole() -> None:
     module, inputs = model("DiT")
-    with accelerate(module, TaylorSeer(interval=3, target="output")):
+    with accelerate(module, TaylorSeer(interval=3, where="output")):
         expected = denoise(module, inputs, 3)
     compiled = torch.compile(module, backend="eager")
-    with pytest.raises(ValueError, match="compiled as a whole.*target='output'"):
+    with pytest.raises(ValueError, match="compiled as a whole.*where='output'"):
         accelerate(compiled, TaylorSeer())
-    with accelerate(compiled, TaylorSeer(interval=3, target="output")):
+    with accelerate(compiled, TaylorSeer(interval=3, where="output")):
         latent = inputs["hidden_states"]
         with torch.no_grad():
             for i in range(3):
@@ -769,10 +795,10 @@ def test_half_precision_keeps_its_type() -> None:
     module = module.bfloat16()
     inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     for target in TARGETS:
-        with accelerate(module, TaylorSeer(interval=3, basis=Taylor(dtype="float32"), target=target)) as session:
+        with accelerate(module, Forecast(when=Every(3), how=Taylor(dtype="float32"), where=target)) as session:
             assert denoise(module, inputs, 6).dtype == torch.bfloat16
             wide = session.report().bytes
-        with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
+        with accelerate(module, TaylorSeer(interval=3, where=target)) as session:
             denoise(module, inputs, 6)
             assert 2 * session.report().bytes == wide
 
@@ -796,28 +822,28 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         (flux, Modules("proj_out", "proj_out"), "modules and skip both match 'proj_out'"),
     ):
         with pytest.raises(ValueError, match=message):
-            accelerate(pipe, TaylorSeer(target=[target] if isinstance(target, str) else target))
-    with pytest.raises(ValueError, match="refresh=Verification.*target='output'"):
-        accelerate(flux, TaylorSeer("verification", target="output"))
+            accelerate(pipe, TaylorSeer(where=[target] if isinstance(target, str) else target))
+    with pytest.raises(ValueError, match="when=Verification.*where='output'"):
+        accelerate(flux, Forecast("verification", where="output"))
     assert (attributes(dit.transformer), attributes(flux.transformer)) == before
     # a forecast stands after the skipped module, but does not replace what it feeds
     leak = Modules(r"transformer_blocks\.1\.ff", skip=r"transformer_blocks\.0\.attn1")
-    with accelerate(dit, TaylorSeer(target=leak)):
+    with accelerate(dit, TaylorSeer(where=leak)):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"skip: .*transformer_blocks\.0\.attn1.*reached the output"):
                 run_dit(dit)
     flux.transformer.spare = nn.Linear(1, 1)
-    with accelerate(flux, TaylorSeer(target=["spare"])):
+    with accelerate(flux, TaylorSeer(where=["spare"])):
         with pytest.raises(RuntimeError, match="called none of the hooked modules: spare"):
             run_flux(flux, 4)
     del flux.transformer.spare
     with pytest.raises(ValueError, match="matches no module"):
-        accelerate(flux, TaylorSeer(target=["transformer_blocks"]))
-    # diffusers' lite mode by patterns is target="output"
+        accelerate(flux, TaylorSeer(where=["transformer_blocks"]))
+    # diffusers' lite mode by patterns is where="output"
     lite = {"modules": "proj_out", "skip": r"[^.]*blocks\.\d+"}
-    with accelerate(flux, TaylorSeer(target=lite, interval=5)):
+    with accelerate(flux, TaylorSeer(where=lite, interval=5)):
         by_patterns = run_flux(flux)
-    with accelerate(flux, TaylorSeer(interval=5, target="output")):
+    with accelerate(flux, TaylorSeer(interval=5, where="output")):
         assert torch.equal(run_flux(flux), by_patterns)
     assert torch.equal(run_dit(dit), plain["dit"])
 
@@ -826,10 +852,24 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
     for pipe in (3, "flux", object(), type("Pipe", (), {"scheduler": None})()):
         with pytest.raises(TypeError, match="must be a diffusers pipeline"):
             accelerate(pipe)
-    takes = r"not for pipelines: accelerate takes 'taylorseer' and 'recap', .* \(.*FirstBlock.*MagCache.*\), or cache"
-    for sampler, shown in (("threshold", "'threshold'"), (paradec.samplers.create("threshold"), "Threshold"), (3, "3")):
-        with pytest.raises(TypeError, match=f"^sampler={shown}.* {takes}='block'"):
+    takes = (
+        r"not for pipelines: accelerate takes 'taylorseer', 'teacache'.* \(TaylorSeerCacheConfig.*\), or cache='block'"
+    )
+    for sampler, shown in ((paradec.samplers.create("threshold"), "Threshold"), (3, "3")):
+        with pytest.raises(TypeError, match=f"^sampler={shown}.* {takes}"):
             accelerate(flux, sampler)
+    for name, settings, message in (
+        ("threshold", {}, "unknown sampler: 'threshold'.*first_block"),
+        ("fbcache", {}, "sampler='fbcache' is called 'first_block' here"),
+        ("taylorseer", {"cache_interval": 3}, "taylorseer has no setting 'cache_interval'; it is called 'interval'"),
+        ("taylorseer", {"max_order": 1}, "it is called 'order' here"),
+        ("first_block(residual_diff_threshold=0.1)", {}, "it is called 'threshold' here"),
+        ("teacache", {"thresh": 1}, "unknown setting of teacache: 'thresh'.*threshold"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accelerate(flux, name, **settings)
+    with pytest.raises(TypeError, match="interval=... goes with a name"):
+        accelerate(flux, TaylorSeer(), interval=3)
     with pytest.raises(ValueError, match="Linear has no list of blocks"):
         accelerate(nn.Linear(2, 2), TaylorSeer())
     odd = nn.Module()
@@ -843,7 +883,7 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
     with pytest.raises(ValueError, match="diffusers' own enabled .TaylorSeerCacheConfig."):
         accelerate(flux, TaylorSeer())
     flux.transformer.disable_cache()
-    with accelerate(nn.Sequential(nn.Linear(2, 2)), TaylorSeer(target=["0"])) as session:
+    with accelerate(nn.Sequential(nn.Linear(2, 2)), TaylorSeer(where=["0"])) as session:
         with pytest.raises(ValueError, match="argument timestep"):
             session.transformers[0].module(torch.ones(1, 2))
 
@@ -861,5 +901,5 @@ def test_report(flux: Any) -> None:
     assert all(call.seconds > 0 for call in report.calls)
     assert [call.bytes for call in report.calls[:3]] == [report.bytes // 2, report.bytes // 2, report.bytes]
     text = str(report)
-    assert "target module, basis taylor, order 1" in text and "5 full, 11 forecast, 0 mixed" in text
+    assert "where=module, how=taylor, order 1" in text and "5 full, 11 forecast, 0 mixed" in text
     assert json.dumps([call.kind for call in report.calls]).count("forecast") == 11

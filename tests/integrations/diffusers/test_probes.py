@@ -16,13 +16,13 @@ from diffusers.hooks.mag_cache import nearest_interp
 from tiny_pipelines import MODELS, attributes, denoise, flux_pipeline, model, run_flux, run_wan, wan_pipeline
 from torch import Tensor, nn
 
-from paradec import TaylorSeer, accelerate
+from paradec import Forecast, TaylorSeer, accelerate
 from paradec.integrations.diffusers.hooks import magcache
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.samplers.forecast.bases import Newton
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.probes import ProbeState
-from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, refresh_from
+from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, rule_from
 
 RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
 PIPELINES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
@@ -123,7 +123,7 @@ def test_transformers(name: str) -> None:
         assert torch.equal(denoise(module, inputs, 5), plain)
     ends, took = {}, {}
     for target in ("block", "stack"):
-        with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
+        with accelerate(module, TaylorSeer(interval=3, where=target)) as session:
             ends[target] = denoise(module, inputs, 6)
         took[target] = session.report().bytes
         assert kinds(session) == "F..F.."
@@ -133,7 +133,7 @@ def test_transformers(name: str) -> None:
     # what was said about the memory beforehand is what it took: with a probe's residual, and at order 1
     time = torch.full((len(inputs["hidden_states"]),), 500)
     for refresh in ([0, 1], FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
-        sampler = TaylorSeer(refresh=refresh, basis="taylor", target="stack")
+        sampler = Forecast(when=refresh, how="taylor", where="stack")
         with accelerate(module, sampler) as session:
             denoise(module, inputs, 2)
         assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes
@@ -295,7 +295,7 @@ def test_dicache_equals_a_plain_loop(case: str) -> None:
     module, latent = toy()
     expected, made, _ = dicache_by_hand(module, latent, rule, basis is None)
     assert "." in made[3:] and made.count("F") > 2 and made[-1] == "F"
-    with accelerate(module, TaylorSeer(refresh=rule, basis=basis)) as session:
+    with accelerate(module, Forecast(when=rule, how=basis)) as session:
         for _ in range(2):
             for output, aim in zip(toy_run(module, latent), expected, strict=True):
                 torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
@@ -357,7 +357,7 @@ def test_dicache_in_pipelines(name: str, request: Any) -> None:
 def test_a_residual_is_forecast_by_any_basis() -> None:
     """With a basis that is named, the middle's residual is expanded instead of reused."""
     module, latent = toy()
-    sampler = TaylorSeer(refresh=DBCache(1, 0, 1.0, 2), basis="taylor")
+    sampler = Forecast(when=DBCache(1, 0, 1.0, 2), how="taylor")
     with accelerate(module, sampler):
         outputs = toy_run(module, latent)
     residuals: list[Tensor] = []
@@ -452,7 +452,7 @@ def test_what_is_no_stack() -> None:
             session.transformers[0].module(latent, time)
     single, _ = toy(1)
     for rule in (FirstBlock(), DBCache()):
-        with pytest.raises(ValueError, match=f"refresh='{rule.name}' always evaluates .* has 1,"):
+        with pytest.raises(ValueError, match=f"when='{rule.name}' always evaluates .* has 1,"):
             accelerate(single, rule)
     with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
         toy_run(single, latent)
@@ -505,11 +505,11 @@ def test_settings_are_checked() -> None:
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)
     for target in ("module", ["a"], "output"):
-        with pytest.raises(ValueError, match="refresh='first_block' .* leave target="):
-            TaylorSeer(refresh=FirstBlock(), target=target)
+        with pytest.raises(ValueError, match="when='first_block' .* leave where="):
+            Forecast(when=FirstBlock(), where=target)
     module, inputs = model("DiT")
-    with pytest.raises(ValueError, match="target='stack' leaves it out"):
-        accelerate(module, TaylorSeer(target="stack", refresh="verification"))
+    with pytest.raises(ValueError, match="where='stack' leaves it out"):
+        accelerate(module, Forecast(where="stack", when="verification"))
     with pytest.raises(ValueError, match="runs"):
         magcache.calibrate(module, lambda: None, runs=0)
     with pytest.raises(ValueError, match="not called at every step"):
@@ -529,11 +529,11 @@ def test_first_steps_of_a_rule() -> None:
 def test_rules_survive_plain_data() -> None:
     rules = (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), DiCache(0.2))
     for rule in (*rules, "first_block", "dicache"):
-        sampler = TaylorSeer(refresh=rule)
+        sampler = Forecast(when=rule)
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
         assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler
-        assert sampler.forecaster.name == ("taylor" if sampler.refresh.name == "dicache" else "reuse")
-        assert TaylorSeer(refresh=rule, order=2, basis="newton").forecaster == Newton(2)
-    assert refresh_from({"refresh": "dbcache", "Fn_compute_blocks": 1}) == DBCache(1)
+        assert sampler.forecaster.name == ("taylor" if sampler.when.name == "dicache" else "reuse")
+        assert Forecast(when=rule, order=2, how="newton").forecaster == Newton(2)
+    assert rule_from({"when": "dbcache", "Fn_compute_blocks": 1}) == DBCache(1)
     with pytest.raises(ValueError, match="threshold"):
-        refresh_from({"refresh": "first_block", "treshold": 1})
+        rule_from({"when": "first_block", "treshold": 1})

@@ -28,9 +28,9 @@ from tiny_pipelines import (
 from torch import Tensor
 
 import paradec
-from paradec import Every, TaylorSeer, accelerate
+from paradec import Every, Forecast, TaylorSeer, accelerate
 
-SAMPLER = TaylorSeer(refresh=Every(3, 2))
+SAMPLER = Forecast(when=Every(3, 2))
 """Of 5 steps, 0, 1 and 4 are evaluated."""
 STEPS = 5
 TWO_CALLS = ("Wan", "FLUX")
@@ -353,7 +353,7 @@ def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("targets", [["to_q"], ["proj_out"], ["proj_mlp"]], ids="".join)
-@pytest.mark.parametrize("sampler", [SAMPLER, TaylorSeer(refresh=Every(3, 2), target="block")], ids=["module", "block"])
+@pytest.mark.parametrize("sampler", [SAMPLER, Forecast(when=Every(3, 2), where="block")], ids=["module", "block"])
 def test_a_lora_that_comes_and_goes(targets: list[str], sampler: Any) -> None:
     """While the pipeline is accelerated: as if it had been there before."""
     pipe = flux_pipeline()
@@ -403,4 +403,4 @@ def test_calibration_leaves_nothing() -> None:
     schedule = bac.calibrate(pipe, lambda: pipe(inputs), 3)
     assert attributes(pipe.transformer) == before
     assert not {"step", "set_timesteps"} & (set(vars(pipe.scheduler)) - names)
-    assert paradec.TaylorSeer(refresh=schedule).rule == schedule
+    assert paradec.Forecast(when=schedule).rule == schedule

@@ -21,7 +21,7 @@ from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model,
 from torch import Tensor
 
 import paradec
-from paradec import AccumulatedChange, EasyCache, SeaCache, TaylorSeer, accelerate
+from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, accelerate
 from paradec.integrations.diffusers.hooks.blocks import residual_blocks
 from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.integrations.diffusers.hooks.watched import unpacked
@@ -100,7 +100,7 @@ def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.M
 def test_seacache_bounds_and_attaching(wan: Any) -> None:
     """Two runs are alike; `retention_steps` and a basis of the sampler's count; pictures [B, C, rows, columns] work."""
     rule = SeaCache(1e9, max_consecutive_cached=4, retention_steps=3, cache_end_steps=2)
-    with accelerate(wan, TaylorSeer(refresh=rule, basis="reuse")) as session:
+    with accelerate(wan, Forecast(when=rule, how="reuse")) as session:
         first = recorded(wan, 0)
         steps = CASES[0]["steps"]
         expected = sorted({0, 1, *range(2, steps - 2, 5), steps - 2, steps - 1})
@@ -111,7 +111,7 @@ def test_seacache_bounds_and_attaching(wan: Any) -> None:
         assert torch.equal(pipe(inputs, 4), plain := loop(pipe, inputs, 4)) and full_steps(session) == [[0, 1, 2, 3]]
     with accelerate(pipe, "seacache(threshold=9, residual_order=0)") as session:
         assert not torch.equal(pipe(inputs, 4), plain) and full_steps(session) == [[0, 3]]
-    sampler = TaylorSeer(refresh=SeaCache(), target="stack")
+    sampler = Forecast(when=SeaCache(), where="stack")
     with accelerate(pipe, sampler) as session:
         pipe(inputs, 4)
     # what was said about the memory beforehand holds the filtered latent
@@ -178,7 +178,7 @@ def test_seacache_puts_cells_in_their_places(name: str) -> None:
         if step == 11 or total >= 0.3 or step - expected[-1] > 2:
             expected, total = [*expected, step], 0.0
     assert found == expected and 2 < len(found) < 11
-    with accelerate(pipe, TaylorSeer(found, target="stack")):
+    with accelerate(pipe, Forecast(found, where="stack")):
         assert torch.equal(pipe(**call, output_type="latent").images, latents)
 
 
@@ -206,8 +206,8 @@ def test_seacache_is_refused(wan: Any) -> None:
     for settings in ({"threshold": -1}, {"residual_order": 2}, {"retention_steps": -1}, {"cache_end_steps": 1.5}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             SeaCache(**settings)
-    with pytest.raises(ValueError, match="leave target='output' out"):
-        TaylorSeer(refresh="seacache", target="output")
+    with pytest.raises(ValueError, match="leave where='output' out"):
+        Forecast(when="seacache", where="output")
 
 
 @torch.no_grad()
@@ -306,13 +306,13 @@ def test_easycache_is_refused() -> None:
     for settings in ({"threshold": -1}, {"ret_steps": -1}, {"num_inference_steps": 0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             EasyCache(**settings)
-    with pytest.raises(ValueError, match="leave target='stack' out"):
-        TaylorSeer(refresh="easycache", target="stack")
+    with pytest.raises(ValueError, match="leave where='stack' out"):
+        Forecast(when="easycache", where="stack")
     digits = paradec.PixelDiTPipeline.digits()
     latent = torch.randn(1, 1, 28, 28)
     network = DiffusionModel(digits.transformer)
-    with pytest.raises(ValueError, match="refresh=.*paradec.accelerate"):
-        TaylorSeer(refresh="easycache").start(network, latent, scheduler=digits.scheduler, class_labels=[1])
+    with pytest.raises(ValueError, match="when=.*paradec.accelerate"):
+        Forecast(when="easycache").start(network, latent, scheduler=digits.scheduler, class_labels=[1])
 
 
 # ---- TeaCache -------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
 
     def seen(watch: str | None, target: str) -> list[float]:
         rule = Written(1e-9, watch=watch)
-        with accelerate(module, TaylorSeer(refresh=rule, target=target)) as session:
+        with accelerate(module, Forecast(when=rule, where=target)) as session:
             denoise(module, inputs, 4)
             assert session.report().full_steps == [0, 1, 2, 3]
         assert "_call_impl" not in vars(first)
@@ -357,7 +357,7 @@ def test_teacache_as_published() -> None:
     pipe, inputs = loop_pipeline("DiT")
     module, steps, threshold = pipe.transformer, 12, 0.15
     rule = AccumulatedChange(threshold, (0.5, 0.1, 0), watch="modulated", last_steps=1)
-    with accelerate(pipe, TaylorSeer(refresh=rule, target="stack", basis="reuse")) as session:
+    with accelerate(pipe, Forecast(when=rule, where="stack", how="reuse")) as session:
         latent = pipe(inputs, steps)
     [found] = full_steps(session)
     blocks, state = list(module.transformer_blocks), {"step": 0, "sum": 0.0, "full": []}
@@ -399,6 +399,6 @@ def test_watch_is_checked() -> None:
         AccumulatedChange(last_steps=-1)
     for watch in ("modulated", "hidden"):
         with pytest.raises(ValueError, match=f"watch='{watch}'.*use 'latent'"):
-            TaylorSeer(refresh=AccumulatedChange(watch=watch), target="output")
+            Forecast(when=AccumulatedChange(watch=watch), where="output")
     with pytest.raises(ValueError, match="watch='latent' does not go with modules"):
-        TaylorSeer(refresh=AccumulatedChange(watch="latent"), target=["a"])
+        Forecast(when=AccumulatedChange(watch="latent"), where=["a"])

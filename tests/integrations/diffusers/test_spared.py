@@ -9,7 +9,7 @@ import torch
 from tiny_pipelines import MODELS, denoise, model
 from torch import Tensor, nn
 
-from paradec import TaylorSeer, accelerate
+from paradec import Forecast, accelerate
 
 FULL = [0, 1, 4]
 SPARED = {"DiT": 2, "FLUX": 4, "SD3": 4, "PixArt": 2, "Sana": 0, "Wan": 3, "HunyuanVideo": 4, "QwenImage": 4}
@@ -18,9 +18,9 @@ SPARED = {"DiT": 2, "FLUX": 4, "SD3": 4, "PixArt": 2, "Sana": 0, "Wan": 3, "Huny
 
 def both(module: nn.Module, inputs: dict[str, Any], settings: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     """The latents as they are, and where nothing is spared."""
-    with accelerate(module, TaylorSeer(**settings)):
+    with accelerate(module, Forecast(**settings)):
         first = denoise(module, inputs, 6, **options)
-    with accelerate(module, TaylorSeer(**settings)) as session:
+    with accelerate(module, Forecast(**settings)) as session:
         for tap in session.transformers[0].feeders:
             tap.hook.remove()
         return first, denoise(module, inputs, 6, **options)
@@ -29,9 +29,9 @@ def both(module: nn.Module, inputs: dict[str, Any], settings: dict[str, Any], **
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_changes_and_norms_rest(name: str) -> None:
     module, inputs = model(name)
-    first, second = both(module, inputs, {"refresh": FULL, "order": 1})
+    first, second = both(module, inputs, {"when": FULL, "order": 1})
     assert torch.equal(first, second)
-    with accelerate(module, TaylorSeer(refresh=FULL, order=1)) as session:
+    with accelerate(module, Forecast(when=FULL, order=1)) as session:
         taps = session.transformers[0].feeders
         norms = [tap.block for tap in taps if tap.block is not None]
         assert max(map(norms.count, norms), default=0) == SPARED[name]
@@ -55,11 +55,11 @@ def test_nothing_changes_and_norms_rest(name: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"refresh": "verification"},
-        {"refresh": {"refresh": "accumulated_change", "threshold": 0.3}},
-        {"refresh": FULL, "basis": "foca"},
-        {"refresh": FULL, "basis": "taylor(order=3, dtype=bfloat16)"},
-        {"refresh": FULL, "target": "block"},
+        {"when": "verification"},
+        {"when": {"when": "accumulated_change", "threshold": 0.3}},
+        {"when": FULL, "how": "foca"},
+        {"when": FULL, "how": "taylor(order=3, dtype=bfloat16)"},
+        {"when": FULL, "where": "block"},
     ],
 )
 def test_rules_and_bases(name: str, settings: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def test_rules_and_bases(name: str, settings: dict[str, Any]) -> None:
 
 def test_two_calls_a_step() -> None:
     module, inputs = model("FLUX")
-    first, second = both(module, inputs, {"refresh": FULL}, calls=2)
+    first, second = both(module, inputs, {"when": FULL}, calls=2)
     assert torch.equal(first, second)
 
 
@@ -79,5 +79,5 @@ def test_chunks_of_a_feed_forward() -> None:
     module, inputs = model("DiT")
     for block in module.transformer_blocks:
         block.set_chunk_feed_forward(4, 1)
-    first, second = both(module, inputs, {"refresh": FULL})
+    first, second = both(module, inputs, {"when": FULL})
     assert torch.equal(first, second)

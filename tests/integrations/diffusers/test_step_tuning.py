@@ -13,7 +13,7 @@ import torch
 from tiny_pipelines import attributes, dit_pipeline, loop_pipeline, run_dit, run_wan, wan_pipeline
 
 import paradec
-from paradec import TaylorSeer, accelerate, tune_steps
+from paradec import Forecast, TaylorSeer, accelerate, tune_steps
 from paradec.integrations.diffusers.step_tuning import StepTuning, paired
 from paradec.samplers.forecast.step_schedule import StepSchedule
 
@@ -38,7 +38,7 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
         seen.append(seed)
         run_digits(digits, seed)
 
-    call = {"budget": 2, "seeds": 2, "report": [5, 9], "runs": 4, "sampler": TaylorSeer(target="output")}
+    call = {"budget": 2, "seeds": 2, "report": [5, 9], "runs": 4, "sampler": TaylorSeer(where="output")}
     told: list[float] = []
     tuned = tune_steps(
         digits, run, **call, study=tmp_path / "study.json", progress=lambda what, share: told.append(share)
@@ -78,7 +78,7 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
 def by_hand(pipe: Any, seed: int, steps: Any) -> float:
     """The error of one run, from latents that a callback of the scheduler's keeps."""
     latents = []
-    for settings in (None, TaylorSeer(refresh=steps, target="output")):
+    for settings in (None, Forecast(when=steps, where="output")):
         own = pipe.scheduler.step
         kept: list[Any] = []
 
@@ -111,8 +111,8 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     pipe = wan_pipeline()
     found = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
     found.save(tmp_path / "steps.json")
-    sampler = TaylorSeer(refresh=str(tmp_path / "steps.json"))
-    assert sampler.refresh == found and sampler.rule.target == "stack"
+    sampler = Forecast(when=str(tmp_path / "steps.json"))
+    assert sampler.when == found and sampler.rule.where == "stack"
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     with accelerate(pipe, sampler) as session:
         run_wan(pipe, 6)
@@ -133,14 +133,14 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     with accelerate(loop, StepSchedule((0, 2), 4, None, 4.0)) as session:
         loop(inputs, 4)
         assert "the run does not tell its guidance_scale, so" in str(session.report())
-    with pytest.raises(ValueError, match="leave target='module' out"):
-        TaylorSeer(refresh=found, target="module")
+    with pytest.raises(ValueError, match="leave where='module' out"):
+        Forecast(when=found, where="module")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
         with pytest.raises(ValueError, match=message):
-            TaylorSeer(refresh=tmp_path / wrong)
+            Forecast(when=tmp_path / wrong)
     for fields in ({"steps": (1, 2)}, {"steps": (0, 6)}, {"total": 0}):
-        with pytest.raises(ValueError, match=r"refresh|total"):
+        with pytest.raises(ValueError, match=r"when|total"):
             StepSchedule(**({"steps": (0,), "total": 6} | fields))
 
 
@@ -166,13 +166,15 @@ def test_arguments_are_checked(digits: Any) -> None:
         ({"seeds": [1, 2], "report": [2, 3]}, r"seeds=\[1, 2\], report=\[2, 3\]"),
         ({"report": 1}, "two that report"),
         ({"seeds": 0}, "seeds=0"),
-        ({"sampler": TaylorSeer(refresh="first_block")}, "sampler has refresh"),
-        ({"sampler": TaylorSeer(target=["nothing"])}, "nothing"),
+        ({"sampler": Forecast(when="first_block")}, "sampler has when"),
+        ({"sampler": TaylorSeer(where=["nothing"])}, "nothing"),
+        ({"sampler": "teacache"}, "sampler has when=AccumulatedChange"),
+        ({"sampler": "taylorseer(interval=3)"}, "sampler has when=Every"),
     ):
         with pytest.raises(ValueError, match=message):
             tune_steps(digits, never, **wrong)
-    with pytest.raises(TypeError, match="must be a paradec.TaylorSeer"):
-        tune_steps(digits, never, sampler="taylorseer")
+    with pytest.raises(TypeError, match="sampler=3 is not for pipelines"):
+        tune_steps(digits, never, sampler=3)
     with pytest.raises(TypeError, match="must be a diffusers pipeline"):
         tune_steps(digits.transformer, never)
     with accelerate(digits, "taylorseer"), pytest.raises(ValueError, match="accelerated already"):

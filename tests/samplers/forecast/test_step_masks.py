@@ -9,7 +9,7 @@ import torch
 from recorded import golden, is_packaged, read_head, read_json, replay
 from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
 
-from paradec import TaylorSeer, accelerate
+from paradec import Forecast, accelerate
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
 FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
@@ -33,7 +33,7 @@ def test_a_mask_is_a_schedule() -> None:
         made = {name: step_mask(name, steps) for name in MASKS}
         for found in made.values():
             assert found[0] == 0 and found[-1] == steps - 1 and list(found) == sorted(set(found))
-            assert TaylorSeer(refresh=found).refresh.steps == found
+            assert Forecast(when=found).when.steps == found
         counts = [len(made[name]) for name in ("slow", "medium", "fast", "ultra")]
         assert counts == sorted(counts, reverse=True)
 
@@ -41,32 +41,30 @@ def test_a_mask_is_a_schedule() -> None:
 def test_in_a_pipeline() -> None:
     """A run's own number of steps is taken, and the steps are those of the list."""
     pipe = flux_pipeline()
-    with accelerate(pipe, TaylorSeer(refresh="fast")) as session:
+    with accelerate(pipe, Forecast(when="fast")) as session:
         for steps in (9, 16):
             named = run_flux(pipe, steps)
             assert tuple(session.report().full_steps) == step_mask("fast", steps)
-        with pytest.raises(ValueError, match="refresh='fast': there is no mask for 5 steps"):
+        with pytest.raises(ValueError, match="when='fast': there is no mask for 5 steps"):
             run_flux(pipe, 5)
         assert torch.equal(run_flux(pipe, 16), named)
-    with accelerate(pipe, TaylorSeer(refresh=step_mask("fast", 16))):
+    with accelerate(pipe, Forecast(when=step_mask("fast", 16))):
         assert torch.equal(run_flux(pipe, 16), named)
 
 
 def test_what_is_refused() -> None:
     for wrong in ("fastest", "", "Slow"):
-        with pytest.raises(ValueError, match=f"refresh.*{wrong}"):
-            TaylorSeer(refresh=wrong)
+        with pytest.raises(ValueError, match=f"when.*{wrong}"):
+            Forecast(when=wrong)
     for steps in (0, -1, 2.5, True, None):
         with pytest.raises(ValueError, match="steps="):
             step_mask("slow", steps)
     for steps in (1, 2, 3, 5, 7):
         with pytest.raises(ValueError, match=f"no mask for {steps} steps"):
             step_mask("slow", steps)
-    with pytest.raises(ValueError, match="interval=3 and refresh='step_mask' both say"):
-        TaylorSeer(refresh="slow", interval=3)
     module = dit_pipeline().transformer
     calls = []
     module.transformer_blocks[0].register_forward_hook(lambda *call: calls.append(1))
-    with accelerate(module, TaylorSeer(refresh="slow")), pytest.raises(ValueError, match=r"step_mask\('slow', "):
+    with accelerate(module, Forecast(when="slow")), pytest.raises(ValueError, match=r"step_mask\('slow', "):
         module(torch.zeros(1, 4, 8, 8), torch.tensor([5]), class_labels=torch.tensor([1]))
     assert not calls

@@ -32,6 +32,7 @@ from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
+from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, RunProgress, Verification
 from paradec.samplers.forecast.rules import RULES
 from paradec.samplers.forecast.seacache import SeaCache
@@ -247,7 +248,7 @@ def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | No
     """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
     course, full = RunProgress(total), []
     for index in range(total):
-        course.change += sampler.refresh.rescale(change) if isinstance(sampler.refresh, AccumulatedChange) else 0
+        course.change += sampler.when.rescale(change) if isinstance(sampler.when, AccumulatedChange) else 0
         evaluated = sampler.evaluates(course)
         if not evaluated:
             course.error = error
@@ -258,40 +259,40 @@ def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | No
 
 def test_refresh_by_accumulated_change() -> None:
     rule = AccumulatedChange(threshold=0.3)
-    assert walk(TaylorSeer(refresh=rule), 10, change=0.125) == [0, 3, 6, 9]
-    assert walk(TaylorSeer(refresh=replace(rule, first_enhance=3)), 10, change=0.125) == [0, 1, 2, 5, 8]
+    assert walk(Forecast(when=rule), 10, change=0.125) == [0, 3, 6, 9]
+    assert walk(Forecast(when=replace(rule, first_enhance=3)), 10, change=0.125) == [0, 1, 2, 5, 8]
     doubled = AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0))
-    assert walk(TaylorSeer(refresh=doubled), 8, change=0.125) == [0, 2, 4, 6]
+    assert walk(Forecast(when=doubled), 8, change=0.125) == [0, 2, 4, 6]
     bounded = AccumulatedChange(threshold=9, max_forecasts=2)
-    assert walk(TaylorSeer(refresh=bounded), 8, change=0.1) == [0, 3, 6]
+    assert walk(Forecast(when=bounded), 8, change=0.1) == [0, 3, 6]
 
 
 def test_refresh_by_verification() -> None:
     rule = Verification(base_threshold=0.5, decay_rate=0.1, min_forecasts=2, max_forecasts=4)
-    assert walk(TaylorSeer(refresh=rule), 12, error=0.01) == [0, 5, 10]
-    assert walk(TaylorSeer(refresh=rule), 12, error=0.6) == [0, 3, 6, 9]
+    assert walk(Forecast(when=rule), 12, error=0.01) == [0, 5, 10]
+    assert walk(Forecast(when=rule), 12, error=0.6) == [0, 3, 6, 9]
     # what is allowed falls along the run, but not below 0.1; after an evaluation comes a forecast
-    assert walk(TaylorSeer(refresh=rule), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
-    assert walk(TaylorSeer(refresh=replace(rule, first_enhance=4)), 12, error=0.09) == [0, 2, 7]
+    assert walk(Forecast(when=rule), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
+    assert walk(Forecast(when=replace(rule, first_enhance=4)), 12, error=0.09) == [0, 2, 7]
 
 
 def test_rules_at_their_thresholds() -> None:
     """An error must exceed what is allowed; a change that reaches its threshold is enough."""
     rule = Verification(base_threshold=0.5, decay_rate=1.0, max_forecasts=4)
-    assert walk(TaylorSeer(refresh=rule), 12, error=0.5) == [0, 5, 10]
-    assert walk(TaylorSeer(refresh=rule), 6, error=0.5000001) == [0, 2, 4]
+    assert walk(Forecast(when=rule), 12, error=0.5) == [0, 5, 10]
+    assert walk(Forecast(when=rule), 6, error=0.5000001) == [0, 2, 4]
     rule = Verification(base_threshold=0.01, max_forecasts=4)
-    assert walk(TaylorSeer(refresh=rule), 12, error=0.1) == [0, 5, 10]
+    assert walk(Forecast(when=rule), 12, error=0.1) == [0, 5, 10]
     rule = AccumulatedChange(threshold=0.25)
-    assert walk(TaylorSeer(refresh=rule), 7, change=0.125) == [0, 2, 4, 6]
+    assert walk(Forecast(when=rule), 7, change=0.125) == [0, 2, 4, 6]
 
 
 def test_rules_survive_plain_data() -> None:
     for rule in (Verification(base_threshold=0.2), AccumulatedChange(coefficients=(1, 2, 3)), "verification"):
-        sampler = TaylorSeer(refresh=rule)
+        sampler = Forecast(when=rule)
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     schedule = BlockSchedule(4, (("a.attn", (0, 2)), ("a.ff", (0,))))
-    sampler = TaylorSeer(refresh=schedule, basis="reuse", max_memory="1.5GB")
+    sampler = Forecast(when=schedule, how="reuse", max_memory="1.5GB")
     assert sampler.max_memory == 1_500_000_000
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
 
@@ -350,8 +351,8 @@ def test_block_schedule_files(tmp_path: Path) -> None:
     schedule = BlockSchedule(8, (("a.attn", (0, 2)), ("a.ff", (0, 5))))
     schedule.save(tmp_path / "bac.json")
     assert BlockSchedule.load(tmp_path / "bac.json") == schedule
-    sampler = TaylorSeer(refresh=str(tmp_path / "bac.json"))
-    assert sampler.refresh == schedule and sampler.forecaster == Reuse()
+    sampler = Forecast(when=str(tmp_path / "bac.json"))
+    assert sampler.when == schedule and sampler.forecaster == Reuse()
     for data in ({"steps": 8}, {"steps": 8, "modules": {"a": [1, 2]}}, {"steps": 2, "modules": {"a": [0, 2]}}, [1]):
         with pytest.raises(ValueError, match="refresh|step"):
             BlockSchedule.from_dict(data)
@@ -389,7 +390,7 @@ def test_interval_one_is_the_plain_loop(scheduler: object, scale: float) -> None
 )
 def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> None:
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
-    sampler = TaylorSeer(refresh=Every(interval, first_enhance), order=order)
+    sampler = Forecast(when=Every(interval, first_enhance), order=order)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=LABELS, trace=True)
 
     scheduler, sample, counter, known, last, kinds = DDIMScheduler(), latent, 0, [], 0, []
@@ -422,7 +423,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> N
 def test_timesteps_that_rise(interval: int) -> None:
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
     scheduler = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
-    sampler = TaylorSeer(refresh=Every(interval, 2), order=1)
+    sampler = Forecast(when=Every(interval, 2), order=1)
     request = {"scheduler": scheduler, "num_inference_steps": 10, "class_labels": LABELS}
     state = decoded(sampler, DiffusionModel(module), latent, **request)
     scheduler.set_timesteps(10)
@@ -443,7 +444,7 @@ def test_timesteps_that_rise(interval: int) -> None:
 def test_every_basis_in_the_loop(basis: str) -> None:
     """The loop's stacked memory holds what a history by itself would."""
     module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
-    sampler = TaylorSeer(refresh=Every(3, 2), order=2, basis=basis)
+    sampler = Forecast(when=Every(3, 2), order=2, how=basis)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
     scheduler, history, forecaster = DDIMScheduler(), None, sampler.forecaster
     scheduler.set_timesteps(20)
@@ -537,25 +538,25 @@ def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
     """Objects, texts, short forms and plain data make the same sampler; copies and pickles are equal."""
     (tmp_path / "rule.json").write_text(json.dumps(Every(3, 2).to_dict()))
     for same in (
-        [Every(3, 2), "every(interval=3, first_enhance=2)", {"refresh": "every", "interval": 3, "first_enhance": 2}],
+        [Every(3, 2), "every(interval=3, first_enhance=2)", {"when": "every", "interval": 3, "first_enhance": 2}],
         [Every(3, 2), tmp_path / "rule.json", str(tmp_path / "rule.json")],
         [StepSchedule((0, 4)), [0, 4], (0, 4), {"schema": "paradec-steps/1", "steps": [0, 4], "total": None}],
         [StepMask("slow"), "slow", "step_mask(mask='slow')"],
-        [SeaCache(), "seacache", {"refresh": "seacache"}],
+        [SeaCache(), "seacache", {"when": "seacache"}],
     ):
-        assert {TaylorSeer(entry) for entry in same} == {TaylorSeer(same[0])}
-    assert TaylorSeer(interval=3).rule == TaylorSeer("every(interval=3)").rule == Every(3)
-    assert TaylorSeer(Every(6, 3), interval=4).rule == Every(4, 3)  # a preset's, with another interval
-    assert TaylorSeer(basis="newton", order=2).forecaster == TaylorSeer(basis=Newton(2)).forecaster
-    assert TaylorSeer("seacache").forecaster == Taylor() and TaylorSeer("dbcache").forecaster == Reuse()
+        assert {Forecast(entry) for entry in same} == {Forecast(same[0])}
+    assert TaylorSeer(interval=3).rule == Forecast("every(interval=3)").rule == Every(3)
+    assert TaylorSeer(4, 2, first_enhance=3).rule == Every(4, 3) and TaylorSeer(4, 2).forecaster == Taylor(2)
+    assert Forecast(how="newton", order=2).forecaster == Forecast(how=Newton(2)).forecaster
+    assert Forecast("seacache").forecaster == Taylor() and Forecast("dbcache").forecaster == Reuse()
     for sampler in (
         *(
             TaylorSeer(),
             TaylorSeer(interval=3, order=2),
-            TaylorSeer(Every(5, 3, "diffusers"), "dmd(window=4)", "block"),
+            Forecast(Every(5, 3, "diffusers"), "dmd(window=4)", "block"),
         ),
-        *(TaylorSeer([0, 2], Taylor(2, "bfloat16"), Modules("a", "b")), TaylorSeer(target=["a"], max_memory="1KB")),
-        *(TaylorSeer(rule) for rule in RULES if rule not in ("magcache", "step_mask")),
+        *(Forecast([0, 2], Taylor(2, "bfloat16"), Modules("a", "b")), TaylorSeer(where=["a"], max_memory="1KB")),
+        *(Forecast(rule) for rule in RULES if rule not in ("magcache", "step_mask")),
     ):
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
         for copied in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler)), replace(sampler)):
@@ -569,24 +570,27 @@ def test_settings_are_checked() -> None:
     for preset in TaylorSeer.presets:
         paradec.samplers.create("taylorseer", preset=preset)
     wrong = {
-        "interval": [0, 2.5, True],
         "order": [-1, "1"],
-        "refresh": [
+        "when": [
             *([1, 2], [0, 2, 1], [0, 0], [0, 1.5], "0", [], 3, {"a": [0]}, {"steps": 2, "modules": [1]}),
-            *("sometimes", "nowhere.json", {"refresh": "verification", "base": 1}, {"threshold": 1}, {"refresh": []}),
+            *("sometimes", "nowhere.json", {"when": "verification", "base": 1}, {"threshold": 1}, {"when": []}),
         ],
-        "basis": ["tailor", 2, "taylor(window=6)", {"basis": "foca", "guard": 3}, {"order": 1}],
-        "target": ["layers", 1, {"skip": ["a"]}],
+        "how": ["tailor", 2, "taylor(window=6)", {"how": "foca", "guard": 3}, {"order": 1}],
+        "where": ["layers", 1, {"skip": ["a"]}],
         "max_memory": [0, "many", "2XB", 1.5],
     }
     for setting, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match=setting):
-                TaylorSeer(**{setting: value})
-    with pytest.raises(ValueError, match="refresh=5: one step in so many is interval=5"):
-        TaylorSeer(5, 1)  # as it was written once
-    with pytest.raises(ValueError, match="interval=3 and refresh='verification' both say when"):
-        TaylorSeer(refresh="verification", interval=3)
+                Forecast(**{setting: value})
+    with pytest.raises(ValueError, match=r"when=5: one step in so many is Every\(5\)"):
+        Forecast(5)
+    for settings, text in (
+        ({"refresh": "seacache", "target": "stack"}, r"Forecast\(when='seacache', where='stack'\)"),
+        ({"interval": 3, "basis": "foca"}, r"Forecast\(how='foca', when='every\(interval=3\)'\)"),
+    ):
+        with pytest.raises(TypeError, match=f"TaylorSeer takes interval, order, .*; write paradec.{text}"):
+            TaylorSeer(**settings)
     for rule, settings in (
         (Every, {"interval": 0}),
         (Every, {"first_enhance": 0}),
@@ -603,11 +607,11 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)
-    stack = {"target": "stack", "refresh": StepSchedule((0, 2), 20, target="stack")}
-    for settings in ({"target": "block"}, {"refresh": "verification"}, {"target": ["a"]}, {"max_memory": 1000}, stack):
+    stack = {"where": "stack", "when": StepSchedule((0, 2), 20, where="stack")}
+    for settings in ({"where": "block"}, {"when": "verification"}, {"where": ["a"]}, {"max_memory": 1000}, stack):
         with pytest.raises(ValueError, match=f"{next(iter(settings))}.*paradec.accelerate"):
-            settings = settings if settings is not stack else {"refresh": stack["refresh"]}
-            decoded(TaylorSeer(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
+            settings = settings if settings is not stack else {"when": stack["when"]}
+            decoded(Forecast(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
     model = DiffusionModel(tiny_dit())
     good = {"latent": noise(2), "scheduler": DDIMScheduler(), "class_labels": [1, 2]}
     wrong = {

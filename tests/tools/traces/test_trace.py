@@ -189,7 +189,7 @@ def test_forecasts_and_continuous_tokens() -> None:
     noise = torch.randn(2, model.channels, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     from diffusers import DDIMScheduler
 
-    sampler = paradec.TaylorSeer(interval=3, order=1, target="output")
+    sampler = paradec.TaylorSeer(interval=3, order=1, where="output")
     request = {"scheduler": DDIMScheduler(), "num_inference_steps": 7, "class_labels": [1, 0], "trace": True}
     state = sampler.start(model, noise, **request)
     decode(sampler, model, state)

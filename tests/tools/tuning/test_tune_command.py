@@ -83,7 +83,7 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
         (("--pipeline", "digits-dit", "--mask", "x"), "--mask is not for --pipeline"),
         (("--pipeline", "digits-ar"), "is no diffusers pipeline"),
         (("--pipeline", "digits-dit", "--budget", "0"), "'--budget'"),
-        (("--pipeline", "digits-dit", "--target", "modul"), "did you mean 'module'"),
+        (("--pipeline", "digits-dit", "--where", "modul"), "did you mean 'module'"),
     ],
 )
 def test_wrong_calls_for_a_pipeline(arguments: tuple[str, ...], message: str) -> None:
@@ -98,7 +98,7 @@ def test_steps_of_a_pipeline(tmp_path: Path) -> None:
     call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *named]
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and "chosen: " in done.stdout, done.stderr
-    schedule = paradec.TaylorSeer(refresh=str(files["out"])).refresh
+    schedule = paradec.Forecast(when=str(files["out"])).refresh
     assert schedule.total == 6 and len(schedule.steps) == 2
     again = CliRunner().invoke(app, [*call, "--json"])
     assert json.loads(again.stdout) == json.loads(files["report"].read_text())

@@ -1,7 +1,7 @@
 """BAC's calibration: watch runs of a pipeline, and find for every module the steps at which to evaluate it.
 
 How the steps are chosen is in `paradec.samplers.forecast.bac`, with the paper. The schedule goes into
-`paradec.TaylorSeer(refresh=...)`, and is a JSON file if saved.
+`paradec.Forecast(when=...)`, and is a JSON file if saved.
 """
 
 from __future__ import annotations

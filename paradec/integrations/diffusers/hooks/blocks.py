@@ -16,8 +16,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.targets import Modules
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 
@@ -187,21 +187,21 @@ def branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def hooked(transformer: nn.Module, settings: TaylorSeer) -> list[Place]:
-    """What these settings hook: the modules that they name, or those of their target (by default "module").
+def hooked(transformer: nn.Module, settings: Forecast) -> list[Place]:
+    """What these settings hook: the modules that they name, or those of their `where` (by default "module").
 
     Raises:
         ValueError: as `matched` and `places`.
     """
-    if isinstance(settings.target, Modules):
-        return matched(transformer, settings.target.modules, settings.target.skip)
+    if isinstance(settings.where, Modules):
+        return matched(transformer, settings.where.modules, settings.where.skip)
     if settings.rule.from_input:
         return [Place("", "residual", "")]
-    return places(transformer, settings.target or "module", settings.rule.measures)
+    return places(transformer, settings.where or "module", settings.rule.measures)
 
 
-def places(transformer: nn.Module, target: str, main_only: bool = False) -> list[Place]:
-    """What is hooked for a target, in the order of the module tree.
+def places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
+    """What is hooked for a value of `where`, in the order of the module tree.
 
     Args:
         main_only: blocks of other streams than the denoised one are left alone, since what is called first decides. So
@@ -210,25 +210,25 @@ def places(transformer: nn.Module, target: str, main_only: bool = False) -> list
     Raises:
         ValueError: the transformer has no such blocks, or one of them has no branch that could be told.
     """
-    if target == "output":
+    if where == "output":
         return [Place("", "output", "")]
-    blocks = residual_blocks(transformer, main_only or target == "stack")
+    blocks = residual_blocks(transformer, main_only or where == "stack")
     kind = type(transformer).__name__
     if not blocks:
         raise ValueError(
-            f"target={target!r}: {kind} has no list of blocks with attention or feed-forward modules; it has "
-            f"{', '.join(name for name, _ in transformer.named_children())}. Use target='output', or target=[...] for "
+            f"where={where!r}: {kind} has no list of blocks with attention or feed-forward modules; it has "
+            f"{', '.join(name for name, _ in transformer.named_children())}. Use where='output', or where=[...] for "
             "modules by name"
         )
-    if target in ("block", "stack"):
-        return [Place(name, "residual" if target == "block" else "stack", name) for name in blocks]
+    if where in ("block", "stack"):
+        return [Place(name, "residual" if where == "block" else "stack", name) for name in blocks]
     found = []
     for name, block in blocks.items():
         kinds = branches(block, f"{name}.")
         if not kinds:
             raise ValueError(
-                f"target='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
-                "module that could be told by its name; use target='block', or target=[...] for modules by name"
+                f"where='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
+                "module that could be told by its name; use where='block', or where=[...] for modules by name"
             )
         sink = next((branch for branch, role in kinds.items() if role == "fused"), None)
         for branch, role in kinds.items():

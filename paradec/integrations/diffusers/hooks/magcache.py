@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_choice, check_int
 from paradec.integrations.diffusers.hooks.session import Session, transformers_of
+from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1, transformer: 
     total: list[float] = []
     for _ in range(runs):
         measure = _Magnitudes()
-        with Session(pipe, TaylorSeer(refresh=measure)) as session:
+        with Session(pipe, Forecast(when=measure)) as session:
             run()
             length = len({record.step for record in session.report().calls if record.transformer == name})
         steps = sorted(measure.found)

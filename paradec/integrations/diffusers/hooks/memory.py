@@ -16,10 +16,10 @@ from paradec.integrations.diffusers.hooks.blocks import latent_of
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.stack import StackHistory
 from paradec.integrations.diffusers.hooks.transformer import Transformer
+from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import Every, Verification
-from paradec.samplers.forecast.targets import TARGETS, Modules
-from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.samplers.forecast.targets import PLACES, Modules
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Size:
     rule: int = 0
     """Bytes of what a rule keeps besides."""
 
-    def needed(self, settings: TaylorSeer) -> int:
+    def needed(self, settings: Forecast) -> int:
         """Bytes at the settings' order."""
         return self.slot * settings.forecaster.slots + self.rule
 
 
-def estimate(transformer: nn.Module, settings: TaylorSeer, *args: Any, **kwargs: Any) -> int:
-    """Bytes that the histories of one call per step with these arguments will take, at the settings' target and order.
+def estimate(transformer: nn.Module, settings: Forecast, *args: Any, **kwargs: Any) -> int:
+    """Bytes that the histories of one call per step with these arguments will take, at the settings' where and order.
 
     Twice that where guidance makes two calls a step.
 
@@ -49,18 +49,18 @@ def estimate(transformer: nn.Module, settings: TaylorSeer, *args: Any, **kwargs:
 
 def choose_fitting(
     transformer: nn.Module,
-    asked: TaylorSeer,
+    asked: Forecast,
     branches: int,
     args: tuple,
     kwargs: dict[str, Any],
     known: dict[str | Modules | None, Size],
-) -> tuple[TaylorSeer, str]:
-    """The settings that fit into `asked.max_memory`: those asked for, or a lower order, or a thriftier target.
+) -> tuple[Forecast, str]:
+    """The settings that fit into `asked.max_memory`: those asked for, or a lower order, or a thriftier where.
 
     Args:
         branches: calls of a step, which have histories of their own.
         args, kwargs: of one call.
-        known: sizes of such a call by target, as far as they were measured; more are added.
+        known: sizes of such a call by where, as far as they were measured; more are added.
 
     Returns:
         The settings, and in words the bytes that they need and what was tried before.
@@ -70,21 +70,21 @@ def choose_fitting(
     """
     assert asked.max_memory is not None
     tried: list[str] = []
-    targets, most = [asked.target], asked.forecaster.order
-    if asked.rule.target is None and not isinstance(asked.target, Modules):
-        targets = [*TARGETS[TARGETS.index(asked.target or "module") :]]
-    for target in targets:
-        if target in ("stack", "output") and isinstance(asked.rule, Verification):
+    candidates, most = [asked.where], asked.forecaster.order
+    if asked.rule.where is None and not isinstance(asked.where, Modules):
+        candidates = [*PLACES[PLACES.index(asked.where or "module") :]]
+    for where in candidates:
+        if where in ("stack", "output") and isinstance(asked.rule, Verification):
             continue
-        chosen = replace(asked, target=target)
-        if target not in known:
-            known[target] = measure(transformer, chosen, args, kwargs)
+        chosen = replace(asked, where=where)
+        if where not in known:
+            known[where] = measure(transformer, chosen, args, kwargs)
         for order in range(most, min(most, 1) - 1, -1):
             candidate = replace(chosen, order=order)
-            needed = known[target].needed(candidate) * branches
+            needed = known[where].needed(candidate) * branches
             if needed <= asked.max_memory:
                 return candidate, f"({megabytes(needed)} for {branches} calls a step): {'; '.join(tried)}"
-            what = "modules" if isinstance(target, Modules) else target
+            what = "modules" if isinstance(where, Modules) else where
             tried.append(f"{what} at order {order} needs {megabytes(needed)}")
     raise ValueError(f"max_memory={asked.max_memory}: nothing fits; {'; '.join(tried)}")
 
@@ -102,7 +102,7 @@ class _FirstCall(Clock):
         return self.run
 
 
-def measure(transformer: nn.Module, settings: TaylorSeer, args: tuple, kwargs: dict[str, Any]) -> Size:
+def measure(transformer: nn.Module, settings: Forecast, args: tuple, kwargs: dict[str, Any]) -> Size:
     """Bytes of what is remembered of one call with these arguments.
 
     Raises:
@@ -110,7 +110,7 @@ def measure(transformer: nn.Module, settings: TaylorSeer, args: tuple, kwargs: d
     """
     parameters = dict(transformer.named_parameters())
     made: Any = type(transformer)  # of diffusers, or there is no `from_config`
-    target = "output" if settings.rule.from_input else settings.target
+    where = "output" if settings.rule.from_input else settings.where
     filters = isinstance(settings.rule, Probe) and settings.rule.filters
     rule = settings.rule if isinstance(settings.rule, Probe) and not filters else Every()
     try:
@@ -119,14 +119,14 @@ def measure(transformer: nn.Module, settings: TaylorSeer, args: tuple, kwargs: d
         for name, parameter in skeleton.named_parameters():
             if name in parameters and parameters[name].is_floating_point():  # not where weights are quantized
                 parameter.data = parameter.data.to(parameters[name].dtype)
-        plain = TaylorSeer(refresh=rule, basis=settings.basis, target=target)
+        plain = Forecast(when=rule, how=settings.how, where=where)
         inputs, named = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         owner = Transformer(type(transformer).__name__, skeleton, plain, _FirstCall())
         with torch.no_grad():
             skeleton(*inputs, **named)
     except Exception as error:
         raise ValueError(
-            f"max_memory: {type(transformer).__name__} cannot be measured without running it ({error}); choose target "
+            f"max_memory: {type(transformer).__name__} cannot be measured without running it ({error}); choose where "
             "and order yourself, and leave max_memory out"
         ) from error
     stacks = [history for history in owner.histories.values() if isinstance(history, StackHistory)]

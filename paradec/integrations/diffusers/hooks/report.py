@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paradec.core.thumbnails import of_images
 from paradec.core.trace import Notes, Trace, drawing
+from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.targets import Modules
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 
 @dataclass
@@ -47,8 +47,8 @@ class CallRecord:
 class Report:
     """What a session did in its latest run."""
 
-    settings: dict[str, TaylorSeer]
-    """Of each transformer, as used: `max_memory` may have chosen another target or order."""
+    settings: dict[str, Forecast]
+    """Of each transformer, as used: `max_memory` may have chosen another place or order."""
     modules: dict[str, list[str]]
     """Names of the hooked modules of each transformer."""
     coverage: dict[str, float]
@@ -56,7 +56,7 @@ class Report:
     runs: int
     calls: list[CallRecord]
     notes: list[str]
-    """What was decided for the user: the target, say."""
+    """What was decided for the user: the place, say."""
 
     @property
     def full_steps(self) -> list[int]:
@@ -76,9 +76,9 @@ class Report:
         """The lines above the table of calls."""
         lines = []
         for name, settings in self.settings.items():
-            target = "named modules" if isinstance(settings.target, Modules) else settings.target
+            where = "named modules" if isinstance(settings.where, Modules) else settings.where
             lines.append(
-                f"{name}: target {target}, basis {settings.forecaster.name}, order {settings.forecaster.order}; "
+                f"{name}: where={where}, how={settings.forecaster.name}, order {settings.forecaster.order}; "
                 f"{len(self.modules[name])} modules hooked, "
                 f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
             )

@@ -10,17 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from paradec import samplers
 from paradec.core.checks import MODELS, check_choice, shown, wrong_model
-from paradec.core.registry import unknown
 from paradec.integrations.diffusers.hooks.clock import Clock, Run
 from paradec.integrations.diffusers.hooks.memory import choose_fitting
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
+from paradec.samplers.forecast.forecast import FeatureForecast
+from paradec.samplers.forecast.methods import sampler_from
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import Rule
-from paradec.samplers.forecast.rules import RULES, refresh_from
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
 """Components of a pipeline that denoise."""
@@ -29,12 +26,11 @@ TRANSFORMERS = ("transformer", "transformer_2", "unet")
 class Session:
     """What `accelerate` returns. A context manager: leaving it detaches."""
 
-    def __init__(self, pipe: Any, sampler: TaylorSeer):
-        if not isinstance(sampler, TaylorSeer):
-            raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
-        if sampler.target is None:
-            sampler = replace(sampler, target=sampler.rule.target or "module")
-        self.pipe, self.sampler = pipe, sampler
+    def __init__(self, pipe: Any, method: FeatureForecast):
+        sampler = method.general()
+        if sampler.where is None:
+            sampler = replace(sampler, where=sampler.rule.where or "module")
+        self.pipe, self.method, self.sampler = pipe, method, sampler
         components = transformers_of(pipe)
         observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         if isinstance(sampler.rule, Probe):
@@ -98,7 +94,7 @@ class Session:
 
     def __repr__(self) -> str:
         parts = [
-            f"{t.name} by {t.settings.name} (target {t.settings.target}, {len(t.names)} modules hooked)"
+            f"{t.name} by {self.method.name} (where={t.settings.where!r}, {len(t.names)} modules hooked)"
             for t in self.transformers
         ]
         calls = sum(len(state.records) for state in self.clock.run.states.values())
@@ -116,24 +112,26 @@ def _forget(run: Run) -> None:
         state.forget()
 
 
-def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prior: Any = None) -> Any:
+def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prior: Any = None, **settings: Any) -> Any:
     """Attach a sampler of the forecast family, ReCAP, a cache, or a sampler of codes to a diffusers pipeline, in place.
 
-    >>> session = paradec.accelerate(pipe, paradec.TaylorSeer(interval=5, order=1))    # doctest: +SKIP
-    >>> pipe("a tiger"); print(session.report()); session.detach()                     # doctest: +SKIP
+    >>> session = paradec.accelerate(pipe, "taylorseer", interval=5, order=1)    # doctest: +SKIP
+    >>> pipe("a tiger"); print(session.report()); session.detach()               # doctest: +SKIP
 
     Args:
         pipe: a diffusers pipeline with a `transformer` (and `transformer_2` or `unet`, if it has them), or a
             transformer alone. Of a transformer alone the argument `timestep` gives the step, and a run begins when
             timesteps change direction.
-        sampler: `TaylorSeer`, by default with its own defaults; or a schedule or rule (`FirstBlock()`), which means
-            `TaylorSeer(refresh=rule)`; or `paradec.samplers.create("recap", ...)`, for
-            AmusedPipeline (`paradec.integrations.diffusers.hooks.recap.RecapSession`); or the name of any of them, with
-            settings in parentheses: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
+        sampler: `TaylorSeer`, by default with its own defaults; `Forecast`, `TeaCache`, `SpeCa`, `FoCa`; a schedule or
+            rule (`FirstBlock()`), which means `Forecast(when=rule)`; a config of diffusers
+            (`TaylorSeerCacheConfig(...)`); or `ReCAP(...)`, for AmusedPipeline
+            (`paradec.integrations.diffusers.hooks.recap.RecapSession`). Or the name of any of them, with settings in
+            parentheses or beside it: "taylorseer(interval=3)", "first_block", "dbcache", "recap".
         cache: "block", for LLaDA2Pipeline (`paradec.integrations.diffusers.hooks.block_cache.BlockCache`), without a
             sampler.
         prior: for GlmImagePipeline: the sampler of its prior, as "scd", or a mapping with more settings
             (`paradec.integrations.diffusers.hooks.prior.PriorSession`); alone, or beside a sampler for its DiT.
+        settings: of the sampler that is named.
 
     Returns:
         The session. The pipeline is used as before. Each call of a step (guidance may take two) has its own history,
@@ -146,54 +144,31 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     """
     if getattr(pipe, "makes", None) in MODELS:
         raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
+    has_sampler = sampler is not None or bool(settings)
     if cache is not None:
         check_choice("cache", cache, ("block",))
-        if sampler is not None:
-            raise ValueError(f"cache={cache!r} and sampler={shown(sampler)} attach to different pipelines; give one")
+        if has_sampler or prior is not None:
+            other = f"sampler={shown(sampler)}" if has_sampler else f"prior={shown(prior)}"
+            raise ValueError(f"cache={cache!r} and {other} attach to different pipelines; give one")
         from paradec.integrations.diffusers.hooks.block_cache import BlockCache
 
-        if prior is not None:
-            raise ValueError(f"cache={cache!r} and prior={shown(prior)} attach to different pipelines; give one")
         return BlockCache(pipe)
     if prior is not None:
         from paradec.integrations.diffusers.hooks.prior import PriorSession
 
         session = PriorSession(pipe, prior)
         try:
-            session.forecast = None if sampler is None else accelerate(pipe, sampler)
+            session.forecast = accelerate(pipe, sampler, **settings) if has_sampler else None
         except BaseException:
             session.detach()
             raise
         return session
-    given, sampler = sampler, named(sampler) if isinstance(sampler, str) else sampler
-    if isinstance(sampler, Rule):
-        sampler = TaylorSeer(refresh=sampler)
-    if getattr(sampler, "name", None) == "recap":
-        from paradec.integrations.diffusers.hooks.recap import RecapSession
+    method = sampler_from(sampler, settings)
+    if isinstance(method, FeatureForecast):
+        return Session(pipe, method)
+    from paradec.integrations.diffusers.hooks.recap import RecapSession
 
-        return RecapSession(pipe, sampler)
-    if not isinstance(sampler, (TaylorSeer, type(None))):
-        rules = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
-        raise TypeError(
-            f"sampler={shown(given)} is not for pipelines: accelerate takes 'taylorseer' and 'recap', such a sampler "
-            f"made with settings, a rule by itself ({rules}) or its name ({', '.join(map(repr, RULES))}), or "
-            "cache='block' without a sampler"
-        )
-    return Session(pipe, TaylorSeer() if sampler is None else sampler)
-
-
-def named(text: str) -> Any:
-    """The sampler or rule of a name, which may have settings in parentheses.
-
-    Raises:
-        ValueError: no such name, or a wrong setting.
-    """
-    name = text.partition("(")[0].strip()
-    if name in RULES:
-        return refresh_from(text)
-    if name not in samplers.registry and not any(sign in text for sign in "+&>"):
-        raise ValueError(unknown("sampler", text, ("taylorseer", "recap", *RULES)))
-    return samplers.create(text)
+    return RecapSession(pipe, method)
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:

@@ -130,7 +130,7 @@ class Stack:
         """Positions of the first block that may be forecast, and of the first one after these."""
         if self.first >= self.last:
             raise ValueError(
-                f"refresh={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
+                f"when={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
                 f"{owner.name} has {len(places)}, so that none is left to skip"
             )
         self.forecasts = places[self.first : self.last]
@@ -229,7 +229,7 @@ class Stack:
         names = continued(module, streams, shapes)
         for name, leaf in zip(names, leaves, strict=True):
             if name is None and isinstance(leaf, Tensor):
-                way = "use target='block' or 'module'" if self.rule is None else "use a rule that counts steps"
+                way = "use where='block' or 'module'" if self.rule is None else "use a rule that counts steps"
                 raise RuntimeError(
                     f"{type(module).__name__} returns a tensor of shape {tuple(leaf.shape)} that continues none of its "
                     f"inputs, so that its blocks are no stack; {way}"

@@ -35,11 +35,11 @@ from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
 from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, unpacked
 from paradec.samplers.forecast.bac import BlockSchedule
+from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import RunProgress, StepRule, Verification
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
-from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 logger = logging.getLogger("paradec")
 
@@ -48,13 +48,13 @@ logger = logging.getLogger("paradec")
 class RunState:
     """What one transformer remembers of one run: what `ForecastState` is in our own loop."""
 
-    settings: TaylorSeer
-    """As used in this run: `max_memory` may have chosen another target or order than was asked for."""
+    settings: Forecast
+    """As used in this run: `max_memory` may have chosen another place or order than was asked for."""
     course: RunProgress
     decision: bool | None = None
     """Whether this step evaluates; None until its first module was called."""
     watched: Tensor | None = None
-    """What `TaylorSeer.watch` compares the next step's input with."""
+    """What the rule compares the next step's input with."""
     branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
     counts: dict[str | None, int] = field(default_factory=dict)
@@ -91,18 +91,18 @@ class Transformer:
         choose: `memory.choose_fitting`, where the settings have a `max_memory`.
 
     Raises:
-        ValueError: it is accelerated already, has a cache of diffusers' own, is compiled as a whole (unless `target` is
+        ValueError: it is accelerated already, has a cache of diffusers' own, is compiled as a whole (unless `where` is
             "output"), or has not what the settings name. Nothing is changed then.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock, choose: Any = None):
+    def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock, choose: Any = None):
         self.name, self.module, self.asked, self.clock = name, module, settings, clock
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
         self.choose = choose
         self.sizes: dict[str, dict[str | Modules | None, Any]] = {}
-        """What `choose` measured, by signature and target."""
+        """What `choose` measured, by signature and place."""
         self.is_inside = False
         """Whether the module is being called for a run."""
         self.course = RunProgress()
@@ -122,7 +122,7 @@ class Transformer:
         self.taps: list[Tap] = []
         self.feeders: list[FeederTap] = []
         self.stack: Stack | None = None
-        """Of target "stack"."""
+        """Of where="stack"."""
         self.watcher: Hidden | Modulated | None = None
         """Of a rule that watches something else than what the module that decides is given."""
         self.compiled: list[tuple[nn.Module, Any]] = []
@@ -152,13 +152,13 @@ class Transformer:
             self.asked.rule.check_model(self.base)
 
     def _check_compiled(self) -> None:
-        if self.asked.target != "output":
+        if self.asked.where != "output":
             raise ValueError(
                 f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
-                "target='output', or compile its blocks: transformer.compile_repeated_blocks()"
+                "where='output', or compile its blocks: transformer.compile_repeated_blocks()"
             )
 
-    def _tap(self, settings: TaylorSeer) -> None:
+    def _tap(self, settings: Forecast) -> None:
         """Hook what these settings name."""
         self._untap()
         found, rule = hooked(self.base, settings), settings.rule
@@ -172,8 +172,8 @@ class Transformer:
         is_verified = isinstance(rule, Verification)
         if is_verified and found[0].kind in ("output", "stack"):
             raise ValueError(
-                f"refresh=Verification(...) evaluates the last block to measure the error, and "
-                f"target={found[0].kind!r} leaves it out; use target='module' or 'block'"
+                f"when=Verification(...) evaluates the last block to measure the error, and "
+                f"where={found[0].kind!r} leaves it out; use where='module' or 'block'"
             )
         last = next((place.block for place in reversed(found)), "")
         modules = dict(self.base.named_modules(remove_duplicate=False))
@@ -191,7 +191,7 @@ class Transformer:
             self.hooks += [tap.hook for tap in self.taps if tap.hook is not None]
         self._watch(rule, modules)
         if any(place.kind == "forecast" for place in found):
-            is_complete = not isinstance(settings.target, Modules)
+            is_complete = not isinstance(settings.where, Modules)
             for feeder in feeders(self.base, found, last if is_verified else None, is_complete):
                 self.feeders.append(FeederTap(self, feeder, modules))
             self.hooks += [tap.hook for tap in self.feeders]
@@ -205,11 +205,11 @@ class Transformer:
 
     def _watch(self, rule: Any, modules: dict[str, nn.Module]) -> None:
         """Hook what the rule watches, where that is not what the module that decides is given."""
-        watch, target = getattr(rule, "watch", None), self.settings.target
-        if watch == "hidden" and target == "module":
+        watch, where = getattr(rule, "watch", None), self.settings.where
+        if watch == "hidden" and where == "module":
             self.watcher = Hidden(self.base, modules)
             self.hooks.append(self.watcher.hook)
-        elif watch == "modulated" and target in ("block", "stack"):
+        elif watch == "modulated" and where in ("block", "stack"):
             self.watcher = Modulated(self.base, modules)
 
     def _run_eagerly(self, found: list[Place], modules: dict[str, nn.Module]) -> None:
@@ -225,7 +225,7 @@ class Transformer:
             self._note(
                 "compiled",
                 f"{len(self.compiled)} compiled blocks run eagerly while modules inside them are hooked; "
-                "target='block' or 'output' keeps them compiled",
+                "where='block' or 'output' keeps them compiled",
             )
 
     def _untap(self) -> None:
@@ -290,7 +290,7 @@ class Transformer:
         self.evaluated, self.forecast, self.call_counts = [], [], {}
         stopwatch, self.is_inside = Stopwatch(leaves), True
         try:
-            if self.settings.target == "output":
+            if self.settings.where == "output":
                 output = self.taps[0].answer(inner, args, kwargs)
                 rule = self.settings.rule
                 if state.is_deciding and self.evaluated and isinstance(rule, StepRule) and state.watched is not None:
@@ -424,13 +424,13 @@ class Transformer:
         branches, known = len(self.state.branches) + 1, self.sizes.setdefault(signature, {})
         chosen, choice = self.choose(self.base, self.asked, branches, args, kwargs, known)
         order = chosen.forecaster.order
-        if (chosen.target, order) == (self.settings.target, self.settings.forecaster.order):
+        if (chosen.where, order) == (self.settings.where, self.settings.forecaster.order):
             return
-        if chosen.target != self.settings.target:  # at the first step, when guidance makes its second call
+        if chosen.where != self.settings.where:  # at the first step, when guidance makes its second call
             self.state.branches = {branch: {} for branch in self.state.branches}
         self._tap(chosen)
         self.state.settings = chosen
-        self._note("memory", f"max_memory={self.asked.max_memory} chose target {chosen.target}, order {order} {choice}")
+        self._note("memory", f"max_memory={self.asked.max_memory} chose where={chosen.where}, order {order} {choice}")
 
     def _note(self, topic: str, text: str) -> None:
         """Say what was decided for the user: in the report, and once in the log."""

@@ -1,0 +1,195 @@
+"""Methods of the literature as short constructors, and what `paradec.accelerate` takes by name.
+
+`TaylorSeer`, `FirstBlock`, `DBCache`, `MagCache`, `DiCache`, `SeaCache` and `EasyCache` have files of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paradec.core.checks import shown
+from paradec.core.component_text import parse_component
+from paradec.core.registry import unknown
+from paradec.samplers.forecast.bases import Taylor
+from paradec.samplers.forecast.first_block import FirstBlock
+from paradec.samplers.forecast.forecast import FeatureForecast, Forecast
+from paradec.samplers.forecast.magcache import MagCache
+from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, Verification
+from paradec.samplers.forecast.rules import RULES
+from paradec.samplers.forecast.seacache import SeaCache
+from paradec.samplers.forecast.targets import Modules
+from paradec.samplers.forecast.taylorseer import TaylorSeer
+
+
+def TeaCache(
+    threshold: float = 0.2, coefficients: Sequence[float] = (1.0, 0.0), max_forecasts: int | None = None
+) -> Forecast:
+    """TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108): skip all blocks while the input has changed little.
+
+    sum_t poly(|m_t - m_{t-1}| / |m_{t-1}|) < threshold, m the modulated input of the first block; what all blocks added
+    at the latest evaluation is reused. The last step is always evaluated.
+
+    Args:
+        threshold: of the sum. The paper's for Open-Sora are 0.1 ("slow") and 0.2 ("fast").
+        coefficients: of the polynomial, highest power first, which the paper fits for each model: for FLUX (498.651651,
+            -283.781631, 55.8554382, -3.82021401, 0.264230861). (1, 0) is the change itself.
+        max_forecasts: skipped steps in a row; None sets no bound.
+    """
+    rule = AccumulatedChange(threshold, tuple(coefficients), max_forecasts, watch="modulated", last_steps=1)
+    return Forecast(rule, "reuse", "stack")
+
+
+def SpeCa(
+    base_threshold: float = 0.3,
+    decay_rate: float = 0.3,
+    min_forecasts: int = 1,
+    max_forecasts: int = 8,
+    order: int = 1,
+    first_enhance: int = 1,
+) -> Forecast:
+    """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
+
+    The next step is evaluated when mean(|forecast - real| / |real|) > base_threshold decay_rate^(t / T). The arguments
+    are those of `Verification` (`min_taylor_steps` and `max_taylor_steps` of the public code are `min_forecasts` and
+    `max_forecasts`), and the order of the expansion.
+    """
+    rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
+    return Forecast(rule, Taylor(order), "module")
+
+
+def FoCa(interval: int | None = None, first_enhance: int = 1) -> Forecast:
+    """FoCa in cache-dit's form: even evaluations, and a forecast that is corrected by those before it (`bases.FoCa`).
+
+    Args:
+        interval: one evaluation in this many steps. first_enhance: steps at the start that are all evaluated.
+    """
+    return Forecast(Every(interval, first_enhance), "foca", "module")
+
+
+def ReCAP(**settings: Any) -> Any:
+    """ReCAP (arXiv 2505.19089), for AmusedPipeline: local steps between full ones; settings of the sampler "recap"."""
+    from paradec import samplers
+
+    return samplers.create("recap", **settings)
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "taylorseer": TaylorSeer,
+    "teacache": TeaCache,
+    "speca": SpeCa,
+    "foca": FoCa,
+    "recap": ReCAP,
+    "forecast": Forecast,
+    **RULES,
+}
+"""By name; spelling is free of case, "_" and "-"."""
+
+NAMES = {"fbcache": "first_block", "blockcache": "first_block", "fbc": "first_block", "cachedit": "dbcache"}
+"""Names of other tools, without "_" and "-", and what they are called here."""
+SETTINGS = {
+    "cache_interval": ("interval",),
+    "fresh_threshold": ("interval",),
+    "max_order": ("order",),
+    "n_derivatives": ("order",),
+    "disable_cache_before_step": ("first_enhance",),
+    "max_warmup_steps": ("first_enhance", "retention_steps"),
+    "residual_diff_threshold": ("threshold",),
+    "rel_l1_thresh": ("threshold",),
+    "refresh": ("when",),
+    "basis": ("how",),
+    "target": ("where",),
+}
+"""Settings of other tools, and what they may be called here."""
+
+
+def method_from(text: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """The sampler or rule of a name, which may have settings in parentheses: "taylorseer(interval=3)".
+
+    Raises:
+        ValueError: no such name or setting, or a wrong value.
+    """
+    name, given = parse_component("sampler", text) if "(" in text else (text.strip(), {})
+    spelt = {key.replace("_", ""): key for key in METHODS}
+    plain = name.lower().replace("_", "").replace("-", "")
+    if plain in NAMES:
+        raise ValueError(f"sampler={name!r} is called {NAMES[plain]!r} here")
+    if plain not in spelt:
+        raise ValueError(unknown("sampler", name, METHODS))
+    settings = dict(given) | dict(settings or {})
+    make = METHODS[spelt[plain]]
+    allowed = _settings_of(make)
+    for key in settings:
+        if allowed is not None and key not in allowed:
+            ours = next((known for known in SETTINGS.get(key, ()) if known in allowed), None)
+            if ours is not None:
+                raise ValueError(f"{spelt[plain]} has no setting {key!r}; it is called {ours!r} here")
+            raise ValueError(unknown(f"setting of {spelt[plain]}", key, allowed))
+    return make(**settings)
+
+
+def _settings_of(make: Callable[..., Any]) -> list[str] | None:
+    """What a method may be given by name; None if it checks that itself."""
+    if make is ReCAP:
+        return None
+    if isinstance(make, type):
+        return list(make.__dataclass_fields__)  # type: ignore[attr-defined]
+    return list(make.__code__.co_varnames[: make.__code__.co_argcount])
+
+
+def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> FeatureForecast | Any:
+    """What attaches to a pipeline: a `Forecast`, or the sampler "recap".
+
+    Args:
+        value: such a sampler, a rule, a name, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None is
+            `TaylorSeer()`. settings: of a name.
+
+    Raises:
+        TypeError: something else. ValueError: as `method_from`, or a config that has no equal here.
+    """
+    if settings and not isinstance(value, (str, type(None))):
+        raise TypeError(f"{next(iter(settings))}=... goes with a name; sampler={shown(value)} has its settings")
+    made = method_from(value or "taylorseer", settings) if isinstance(value, (str, type(None))) else value
+    if type(made).__name__ in CONFIGS:
+        made = CONFIGS[type(made).__name__](made)
+    if isinstance(made, Rule):
+        made = Forecast(made)
+    if not isinstance(made, FeatureForecast) and getattr(made, "name", None) != "recap":
+        raise TypeError(
+            f"sampler={shown(value)} is not for pipelines: accelerate takes {', '.join(map(repr, METHODS))}, by name "
+            f"or made with settings, a config of diffusers ({', '.join(CONFIGS)}), or cache='block' without a sampler"
+        )
+    return made
+
+
+ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"
+"""What diffusers' TaylorSeer hooks where its config does not say."""
+
+
+def _taylorseer_config(config: Any) -> Forecast:
+    when = Every(config.cache_interval, config.disable_cache_before_step, "diffusers", config.disable_cache_after_step)
+    how = Taylor(config.max_order, config.taylor_factors_dtype)
+    if config.use_lite_mode:
+        return Forecast(when, how, "output")
+    skipped = tuple(config.skip_predict_identifiers or ())
+    return Forecast(when, how, Modules(tuple(config.cache_identifiers or (ATTENTION,)), skipped))
+
+
+def _magcache_config(config: Any) -> Forecast:
+    if config.calibrate:
+        raise ValueError("MagCacheConfig(calibrate=True): use paradec.integrations.diffusers.hooks.magcache.calibrate")
+    names = ("mag_ratios", "threshold", "max_skip_steps", "retention_ratio", "num_inference_steps")
+    return Forecast(MagCache(**{name: getattr(config, name) for name in names}))
+
+
+def _seacache_config(config: Any) -> Forecast:
+    return Forecast(SeaCache(**{name: getattr(config, name) for name in SeaCache.__dataclass_fields__}))
+
+
+CONFIGS: Mapping[str, Callable[[Any], Forecast]] = {
+    "TaylorSeerCacheConfig": _taylorseer_config,
+    "FirstBlockCacheConfig": lambda config: Forecast(FirstBlock(config.threshold)),
+    "MagCacheConfig": _magcache_config,
+    "SeaCacheConfig": _seacache_config,
+}
+"""Configs of diffusers, which give the same latents here as through `enable_cache`."""
