@@ -99,7 +99,8 @@ class MagCache(Probe):
 
     Args:
         mag_ratios: measured by `paradec.integrations.diffusers.hooks.magcache.calibrate` for this model: a `MagRatios`,
-            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest.
+            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest;
+            image to image, which leaves the first steps of its scheduler out, the last ones.
         threshold: of the summed error.
         max_skip_steps: K: skipped steps in a row.
         retention_ratio: share of the steps at the start that are all evaluated.
@@ -132,9 +133,10 @@ class MagCache(Probe):
     def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
         assert self.mag_ratios is not None
         total = self.num_inference_steps or state.total or len(self.mag_ratios.values)
+        begin = 0 if self.num_inference_steps else state.first
         full = True
         if state.index >= int(self.retention_ratio * total + 0.5):
-            ratios = self.mag_ratios.at(total)
+            ratios = self.mag_ratios.at(total + begin)[begin:]
             state.product *= ratios[state.index] if state.index < total else 1.0
             state.error += abs(1.0 - state.product)
             full = forced or state.error > self.threshold or state.skipped >= self.max_skip_steps

@@ -512,7 +512,7 @@ def test_settings_are_checked() -> None:
         accelerate(module, Forecast(where="stack", when="verification"))
     with pytest.raises(ValueError, match="runs"):
         magcache.calibrate(module, lambda: None, runs=0)
-    with pytest.raises(ValueError, match="not called at every step"):
+    with pytest.raises(ValueError, match="no transformer was called at every step"):
         magcache.calibrate(module, lambda: None)
     lengths = iter((3, 4))
     with pytest.raises(ValueError, match="one run has 3 steps, another 4"):

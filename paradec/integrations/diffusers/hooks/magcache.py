@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from paradec.core.checks import check_choice, check_int
-from paradec.integrations.diffusers.hooks.session import Session, transformers_of
+from paradec.core.checks import check_int
+from paradec.integrations.diffusers.hooks.session import Session
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.probes import Probe, ProbeState
@@ -19,7 +19,7 @@ from paradec.samplers.forecast.probes import Probe, ProbeState
 class _Magnitudes(Probe):
     """Evaluates every step, and takes down the ratios."""
 
-    found: dict[int, list[float]] = field(default_factory=dict)
+    ratios: dict[int, list[float]] = field(default_factory=dict)
     """By step: of all calls and runs."""
 
     def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
@@ -28,18 +28,18 @@ class _Magnitudes(Probe):
     def evaluated(self, state: ProbeState, residual: Tensor) -> None:
         size, before = residual.float().norm(dim=-1), state.tensors.get("size")
         ratio = 1.0 if before is None else float((size / (before + 1e-8)).mean())
-        self.found.setdefault(state.index, []).append(ratio)
+        self.ratios.setdefault(state.index, []).append(ratio)
         state.tensors["size"] = size
 
 
-def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1, transformer: str = "transformer") -> MagRatios:
+def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> MagRatios:
     """Measure the magnitude ratios of a model, for `MagCache(mag_ratios=...)`.
 
     Args:
-        pipe: a diffusers pipeline, or a transformer alone; left as it was.
+        pipe: a diffusers pipeline, or a transformer alone; left as it was. Where two transformers divide the steps (Wan
+            2.2), each is measured at its own.
         run: makes one plain run of it, all steps.
         runs: how often `run` is called. Runs, and the calls of a step (guidance), are averaged.
-        transformer: which component of the pipeline is calibrated.
 
     Returns:
         The ratios, one for each step of the run. `save` writes them to a file.
@@ -49,20 +49,15 @@ def calibrate(pipe: Any, run: Callable[[], Any], *, runs: int = 1, transformer: 
         TypeError: `pipe` is neither.
     """
     check_int("runs", runs, low=1)
-    found = transformers_of(pipe)
-    if not isinstance(pipe, nn.Module):
-        check_choice("transformer", transformer, found)
-    name = transformer if transformer in found else next(iter(found))
     total: list[float] = []
     for _ in range(runs):
         measure = _Magnitudes()
         with Session(pipe, Forecast(when=measure)) as session:
             run()
-            length = len({record.step for record in session.report().calls if record.transformer == name})
-        steps = sorted(measure.found)
-        if not steps or steps != list(range(length)):
-            raise ValueError(f"run: {name} was not called at every step of one run, but at {steps}")
-        ratios = [sum(measure.found[step]) / len(measure.found[step]) for step in steps]
+            steps = sorted(session.report().full_steps)
+        if not steps or steps != list(range(len(steps))) or steps != sorted(measure.ratios):
+            raise ValueError(f"run: no transformer was called at every step of one run, but at {steps}")
+        ratios = [sum(measure.ratios[step]) / len(measure.ratios[step]) for step in steps]
         if total and len(total) != len(ratios):
             raise ValueError(f"run: one run has {len(total)} steps, another {len(ratios)}")
         total = [a + b for a, b in zip(total or [0.0] * len(ratios), ratios, strict=True)]

@@ -12,6 +12,9 @@ from torch import Tensor
 from paradec.core.thumbnails import of_images
 from paradec.core.trace import Notes, Trace, drawing
 from paradec.samplers.forecast.forecast import Forecast
+from paradec.samplers.forecast.refresh import Every
+from paradec.samplers.forecast.step_masks import StepMask
+from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
 
 
@@ -64,6 +67,28 @@ class Report:
         return sorted({call.step for call in self.calls if call.kind == "full"})
 
     @property
+    def evaluated_share(self) -> float:
+        """Share of the calls that were evaluated, in part or in full; 1 without any call."""
+        return sum(call.kind != "forecast" for call in self.calls) / len(self.calls) if self.calls else 1.0
+
+    @property
+    def why_nothing(self) -> str | None:
+        """Why nothing was skipped, in one line; None where something was."""
+        if any(call.kind != "full" for call in self.calls):
+            return None
+        steps = len({call.step for call in self.calls})
+        rule = next(iter(self.settings.values())).rule
+        if not self.calls:
+            why = "no transformer was called in a run; attach before set_timesteps"
+        elif steps == 1 and len(self.calls) > 2:
+            why = "neither the scheduler's step nor a timestep told one step from the next"
+        elif isinstance(rule, (StepSchedule, StepMask, Every)):
+            why = f"the schedule evaluates each of these {steps} steps"
+        else:
+            why = f"{rule.name} asked for an evaluation at each of {steps} steps; a larger threshold skips"
+        return f"nothing was skipped: {why}"
+
+    @property
     def bytes(self) -> int:
         """The most that all histories took at once."""
         peak: dict[str, int] = {}
@@ -82,7 +107,7 @@ class Report:
                 f"{len(self.modules[name])} modules hooked, "
                 f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
             )
-        return "\n".join([*lines, *self.notes, self.short])
+        return "\n".join([*lines, *self.notes, *filter(None, [self.why_nothing]), self.short])
 
     @property
     def short(self) -> str:
@@ -90,7 +115,8 @@ class Report:
         kinds = [call.kind for call in self.calls]
         return (
             f"run {self.runs}: {len(kinds)} calls, {kinds.count('full')} full, {kinds.count('forecast')} forecast, "
-            f"{kinds.count('mixed')} mixed; histories took {self.bytes / 1e6:.1f} MB at most"
+            f"{kinds.count('mixed')} mixed; {self.evaluated_share:.0%} evaluated, histories took "
+            f"{self.bytes / 1e6:.1f} MB at most"
         )
 
     def trace(self, images: Any = None) -> Trace:

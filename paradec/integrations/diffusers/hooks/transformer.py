@@ -30,14 +30,13 @@ from paradec.integrations.diffusers.hooks.blocks import (
 from paradec.integrations.diffusers.hooks.clock import Clock, Run, timestep_of
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.integrations.diffusers.hooks.report import CallRecord, Stopwatch
-from paradec.integrations.diffusers.hooks.spared import FeederTap, feeders
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
 from paradec.integrations.diffusers.hooks.watched import Hidden, Modulated, unpacked
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.forecast import Forecast
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.step_schedule import StepSchedule
 from paradec.samplers.forecast.targets import Modules
 
@@ -120,7 +119,6 @@ class Transformer:
         self.hooks: list[Hook] = []
         """On modules inside."""
         self.taps: list[Tap] = []
-        self.feeders: list[FeederTap] = []
         self.stack: Stack | None = None
         """Of where="stack"."""
         self.watcher: Hidden | Modulated | None = None
@@ -190,11 +188,6 @@ class Transformer:
             self.taps = [Tap(self, place, modules[place.name], is_verified and place.block == last) for place in found]
             self.hooks += [tap.hook for tap in self.taps if tap.hook is not None]
         self._watch(rule, modules)
-        if any(place.kind == "forecast" for place in found):
-            is_complete = not isinstance(settings.where, Modules)
-            for feeder in feeders(self.base, found, last if is_verified else None, is_complete):
-                self.feeders.append(FeederTap(self, feeder, modules))
-            self.hooks += [tap.hook for tap in self.feeders]
         self.names = [place.name for place in found]
         self.parents = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names if name]
         self.children = [modules[name] for name in self.names if name]
@@ -231,7 +224,7 @@ class Transformer:
     def _untap(self) -> None:
         for hook in reversed(self.hooks):
             hook.remove()
-        self.hooks, self.taps, self.feeders, self.stack, self.watcher = [], [], [], None, None
+        self.hooks, self.taps, self.stack, self.watcher = [], [], None, None
         for module, compiled in self.compiled:
             module._compiled_call_impl = compiled
         self.compiled = []
@@ -325,6 +318,12 @@ class Transformer:
             self._note(
                 "schedule", f"the run does not tell its {', '.join(untold)}, so that the steps may be those of another"
             )
+        self.notes.pop("steps", None)
+        if clock.total is not None and clock.total <= FEW_STEPS and rule.name in ("every", "step_mask"):
+            self._note(
+                "steps",
+                f"a run of {clock.total} steps: models distilled to a few steps bear few forecasts; compare pictures",
+            )
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
@@ -351,20 +350,6 @@ class Transformer:
         """What tells a module's calls within one call of the transformer apart: blocks may share it."""
         count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
-
-    def is_forecast(self, names: Sequence[str], call_index: str) -> bool:
-        """Whether all these modules will be forecast in this call; each decision is that of `decide`."""
-        state = self.state
-        if self.schedule is not None:
-            if any(self.course.index in self.schedule[name] for name in names):
-                return False
-        elif state.decision is None:
-            if self.measures:  # what it watches has not been seen yet
-                return False
-            state.decision = self.settings.evaluates(self.course)
-        if state.decision and self.schedule is None:
-            return False
-        return all(name + call_index in self.histories for name in names)
 
     def decide(self, place: Place, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a module is evaluated in this call. The first module of a step decides for all and every branch."""

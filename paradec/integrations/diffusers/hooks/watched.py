@@ -85,6 +85,8 @@ def unpacked(pipe: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
             found: Tensor = unpack(latent, rows * 2 * scale, columns * 2 * scale, scale)
         except TypeError:  # of another form
             found = latent
+        except RuntimeError:  # cells that are no squares of 2 x 2 (Qwen-Image 2.1)
+            return latent.transpose(1, 2).unflatten(2, (rows, columns))
         config = getattr(getattr(pipe, "vae", None), "config", {})
         channels = config.get("latent_channels", config.get("z_dim", found.shape[1]))
         if found.ndim in (4, 5) and found.shape[1] == channels:

@@ -1,0 +1,384 @@
+"""Models whose blocks are called in ways of their own, and loops that step by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    FluxImg2ImgPipeline,
+    QwenImage21Pipeline,
+    SkyReelsV2DiffusionForcingPipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    models,
+)
+from diffusers.models.transformers import transformer_cosmos3, transformer_flux3, transformer_qwenimage21
+from PIL import Image
+from tiny_pipelines import flux_pipeline, loop_pipeline, run_flux
+from torch import Tensor, nn
+
+import paradec
+from paradec import AccumulatedChange, DBCache, DiCache, Every, FirstBlock, MagCache, TaylorSeer, accelerate
+from paradec.integrations.diffusers.hooks.magcache import calibrate
+
+Make = Callable[[], tuple[nn.Module, dict[str, Any], str, tuple[int, ...]]]
+"""A transformer, the inputs of a call, the name of the latent among them, and the latent's shape."""
+
+
+def _kandinsky() -> Any:
+    module = models.Kandinsky5Transformer3DModel(
+        in_visual_dim=4, in_text_dim=12, in_text_dim2=8, time_dim=16, out_visual_dim=4, patch_size=(1, 2, 2),
+        model_dim=32, ff_dim=64, num_text_blocks=2, num_visual_blocks=4, axes_dims=(4, 6, 6), visual_cond=False,
+    )  # fmt: skip
+    rope = [torch.arange(1), torch.arange(4), torch.arange(4)]
+    inputs: dict[str, Any] = {"encoder_hidden_states": torch.randn(1, 7, 12), "pooled_projections": torch.randn(1, 8)}
+    return (
+        module,
+        inputs | {"visual_rope_pos": rope, "text_rope_pos": torch.arange(7)},
+        "hidden_states",
+        (1, 1, 8, 8, 4),
+    )
+
+
+def _flux3() -> Any:
+    module = transformer_flux3.Flux3Transformer2DModel(
+        in_channels=4, cond_in_channels=4, num_layers=2, num_single_layers=3, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=12, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+    ids = torch.cartesian_prod(torch.arange(1), torch.arange(4), torch.arange(4), torch.arange(1)).float()
+    inputs = {"encoder_hidden_states": torch.randn(1, 6, 12), "img_ids": ids, "txt_ids": torch.zeros(6, 4)}
+    return module, inputs, "hidden_states", (1, 16, 4)
+
+
+def _lumina2() -> Any:
+    module = models.Lumina2Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, hidden_size=24, num_layers=3, num_refiner_layers=2,
+        num_attention_heads=3, num_kv_heads=1, multiple_of=16, axes_dim_rope=(4, 2, 2), axes_lens=(64, 64, 64),
+        cap_feat_dim=8,
+    )  # fmt: skip
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    inputs = {"encoder_hidden_states": torch.randn(1, 6, 8), "encoder_attention_mask": mask}
+    return module, inputs, "hidden_states", (1, 4, 8, 8)
+
+
+def _cosmos3() -> Any:
+    module = transformer_cosmos3.Cosmos3OmniTransformer(
+        head_dim=6, hidden_act="relu2", hidden_size=12, intermediate_size=24, latent_channel=2, latent_patch_size=1,
+        num_attention_heads=2, num_hidden_layers=2, num_key_value_heads=1, patch_latent_dim=2, qk_norm_for_text=False,
+        rms_norm_eps=1e-5, rope_axes_dim=[1, 1, 1], rope_theta=1e8, vocab_size=32,
+    )  # fmt: skip
+    inputs = {
+        "input_ids": torch.tensor([1, 2]), "text_indexes": torch.tensor([0, 1]), "und_len": 2, "sequence_length": 3,
+        "position_ids": torch.zeros(3, 3, dtype=torch.long), "vision_token_shapes": [(1, 1, 1)],
+        "vision_sequence_indexes": torch.tensor([2]), "vision_mse_loss_indexes": torch.tensor([2]),
+        "vision_timesteps": torch.ones(1), "vision_noisy_frame_indexes": [torch.tensor([0])],
+    }  # fmt: skip
+    return module, inputs, "vision_tokens", (1, 2, 1, 1, 1)
+
+
+def _ltx2() -> Any:
+    module = models.LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, patch_size=1, patch_size_t=1, num_attention_heads=2, attention_head_dim=8,
+        cross_attention_dim=16, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
+        audio_attention_head_dim=4, audio_cross_attention_dim=8, num_layers=2, qk_norm="rms_norm_across_heads",
+        caption_channels=16, rope_double_precision=False,
+    )  # fmt: skip
+    inputs = {
+        "audio_hidden_states": torch.randn(1, 3, 4), "encoder_hidden_states": torch.randn(1, 5, 16),
+        "audio_encoder_hidden_states": torch.randn(1, 5, 16), "num_frames": 2, "height": 2, "width": 2, "fps": 25.0,
+        "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool), "audio_num_frames": 3,
+    }  # fmt: skip
+    return module, inputs, "hidden_states", (1, 8, 4)
+
+
+def _vace() -> Any:
+    module = models.WanVACETransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=32, num_layers=3, cross_attn_norm=True, rope_max_seq_len=32, vace_layers=[0, 2],
+        vace_in_channels=8,
+    )  # fmt: skip
+    inputs = {"encoder_hidden_states": torch.randn(1, 6, 16), "control_hidden_states": torch.randn(1, 8, 2, 4, 4)}
+    return module, inputs, "hidden_states", (1, 4, 2, 4, 4)
+
+
+def _latte() -> Any:
+    module = models.LatteTransformer3DModel(
+        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=8,
+        in_channels=4, cross_attention_dim=16, out_channels=4, attention_bias=True, video_length=3,
+        norm_type="ada_norm_single", num_embeds_ada_norm=1000, norm_elementwise_affine=False,
+        activation_fn="gelu-approximate",
+    )  # fmt: skip
+    return module, {"encoder_hidden_states": torch.randn(1, 5, 8)}, "hidden_states", (1, 4, 3, 8, 8)
+
+
+MAKE: dict[str, Make] = {
+    "Kandinsky5": _kandinsky, "Flux3": _flux3, "Lumina2": _lumina2, "Cosmos3": _cosmos3, "LTX2": _ltx2, "VACE": _vace,
+    "Latte": _latte,
+}  # fmt: skip
+
+
+class Loop:
+    """A loop over a transformer with a scheduler of its own: latents that are all different at every step."""
+
+    def __init__(self, name: str):
+        torch.manual_seed(0)
+        self.transformer, self.inputs, self.latent, self.shape = MAKE[name]()
+        for parameter in self.transformer.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.12)
+        self.transformer.eval().requires_grad_(False)
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+
+    def __call__(self, steps: int = 6) -> list[Tensor]:
+        draw, outputs = torch.Generator().manual_seed(2), []
+        self.scheduler.set_timesteps(steps)
+        for i, time in enumerate(self.scheduler.timesteps):
+            latent = torch.randn(self.shape, generator=draw) * (1 + 5 * i)
+            inputs = self.inputs | {self.latent: [latent] if self.latent == "vision_tokens" else latent}
+            if self.latent != "vision_tokens":
+                inputs["timestep"] = time[None]
+            output = self.transformer(**inputs, return_dict=False)[0]
+            outputs.append(output[0] if isinstance(output, list) else output)
+            self.scheduler.step(torch.zeros(1), time, torch.zeros(1))
+        return outputs
+
+
+MEASURES = {
+    "first_block": FirstBlock(1e-6),
+    "dbcache": DBCache(1, residual_diff_threshold=1e-6, max_warmup_steps=1),
+    "dicache": DiCache(1e-6, retention_ratio=0.0),
+    "change": AccumulatedChange(1e-6),
+    "hidden": AccumulatedChange(1e-6, watch="hidden"),
+    "teacache": paradec.TeaCache(1e-6),
+}
+
+
+@pytest.mark.parametrize("rule", MEASURES)
+@pytest.mark.parametrize("name", MAKE)
+def test_rules_measure_the_denoised_stream(name: str, rule: str) -> None:
+    """Not the texts', which may stand or be called first, and change with the time alone or not at all."""
+    loop = Loop(name)
+    plain = loop()
+    with accelerate(loop, MEASURES[rule]) as session:
+        assert all(map(torch.equal, loop(), plain))
+        report = session.report()
+    assert report.full_steps == list(range(6)), report
+    assert "nothing was skipped: " in str(report) and "at each of 6 steps; a larger threshold skips" in str(report)
+    assert report.evaluated_share == 1
+
+
+@pytest.mark.parametrize("where", ["module", "block", "stack", "output"])
+@pytest.mark.parametrize("name", MAKE)
+def test_forecasts_of_every_part(name: str, where: str) -> None:
+    loop = Loop(name)
+    plain = loop()
+    with accelerate(loop, TaylorSeer(3, where=where)) as session:
+        outputs = loop()
+        assert session.report().full_steps == [0, 3] and session.report().evaluated_share == 1 / 3
+    assert all(torch.equal(outputs[i], plain[i]) for i in (0, 3)) and all(o.isfinite().all() for o in outputs)
+    assert all(map(torch.equal, loop(), plain))
+
+
+@pytest.mark.parametrize("words", [100, 230], ids=["unequal", "equal"])
+def test_a_refined_text_of_the_picture_s_length(words: int) -> None:
+    """Z-Image, of 256 cells: with the same inputs at every step, every forecast is the full output."""
+    torch.manual_seed(0)
+    module = models.ZImageTransformer2DModel(
+        all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=32, n_layers=3, n_refiner_layers=2, n_heads=2,
+        n_kv_heads=2, qk_norm=True, cap_feat_dim=16, rope_theta=256.0, t_scale=1000.0, axes_dims=[4, 6, 6],
+        axes_lens=[1024, 64, 64],
+    )  # fmt: skip
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.15)
+    module.eval().requires_grad_(False)
+    inputs = {"x": [torch.randn(4, 1, 32, 32)], "cap_feats": [torch.randn(words, 16)], "return_dict": False}
+    full = module(**inputs, t=torch.tensor([0.5]))[0][0]
+    for sampler in (TaylorSeer(3, where="stack"), FirstBlock(0.1), DBCache(1, max_warmup_steps=1)):
+        pipe = SimpleNamespace(transformer=module, scheduler=FlowMatchEulerDiscreteScheduler())
+        with accelerate(pipe, sampler) as session:
+            pipe.scheduler.set_timesteps(4)
+            for time in pipe.scheduler.timesteps:
+                torch.testing.assert_close(module(**inputs, t=torch.tensor([0.5]))[0][0], full)
+                pipe.scheduler.step(torch.zeros(1), time, torch.zeros(1))
+            assert session.report().evaluated_share < 1
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def wan(seed: int, cls: Any = models.WanTransformer3DModel, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    module = cls(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32, **options,
+    )  # fmt: skip
+    return module.eval().requires_grad_(False)
+
+
+def wan_vae() -> nn.Module:
+    return AutoencoderKLWan(
+        base_dim=3, z_dim=4, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    ).eval()  # fmt: skip
+
+
+def flow() -> UniPCMultistepScheduler:
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["pipeline", "loop"])
+def test_loops_that_do_not_step_the_scheduler(is_own: bool) -> None:
+    """SkyReels' diffusion forcing steps copies of it, and a loop integrates by itself: the timestep tells the step."""
+    module = wan(0, models.SkyReelsV2Transformer3DModel, inject_sample_info=False)
+    pipe = SkyReelsV2DiffusionForcingPipeline(None, None, module, wan_vae(), flow())
+    pipe.set_progress_bar_config(disable=True)
+    text = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(5))
+
+    def run() -> Tensor:
+        draw = torch.Generator().manual_seed(1)
+        if not is_own:
+            return pipe(
+                prompt=None, prompt_embeds=text, negative_prompt_embeds=-text, height=32, width=32, num_frames=9,
+                num_inference_steps=10, guidance_scale=3.0, output_type="latent", generator=draw,
+            ).frames  # fmt: skip
+        pipe.scheduler.set_timesteps(10)
+        latent = torch.randn(1, 4, 3, 4, 4, generator=draw)
+        for now, then, time in zip(pipe.scheduler.sigmas[:-1], pipe.scheduler.sigmas[1:], pipe.scheduler.timesteps):
+            speed = module(hidden_states=latent, timestep=time[None], encoder_hidden_states=text, return_dict=False)[0]
+            latent = latent + (then - now) * speed
+        return latent
+
+    plain = run()
+    with accelerate(pipe, TaylorSeer(4)) as session:
+        first = run()
+        assert session.report().full_steps == [0, 4, 8]
+        assert len(session.report().calls) == (10 if is_own else 20)
+        peak = session.report().bytes
+        assert torch.equal(run(), first) and session.report().bytes == peak
+    with accelerate(pipe, TaylorSeer(1)):
+        assert torch.equal(run(), plain)
+    pipe.scheduler.set_timesteps(5)
+    with accelerate(pipe, TaylorSeer(4)) as session:
+        module(hidden_states=plain[:, :4], timestep=torch.ones(1), encoder_hidden_states=text)
+        assert "nothing was skipped: no transformer was called in a run" in str(session.report())
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Any, Callable[[int], Any]]]:
+    """Wan 2.2: one transformer for the first steps, one for the last."""
+    pipe = WanPipeline(None, None, wan_vae(), flow(), wan(0), wan(1), boundary_ratio=0.8)
+    pipe.set_progress_bar_config(disable=True)
+    text = torch.randn(1, 7, 16)
+    yield pipe, lambda steps: pipe(
+        prompt_embeds=text, negative_prompt_embeds=-text, height=16, width=16, num_frames=5, num_inference_steps=steps,
+        guidance_scale=3.0, output_type="latent", generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+
+
+def test_two_transformers_are_calibrated_and_reported(two: Any) -> None:
+    pipe, run = two
+    ratios = calibrate(pipe, lambda: run(12))
+    assert len(ratios.values) == 12
+    with accelerate(pipe, MagCache(ratios, threshold=0.5)) as session:
+        run(12)
+        calls = session.report().calls
+        assert {call.transformer for call in calls} == {"transformer", "transformer_2"} and len(calls) == 24
+        assert session.report().evaluated_share < 1
+        pipe.register_to_config(boundary_ratio=0.0)
+        run(6)  # the first transformer alone
+        assert len(session.report().calls) == 12
+        assert {call.transformer for call in session.report().calls} == {"transformer"}
+
+
+def test_magcache_takes_the_last_part_of_its_table() -> None:
+    """Of a run that leaves the first steps out."""
+    pipe = flux_pipeline()
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        sample_size=32, block_out_channels=(4,), latent_channels=1, norm_num_groups=1, use_quant_conv=False,
+        use_post_quant_conv=False, shift_factor=0.06, scaling_factor=1.5,
+    ).eval()  # fmt: skip
+    pipe = FluxImg2ImgPipeline.from_pipe(pipe, vae=vae)
+    pipe.set_progress_bar_config(disable=True)
+    image = Image.fromarray((np.random.RandomState(0).rand(16, 16, 3) * 255).astype("uint8"))
+    with accelerate(pipe, MagCache([1.0] * 10 + [0.5] * 10, retention_ratio=0.0)) as session:
+        for strength, kinds in ((1.0, "F---F---F-" + "F" * 10), (0.5, "F" * 10)):
+            pipe(
+                image=image, strength=strength, prompt_embeds=torch.randn(1, 8, 32), height=16, width=16,
+                pooled_prompt_embeds=torch.randn(1, 32), num_inference_steps=20, output_type="latent",
+            )  # fmt: skip
+            assert "".join("F" if call.kind == "full" else "-" for call in session.report().calls) == kinds
+
+
+def test_runs_of_few_steps() -> None:
+    pipe = flux_pipeline()
+    for sampler, full in ((None, [0, 2]), ("foca", [0, 2]), (TaylorSeer(5), [0])):
+        with accelerate(pipe, sampler) as session:
+            run_flux(pipe, 4)
+            assert session.report().full_steps == full
+            assert "a run of 4 steps: models distilled to a few steps bear few" in str(session.report())
+    with accelerate(pipe, None) as session:
+        run_flux(pipe, 10)
+        assert session.report().full_steps == [0, 5] and not session.report().notes
+    with accelerate(pipe, TaylorSeer(1)) as session:
+        run_flux(pipe, 10)
+        assert "nothing was skipped: the schedule evaluates each of these 10 steps" in str(session.report())
+
+
+def test_compiling_while_accelerated() -> None:
+    """The whole transformer: refused as attaching refuses it; where the output is forecast it goes on."""
+    for where in ("module", "stack", "output"):
+        pipe = flux_pipeline()
+        with accelerate(pipe, TaylorSeer(3, where=where)):
+            first = run_flux(pipe, 4)
+            pipe.transformer.compile(backend="eager")
+            if where == "output":
+                torch.testing.assert_close(run_flux(pipe, 4), first)
+                continue
+            with pytest.raises(ValueError, match="compiled as a whole.*where='output'"):
+                run_flux(pipe, 4)
+
+
+def test_seacache_where_cells_are_not_packed() -> None:
+    """Qwen-Image 2.1, which has a method for cells of 2 x 2 all the same."""
+
+    class Processor:
+        tokenizer = SimpleNamespace(encode=lambda text: [5], convert_tokens_to_ids=lambda text: 5)
+
+        def apply_chat_template(self, *args: Any, **options: Any) -> list[list[int]]:
+            return [[1, 2]]
+
+    Processor.__module__ = "transformers"
+    torch.manual_seed(0)
+    module = transformer_qwenimage21.QwenImage21Transformer2DModel(
+        in_channels=8, out_channels=8, num_layers=3, attention_head_dim=16, num_attention_heads=2, context_in_dim=12,
+        axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    module.eval().requires_grad_(False)
+    pipe = QwenImage21Pipeline(FlowMatchEulerDiscreteScheduler(), None, None, Processor(), module)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.latent_channels = 8
+    with accelerate(pipe, "seacache") as session:
+        for keeps in (True, False):
+            pipe(
+                prompt_embeds=torch.ones(1, 5, 12), height=64, width=64, num_inference_steps=12, output_type="latent",
+                use_kv_cache=keeps,
+            )  # fmt: skip
+            assert session.report().evaluated_share < 1
+
+
+def test_every_without_an_interval() -> None:
+    loop, inputs = loop_pipeline("SD3")
+    for steps, full in ((8, [0, 2, 4, 6]), (9, [0, 5])):
+        with accelerate(loop, Every()) as session:
+            loop(inputs, steps)
+            assert session.report().full_steps == full
