@@ -129,7 +129,8 @@ def test_summary_of_a_session(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
-    assert "8 calls, 4 full, 4 forecast, 0 mixed" in lines[2] and len(lines) == 3
+    assert "8 calls, 4 full, 4 forecast, 0 mixed; 50% evaluated" in lines[3] and len(lines) == 4
+    assert "a run of 8 steps: models distilled to a few steps" in lines[2]
     assert Image.open(sheet).size == (2 * 8 + 2, 8)
 
 
