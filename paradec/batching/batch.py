@@ -27,7 +27,7 @@ import torch
 from paradec.api.generate import make_sampler, prepare_request
 from paradec.api.output import Output
 from paradec.api.streaming import check_streamer
-from paradec.batching.outputs import StreamSource, build_outputs, detach_error, failed_output, is_out_of_memory
+from paradec.batching.outputs import build_outputs, detach_error, failed_output, feed_streamer, is_out_of_memory
 from paradec.batching.prefixes import Prefixes
 from paradec.batching.slots import (
     KINDS,
@@ -546,13 +546,15 @@ class Batch:
         """Give streamers what has become final; one that raises ends its ticket."""
         if not group.has_streamer:
             return
-        source = StreamSource.from_group(group)
+        every = np.arange(len(group.tickets))
+        group.sync(every)
+        canvas, final = group.state.canvas.cpu(), group.state.final(every)  # once for all of them
         for slot in slots:
             ticket = group.tickets[slot]
             if ticket is None or ticket.streamer is None:
                 continue
             try:
-                source.feed(slot, ticket)
+                feed_streamer(ticket, group.state, slot, canvas[slot], int(final[slot]))
             except Exception as error:
                 (output,) = self._build_outputs(group.state, [slot], [ticket], error)
                 group.tickets[slot] = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, Unpack
@@ -134,9 +133,7 @@ class Many(Iterator[Any]):
         self._held_at_most = size + (AHEAD * size if look_ahead is None else look_ahead)
         self._read = self._given = 0
         self._tickets: dict[int, Ticket] = {}
-        self._index: dict[int, int] = {}  # of tickets' numbers; prompts that were refused have none
-        self._done: dict[int, Output | ImageOutput] = {}
-        self._came: deque[int] = deque()
+        self._done: dict[int, Output | ImageOutput] = {}  # in the order in which they ended
         self._unwanted: set[int] = set()
         self._numbering = threading.Lock()  # `cancel` sees a prompt either unread or in the batch
 
@@ -152,12 +149,10 @@ class Many(Iterator[Any]):
         except KeyboardInterrupt as interrupt:
             self._take(self.batch.ended())
             stopped = Interrupted("decoding was interrupted; answers that were not given yet are in .output")
-            stopped.output = [self._done[at] for at in (sorted(self._done) if self._in_order else self._came)]
+            stopped.output = [self._done[i] for i in (sorted(self._done) if self._in_order else self._done)]
             raise stopped from interrupt
         output = self._done.pop(index)
         self._given += 1
-        if not self._in_order:
-            self._came.popleft()
         if self._raises and output.error is not None and not isinstance(output.error, Cancelled):
             output.error.add_note(f"prompt {index} of generate_many")
             raise output.error
@@ -180,7 +175,6 @@ class Many(Iterator[Any]):
         self.batch.ended()
         self._exhausted, self._given = True, self._read
         self._done.clear()
-        self._came.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +186,7 @@ class Many(Iterator[Any]):
         """The number of the output that is to be given now; None if there is none yet."""
         if self._in_order:
             return self._given if self._given in self._done else None
-        return self._came[0] if self._came else None
+        return next(iter(self._done), None)
 
     def _fill(self) -> None:
         """Read prompts as long as there are rows for them."""
@@ -225,7 +219,7 @@ class Many(Iterator[Any]):
             unwanted = index in self._unwanted
             self._unwanted.discard(index)
             if ticket is not None:
-                self._tickets[index], self._index[ticket.number] = ticket, index
+                self._tickets[index] = ticket
         if output is not None:
             self._hold(index, output)
         if ticket is not None and unwanted:
@@ -233,7 +227,7 @@ class Many(Iterator[Any]):
 
     def _take(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
-            index = self._index.pop(ticket.number)
+            index = next(index for index, other in self._tickets.items() if other is ticket)
             del self._tickets[index]
             assert ticket.output is not None  # it has ended
             self._hold(index, ticket.output)
@@ -241,8 +235,6 @@ class Many(Iterator[Any]):
     def _hold(self, index: int, output: Output | ImageOutput) -> None:
         output.index = index
         self._done[index] = output
-        if not self._in_order:
-            self._came.append(index)
 
 
 def as_arguments(entry: Any) -> dict[str, Any]:

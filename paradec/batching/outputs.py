@@ -6,8 +6,8 @@ import copy
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.api.generate import build_output
 from paradec.api.output import Output
-from paradec.batching.slots import Group, RowState, Ticket
+from paradec.batching.slots import RowState, Ticket
 from paradec.caches.cost import CacheCost
 from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
@@ -107,37 +107,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-@dataclass
-class StreamSource:
-    """A group's rows for streamers, read from the device once for all of them."""
+def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
+    """Give a ticket's streamer what has become final. Raises what it raises.
 
-    state: RowState
-    canvas: Tensor
-    """[B, L] int64, on the host."""
-    final: np.ndarray
-    """[B] int64, of `State.final`."""
-
-    @classmethod
-    def from_group(cls, group: Group) -> Self:
-        """Read all rows of a group."""
-        slots = np.arange(len(group.tickets))
-        group.sync(slots)
-        return cls(group.state, group.state.canvas.cpu(), group.state.final(slots))
-
-    def feed(self, slot: int, ticket: Ticket) -> None:
-        """Give a ticket's streamer what has become final. Raises what it raises."""
-        streamer, row, final = ticket.streamer, self.canvas[slot], int(self.final[slot])
-        if ticket.sent is None:
-            ticket.sent = int(self.state.prompt_length[slot])
-            streamer.put(row[: ticket.sent].unsqueeze(0).clone())
-        if final > ticket.sent:
-            put_logprobs = getattr(streamer, "put_logprobs", None)
-            if put_logprobs is not None and self.state.logprobs is not None:
-                columns = slice(ticket.sent, final)
-                put_logprobs(self.state.logprobs.row(slot).placed(lambda tensor, _: tensor[:, columns].cpu()))
-            streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
-            ticket.sent = final
-        stop = int(self.state.end[slot])
-        put_draft = getattr(streamer, "put_draft", None)
-        if put_draft is not None and self.state.facts.hole_id is not None and final < stop:
-            put_draft(row[final:stop].unsqueeze(0).clone())
+    Args:
+        row: [L] int64, on the host: the canvas of the slot. final: of `State.final`.
+    """
+    streamer = ticket.streamer
+    if ticket.sent is None:
+        ticket.sent = int(state.prompt_length[slot])
+        streamer.put(row[: ticket.sent].unsqueeze(0).clone())
+    if final > ticket.sent:
+        put_logprobs = getattr(streamer, "put_logprobs", None)
+        if put_logprobs is not None and state.logprobs is not None:
+            columns = slice(ticket.sent, final)
+            put_logprobs(state.logprobs.row(slot).placed(lambda tensor, _: tensor[:, columns].cpu()))
+        streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
+        ticket.sent = final
+    stop = int(state.end[slot])
+    put_draft = getattr(streamer, "put_draft", None)
+    if put_draft is not None and state.facts.hole_id is not None and final < stop:
+        put_draft(row[final:stop].unsqueeze(0).clone())

@@ -13,8 +13,7 @@ from typing import Any
 
 from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.byte_automaton import byte_automaton
-from paradec.constraints.spelling import lift
-from paradec.constraints.spelling import spelling_of
+from paradec.constraints.spelling import lift, spelling_of
 from paradec.constraints.values import Constraint, find_automaton, keep_automaton
 
 MAX_KNOWN = 256
