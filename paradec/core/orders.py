@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
@@ -379,15 +379,7 @@ class Order:
         name = "steps" if "steps" in self.settings() else "sizes"
         if getattr(self, name, 0) is not None:
             raise ValueError(f"steps={steps} has no meaning for {shown(self)}, which has its own groups: leave it out")
-        return self.but(**{name: steps})
-
-    def but(self, **settings: Any) -> Order:
-        """The same order with other settings.
-
-        Raises:
-            ValueError: one that it does not have, or out of its range.
-        """
-        return registry.create(self.name, **{name: getattr(self, name) for name in self.settings()} | settings)
+        return replace(self, **{name: steps})
 
     @classmethod
     def settings(cls) -> dict[str, Any]:

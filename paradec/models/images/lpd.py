@@ -240,7 +240,7 @@ class LPDModel(ImageModel):
             groups = groups if order.sizes is None else _count(order, cells)
             repulsion = REPULSION.get((self.module.config.dim, cells, groups))
             if repulsion is not None:
-                sampler = replace(sampler, order=order.but(repulsion=repulsion))
+                sampler = replace(sampler, order=replace(order, repulsion=repulsion))
         return super().begin(sampler, laid, grid, request)
 
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
