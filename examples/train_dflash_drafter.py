@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 import paradec
-from paradec.models.layers import LayerOutputs
+from paradec.models.decoder import LayerOutputs
 
 BLOCK, LAYERS, SCALE, DECAY = 8, 2, 2.0, 4.0
 """Codes of a block, the drafter's layers, guidance, and how fast places lose weight (their e-th part after so many)."""
@@ -49,7 +49,7 @@ def read(model: paradec.models.adapter.Model, codes: Tensor, labels: Tensor) -> 
     embeddings = torch.cat((first, network.tok_embeddings(codes)), 1)
     with LayerOutputs(network.layers, TARGETS) as outputs:
         last = network.backbone(embeddings, torch.arange(-1, CODES).expand(len(codes), -1))
-    return outputs.side_by_side(last)
+    return outputs.concatenate(last)
 
 
 def block_logits(

@@ -26,7 +26,7 @@ from paradec.core.checks import check_model
 from paradec.core.prompts import Prompts, encode, right_aligned
 from paradec.core.protocol import TextState, decode, interruptible
 from paradec.core.trace import name_tokens
-from paradec.models.requests import UNSHARED
+from paradec.core.weights import weights_lock
 from paradec.models.tensor_parallel import TensorParallelModel, failing_together
 from paradec.request import Arguments, Preset, Request, warn_of_unused
 
@@ -141,7 +141,7 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
         prompts = prompts.repeated(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
-    with getattr(model, "requests", UNSHARED).slot.lock, failing_together() if spread else nullcontext():
+    with weights_lock(model), failing_together() if spread else nullcontext():
         state: TextState = sampler.start(model, prompts, request)
         if hint := state.cache_advice():
             warnings.warn(hint, stacklevel=3)

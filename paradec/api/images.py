@@ -22,9 +22,9 @@ from paradec.core.checks import MODELS, check_choice, check_int, check_model, co
 from paradec.core.protocol import Sampler, State, decode, interruptible
 from paradec.core.thumbnails import RAMP, of_images, of_stage, pillow, to_pil
 from paradec.core.trace import Trace
+from paradec.core.weights import weights_lock
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
-from paradec.models.requests import UNSHARED
 from paradec.request import Preset, Request, check_names, request_for, warn_of_unused
 
 if TYPE_CHECKING:
@@ -223,8 +223,7 @@ def generate_images(
         return build_output(model, state, grid, time.perf_counter() - begin)
 
     watched = watch(state, request.callback, progress=request.progress)
-    lock = getattr(model, "requests", UNSHARED).slot.lock
-    with interruptible(lambda: output_so_far()[0]), lock, state.freed_store(), watched as after_commit:
+    with interruptible(lambda: output_so_far()[0]), weights_lock(model), state.freed_store(), watched as after_commit:
         decode(sampler, laid.model, state, after_commit)
     if laid.model.device.type == "cuda":
         torch.cuda.synchronize(laid.model.device)

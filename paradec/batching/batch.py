@@ -50,7 +50,7 @@ from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.core.interrupts import held_back
 from paradec.core.prompts import encode
 from paradec.core.protocol import NotFinite
-from paradec.models.requests import UNSHARED
+from paradec.core.weights import weights_lock
 from paradec.request import Arguments, Preset, Request
 from paradec.samplers.masked.device import step as device_step
 
@@ -134,7 +134,7 @@ class Batch:
         self._callbacks: deque[Any] = deque()  # tickets whose on_done is to be called
         self._stepper: int | None = None  # the thread that takes a step
         self._stepping = threading.Lock()
-        getattr(model, "requests", UNSHARED).use.batches.add(self)
+        weights_lock(model).batches.add(self)
 
     # ---- any thread -----------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Batch:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """This thread's turn to step."""
-        with self._stepping, getattr(self.model, "requests", UNSHARED).slot.lock:
+        with self._stepping, weights_lock(self.model):
             self._stepper = threading.get_ident()
             try:
                 yield

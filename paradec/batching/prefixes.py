@@ -11,10 +11,11 @@ from torch import Tensor
 
 from paradec.batching.slots import Group, Ticket
 from paradec.caches.base import Cache
-from paradec.caches.kept import KeptPrefix, evaluate, weights_of
+from paradec.caches.kept import KeptPrefix, evaluate
 from paradec.caches.prefix_tree import Layers, PrefixTree
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.protocol import CallCost
+from paradec.core.weights import weights_of
 
 __all__ = ["Prefixes"]
 

@@ -1,7 +1,7 @@
 """Keys and values that outlive a request, or that its rows share: what a conversation or a batch begins with.
 
 The attention of many rows over one shared prefix is Juravsky et al., "Hydragen", arXiv 2402.05099 (see
-`paradec.models.shared_prefix`).
+`paradec.models.attention`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
 from paradec.core.checks import check_bool, shown
 from paradec.core.query import Query, StoreCall
+from paradec.core.weights import weights_of
 
 
 class KeptPrefix:
@@ -311,51 +312,3 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
     """What the cache stores keys and values of this model in."""
     return model.dtype if cache.store_dtype is None else getattr(torch, cache.store_dtype)
-
-
-def weights_of(module: torch.nn.Module) -> int:
-    """A number that changes when a parameter is exchanged, moves, is written in place (but through its `data`), or an
-    update was noted, and when an adapter of peft comes, goes, is switched, merged or scaled."""
-    found: list[Any] = [_updates.get(module, 0)]
-    seen, waiting = {module}, [module]
-    for part in waiting:  # `module.parameters()` spells every name on the way, for each request
-        for each in part._modules.values():
-            if each is not None and each not in seen:
-                seen.add(each)
-                waiting.append(each)
-        for own in part._parameters.values():
-            if own is not None:
-                found.append(_state_of(own))
-        if isinstance(getattr(type(part), ADAPTERS[0], None), property):
-            found += [str(getattr(part, name)) for name in ADAPTERS]
-            layer: Any = part
-            for name in layer.other_param_names:  # rank, alpha, scaling, ... by adapter, as each kind of layer has them
-                if isinstance(settings := vars(layer).get(name), dict):
-                    found += [(name, adapter, _state_of(value)) for adapter, value in settings.items()]
-    return hash(tuple(found))
-
-
-ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
-"""What peft's layers say of the adapters that they apply."""
-
-
-def note_update(module: torch.nn.Module) -> None:
-    """Parameters of a module were written; those made in inference mode do not say it themselves."""
-    _updates[module] = _updates.get(module, 0) + 1
-
-
-_updates: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-def _state_of(value: Any) -> Any:
-    """Something hashable that changes with a number, or when a tensor moves or is written."""
-    if isinstance(value, Tensor):
-        return _place(value), 0 if value.is_inference() else value._version
-    return value if isinstance(value, int | float | str) else id(value)
-
-
-def _place(parameter: Tensor) -> tuple[int, int | torch.device]:
-    try:
-        return parameter.data_ptr(), parameter.get_device()
-    except RuntimeError:  # sharded or offloaded: no storage of its own
-        return id(parameter), parameter.device

@@ -227,3 +227,9 @@ def whole_rows(
     if begin:
         query.store = StoreCall(torch.zeros(len(rows), dtype=torch.int64, device=device), visible_length=begin)
     return query
+
+
+def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
+    """tensor [R, Q, D] and columns [R, W] -> [R, W, D]."""
+    index = columns.to(tensor.device).unsqueeze(-1).expand(-1, -1, tensor.shape[-1])
+    return tensor.gather(1, index)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from transformers.utils import ModelOutput
 from paradec.api.generate import generate
 from paradec.caches.base import Cache
 from paradec.core.checks import shown
+from paradec.core.weights import lock_of
 from paradec.models.cache_argument import NAMES as CACHE_NAMES
 from paradec.models.wrapping import wrap
 from paradec.request import FIELDS, Preset
@@ -170,26 +172,27 @@ def hf_generate(
     mask = next((value for value in stated if value is not None), None)
     if topology is None and (prediction is not None or mask is not None):
         topology = "bidirectional"
-    wrapped = wrap(
-        model,
-        mask_token_id=mask,
-        eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-        prediction=prediction,
-        topology=topology,
-        tokenizer=tokenizer,
-    )
-    try:
-        output = generate(
-            wrapped,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            preset=preset,
-            **arguments,
-            **stated_by_transformers,
+    with lock_of(model), _training_flags(model):
+        wrapped = wrap(
+            model,
+            mask_token_id=mask,
+            eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+            prediction=prediction,
+            topology=topology,
+            tokenizer=tokenizer,
         )
-    finally:
-        wrapped.unwrap()
+        try:
+            output = generate(
+                wrapped,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                preset=preset,
+                **arguments,
+                **stated_by_transformers,
+            )
+        finally:
+            wrapped.unwrap()
     prompt = output.sequences.shape[1] - output.new_tokens.shape[1]
     holes = output.filled[:, :prompt].sum(1).tolist()
     longest = max(tokens - filled for tokens, filled in zip(output.tokens, holes, strict=True))
@@ -199,6 +202,17 @@ def hf_generate(
     if not config.return_dict_in_generate:
         return sequences
     return MaskedDiffusionOutput(sequences, output.nfe, output.tokens_per_forward)
+
+
+@contextmanager
+def _training_flags(module: torch.nn.Module) -> Iterator[None]:
+    """Put the caller's `training` flags back at the end."""
+    flags = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in flags:
+            part.training = training
 
 
 def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> None:

@@ -15,12 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.models.base import Adapter, Model
-from paradec.models.calls import ModuleCall, take_columns
 from paradec.models.decoder import Decoder
 
-__all__ = ["Adapter", "Decoder", "Encoder", "Model", "Opaque", "take_columns"]
+__all__ = ["Adapter", "Decoder", "Encoder", "Model", "Opaque"]
 
 PADDED_ENCODERS = frozenset(
     "albert bert camembert deberta deberta-v2 distilbert electra megatron-bert mobilebert modernbert mpnet nomic_bert "
@@ -30,25 +29,43 @@ PADDED_ENCODERS = frozenset(
 Nystromformer averages it in) are evaluated without: rows of different lengths go in separate calls."""
 
 
+HEADS = (("cls",), ("lm_head",), ("predictions",), ("head", "decoder"), ("generator_predictions", "generator_lm_head"))
+"""Parts that make an encoder's logits of its hidden states, one after the other, by transformers' names."""
+
+
 class Encoder(Model):
     """A transformers masked language model: it predicts in place, and takes no mask but for padding."""
 
     kind = "encoder"
 
+    def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
+        super().__init__(module, facts, *others, **named)
+        parts = ((name, part) for name, part in module.named_children() if part is not module.base_model)
+        names = tuple(name for name, part in parts if next(part.parameters(), None) is not None)
+        own = type(module).forward.__module__.startswith("transformers.")
+        self._head = names if names in HEADS and own else ()
+        """The parts after the base model; () for modules that are called as a whole."""
+
     @property
     def pads(self) -> bool:
         return self.module.config.model_type in PADDED_ENCODERS
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
+    def _logits(self, query: Query, store: Any) -> Tensor:
         mask = None if query.valid is None else query.valid.long()
-        return self.module(input_ids=query.tokens, attention_mask=mask).logits
+        if not self._head:
+            logits = self.module(input_ids=query.tokens, attention_mask=mask).logits
+            return logits if query.wanted is None else take_columns(logits, query.wanted)
+        states = self.module.base_model(input_ids=query.tokens, attention_mask=mask)[0]
+        states = states if query.wanted is None else take_columns(states, query.wanted)
+        for name in self._head:
+            states = getattr(self.module, name)(states)
+        return states
 
 
 class Opaque(Model):
     """Any module of ids -> logits, called with ids alone."""
 
     kind = "opaque"
-    gathers = False
     hidden_size = None
     has_head = False
 
@@ -56,7 +73,7 @@ class Opaque(Model):
         super().__init__(module, facts, *others, **named)
         self._accepts = frozenset(inspect.signature(module.forward).parameters)
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
+    def _logits(self, query: Query, store: Any) -> Tensor:
         if query.valid is not None:
             raise ValueError("an opaque module is called without padding; its rows must come in buckets of one length")
         kwargs = {"use_cache": False} if "use_cache" in self._accepts else {}
@@ -66,4 +83,4 @@ class Opaque(Model):
         if logits is None or tuple(logits.shape) != expected:
             got = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
             raise ValueError(f"module {type(self.module).__name__} returned {got}; expected shape {expected}")
-        return logits
+        return logits if query.wanted is None else take_columns(logits, query.wanted)

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
-from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Query
-from paradec.models.calls import Calling, ModuleCall, take_columns
-from paradec.models.layers import answer_with_layers
-from paradec.models.saving import Published, save
-from paradec.models.updating import Updated
-from paradec.models.wraps import Wrap
+from paradec.core.weights import WeightsLock, lock_of
+from paradec.models.saving import Published, StackedWeight, published_state, save
 
 
 class Adapter:
     """What answers queries with a module, of whichever kind both are.
 
     Args:
-        module: the network.
+        module: the network; it is put into evaluation mode.
     """
 
     module: nn.Module
 
     def __init__(self, module: nn.Module):
-        self.module = module
+        self.module = module.eval()
 
     @property
     def device(self) -> torch.device:
@@ -44,8 +44,20 @@ class Adapter:
         return next(found, torch.get_default_dtype())
 
     def unwrap(self) -> nn.Module:
-        """Take everything off the module that was put on it for this adapter, and return it."""
+        """Undo what this adapter changed on the module, but for its evaluation mode, and return it."""
         return self.module
+
+    def evaluating(self) -> torch.no_grad:
+        """A context without gradients.
+
+        Raises:
+            RuntimeError: the module was put into training mode.
+        """
+        if self.module.training:
+            raise RuntimeError(
+                f"the module of {self!r} is in training mode, with its dropout: call module.eval() before decoding"
+            )
+        return torch.no_grad()
 
     def __repr__(self) -> str:
         """What it makes, its tokens, size, dtype and device."""
@@ -62,24 +74,21 @@ class Adapter:
         return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(said)})"
 
 
-class Model(Updated, Adapter):
+class Model(Adapter):
     """Base of the models of tokens, which samplers query. A kind of them says how it calls its module (`_logits`);
     adapters of other families say in `makes` what they are for.
 
-    The module stays its owner's: calls evaluate it in evaluation mode and with their own attention, and leave its modes
-    and its choice of an attention alone. It may carry several wraps, and be used without them at the same time, in
-    other threads as well (`paradec.models.calls`). Copies and pickles hold a module of their own, and no engines.
+    Copies and pickles hold a module of their own, and no engines.
 
     Args:
-        module: the network. For decoders and encoders a forward hook on the base model gathers the hidden states of
-            the wanted positions, so that the output matrix runs on those only; `unwrap()` takes it off.
+        module: the network. It is put into evaluation mode, and attends with `attn_implementation` from now on, until
+            `unwrap()`.
         facts: ids and conventions.
         tokenizer: a transformers tokenizer, or None (then prompts are ids).
         default_max_new_tokens: the answer length when the request names none.
         default_block_length: the block length when the request names none; None decodes the whole canvas at once.
         default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
-        attn_implementation: the attention function, by the name it is registered with, that calls run with; None is the
-            module's own.
+        attn_implementation: the attention function, by the name it is registered with; None is the module's own.
     """
 
     kind: ClassVar[str] = ""
@@ -88,8 +97,6 @@ class Model(Updated, Adapter):
     """What it is for, one of `paradec.core.checks.MODELS`."""
     default_sampler: ClassVar[str | None] = None
     """The sampler when a request names none; None is the request's default."""
-    gathers: ClassVar[bool] = True
-    """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
     reads_order: bool = False
     """Whether answers depend on the order in which tokens were decided (`decided_at` of the query) as well."""
     any_order: bool = False
@@ -123,13 +130,17 @@ class Model(Updated, Adapter):
         self.engines: OrderedDict[Any, Any] = OrderedDict()
         """What the device step of masked samplers keeps from one request to the next, the one used last at the end."""
         self.attn_implementation = attn_implementation
-        self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
-        """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""
-        self._wrap = self._wrapped()
+        self._former_attention = [] if attn_implementation is None else set_attention(module, attn_implementation)
 
-    def _wrapped(self) -> Any:
-        """What is put on the module for this model; None where nothing is."""
-        return Wrap(self.module, self.attn_implementation) if self.gathers else None
+    @property
+    def _sees_all(self) -> bool:
+        """Whether the module runs with an attention function of paradec's, which sees whatever no mask hides."""
+        return self.attn_implementation is not None and self.attn_implementation.startswith("paradec_")
+
+    @cached_property
+    def weights_lock(self) -> WeightsLock:
+        """What its requests hold while they run, so that no update comes in between."""
+        return lock_of(self.module)
 
     @property
     def _takes_masks(self) -> bool:
@@ -162,11 +173,12 @@ class Model(Updated, Adapter):
         return None
 
     def unwrap(self) -> nn.Module:
-        """Take everything off the module that was put on it for this model, and return it. Other wraps of it go on."""
+        """Give the module its former attention back, and return it."""
         self.engines.clear()
-        if self._wrap is not None:
-            self._wrap.release()
-            self._wrap = None
+        for config, name in self._former_attention:
+            if config._attn_implementation == self.attn_implementation:  # else its owner has changed it since
+                config._attn_implementation = name
+        self._former_attention = []
         return self.module
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
@@ -196,21 +208,61 @@ class Model(Updated, Adapter):
         Returns:
             Logits [R, W, V] of the wanted columns ([R, Q, V] when none are named), in the module's dtype.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self(query, store)
-        keeper = query if isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers) else None
-        if keeper is not None and keeper.keep_layers is not None:
-            return answer_with_layers(self, keeper, store)
-        call = ModuleCall(self._wrap, query.wanted, keeper)
-        with Calling(self.module, call):
-            logits = self._logits(query, store, call)
-            # nothing has gathered them where there is no hook, or a module calls a part of its base model
-            return logits if call.columns is None else take_columns(logits, call.columns)
+        with self.evaluating():
+            return self.evaluate(query, store)
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
-        """Call the module: logits of the wanted columns where a hook gathers these, else of all."""
+    def evaluate(self, query: Query, store: Any = None) -> Tensor:
+        """The same, with gradients where they are enabled.
+
+        Raises:
+            RuntimeError: the module attends otherwise than it was wrapped for.
+        """
+        name = self.attn_implementation
+        if name is not None and (own := self.module.config._attn_implementation) != name:
+            raise RuntimeError(
+                f"{self.facts.name} was unwrapped, wrapped anew or changed: it attends with {own!r}, and this model "
+                f"was made for {name!r}; wrap the module again"
+            )
+        return self._logits(query, store)
+
+    def _logits(self, query: Query, store: Any) -> Tensor:
+        """Call the module: logits of the wanted columns."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
+
+    # ---- new weights ----------------------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights have changed, as far as it was asked: from 0, by `update_weights`, or in place by an
+        optimizer. `Rollout.version` is that of its beginning."""
+        return self.weights_lock.version(self.module)
+
+    def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
+        """Write new values into the weights, in place and between requests: it waits for those of `paradec.generate`
+        and its like that other threads run, and theirs wait for it. What was kept of the old weights (prefixes, pools
+        of a batch's prompts) is refused or dropped afterwards; rollouts have the version that they are of. Requests
+        that are stepped by hand are not waited for.
+
+        Args:
+            state_dict: tensors by the names that the checkpoint's files have, or those of the module's own
+                `state_dict`; weights that it does not name stay. Values are converted to the weights' dtype and device.
+
+        Returns:
+            The new `weights_version`.
+
+        Raises:
+            TypeError, ValueError: no tensors by names, unknown names, other shapes, weights that are spread over
+                processes, offloaded or quantised; nothing is written then. RuntimeError: a request that runs in this
+                thread, or rows of a batch that are being decoded.
+        """
+        writes = _plan_writes(self, state_dict)
+        with self.weights_lock.update(self.facts.name):
+            self.weights_lock.version(self.module)
+            for parameter, value in writes:
+                # tensors that were made in inference mode are written in it alone
+                with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+                    parameter.copy_(value)
+        return self.weights_version
 
     # ---- parts of the module, by transformers' names --------------------------------------------------------------
 
@@ -247,18 +299,59 @@ class Model(Updated, Adapter):
     # ---- copies and pickles --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # engines hold graphs and stores; the wrap is replaced by a flag that says whether there is one; the copy's own
-        # requests are made when it has some
-        kept = {name: value for name, value in self.__dict__.items() if name != "requests"}
-        return kept | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
+        # engines hold graphs and stores, and the lock is the module's
+        kept = {name: value for name, value in self.__dict__.items() if name != "weights_lock"}
+        return kept | {"engines": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        wrapped = state["_wrap"]
-        self.__dict__.update(state | {"_wrap": None})
-        if self._unmasked:
+        self.__dict__.update(state)
+        if self._sees_all:
             import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
-        if wrapped:
-            self._wrap = self._wrapped()
+
+
+def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
+    """Have all parts of a module of transformers attend with the function of this name; their configs, and what these
+    said before."""
+    former = {}
+    for part in module.modules():
+        config: Any = part.__dict__.get("config")
+        if hasattr(config, "_attn_implementation"):
+            former[id(config)] = config, config._attn_implementation
+    for config, _ in former.values():
+        config._attn_implementation = name
+    return [*former.values()]
+
+
+def _plan_writes(model: Model, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
+    """What is written where, all of it checked."""
+    name = model.facts.name
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
+    state = model.module.state_dict()
+    known = {own: StackedWeight((own,)) for own in state}
+    if model.published is not None:
+        known |= published_state(model.module, model.published)
+    writes = list[tuple[Tensor, Tensor]]()
+    for key, value in state_dict.items():
+        if key not in known:
+            near = get_close_matches(str(key), known, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"state_dict has {key!r}, which is no weight of {name}{hint}")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
+        weight = known[key]
+        if any(type(state[part]) is not Tensor or state[part].device.type == "meta" for part in weight.own):
+            raise ValueError(f"{key} of {name} is offloaded or quantised, and cannot be replaced: load it again")
+        targets = [state[part][weight.index] if weight.index else state[part] for part in weight.own]
+        first = targets[0]
+        sizes = [len(target) for target in targets] if first.ndim else []
+        shape = [sum(sizes), *first.shape[1:]] if sizes else []
+        if list(value.shape) != shape or value.is_floating_point() != first.is_floating_point():
+            raise ValueError(
+                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; {name} has {first.dtype} {shape} there"
+            )
+        writes += zip(targets, value.detach().split(sizes) if sizes else [value.detach()], strict=True)
+    return writes
 
 
 def _part(module: nn.Module, name: str) -> Any:

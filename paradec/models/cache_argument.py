@@ -1,8 +1,10 @@
-"""The argument by which a module's forward takes a key/value cache: transformers 5.24 has renamed it."""
+"""Calls of transformers' modules: the argument that takes a key/value cache, which 5.24 has renamed, and whether an
+attention function of ours ran."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -34,3 +36,18 @@ def _find_argument(cls: type) -> str | None:
             if name in parameters:
                 return name
     return None
+
+
+class Attended:
+    """Whether an attention function of `paradec.models.attention` has run since `value` was last False."""
+
+    value = False
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:  # once per thread; torch.compile guards no default of the class
+        self.attended = Attended()
+
+
+thread = _Thread()
+"""What the attention functions set, in the thread that runs them."""

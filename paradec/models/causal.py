@@ -9,22 +9,37 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from paradec.core.checks import shown
-from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, fetch, states_quantiser, stored_weights
-from paradec.models.mtp import mtp_names
-from paradec.models.pretrained import read_module, reason
+from paradec.models.checkpoint import (
+    CheckpointError,
+    check_foreign_dtypes,
+    fetch,
+    read_module,
+    reason,
+    states_quantiser,
+    stored_weights,
+)
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 COMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """How the names of stored tensors end that older releases wrote and modules compute for themselves."""
+GGUF_ENDING = ".gguf"
+GGUF_ENCODERS = (
+    *("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
+    *("t5encoder", "gemma-embedding", "clip"),
+)
+"""Architectures that give no next token, as GGUF names them."""
+GGUF_MASKED = ("llada", "llada-moe", "dream", "rnd1")
+"""Those of masked diffusion: transformers has none of them."""
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
@@ -63,9 +78,7 @@ def load_causal(
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
     files: dict[str, Any] = {"revision": revision}
     if gguf_file is not None:
-        gguf.check_file(source, gguf_file, revision)
-        if importlib.util.find_spec("gguf") is None:
-            raise CheckpointError(f"{gguf_file} of {source!r} is read with the package gguf: pip install gguf")
+        _check_gguf(source, gguf_file, revision)
         files["gguf_file"] = gguf_file
         dtype = torch.float32 if dtype == "auto" else dtype
     hf_config = _config(source, files)
@@ -100,7 +113,7 @@ def load_causal(
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
     name = os.path.basename(gguf_file or source.rstrip("/")) or source
-    model.facts = dataclasses.replace(model.facts, name=name.removesuffix(gguf.ENDING))
+    model.facts = dataclasses.replace(model.facts, name=name.removesuffix(GGUF_ENDING))
     new = getattr(module.generation_config, "max_new_tokens", None)
     if isinstance(new, int) and new > 0:
         model.default_max_new_tokens = new
@@ -184,3 +197,131 @@ def _tokenizer(source: str, files: dict[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
     except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
         raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {reason(error)}") from error
+
+
+# ---- GGUF files -----------------------------------------------------------------------------------------------------
+
+
+def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None]:
+    """The folder or repository, and the GGUF file in it: "folder/file.gguf" and "owner/repository/file.gguf" name both.
+
+    Raises:
+        CheckpointError: another ending, or two files.
+    """
+    if gguf_file is not None and (not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF_ENDING)):
+        raise CheckpointError(f"gguf_file={shown(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}")
+    if not source.endswith(GGUF_ENDING) or os.path.isdir(source):
+        return source, gguf_file
+    if gguf_file is not None:
+        raise CheckpointError(f"source={shown(source)} names a GGUF file, and gguf_file={gguf_file!r} another")
+    if os.path.exists(source) or source.count("/") < 2 or source.startswith((".", "/", "~")):
+        folder, name = os.path.split(source)
+        return folder or ".", name
+    owner, repository, name = source.split("/", 2)
+    return f"{owner}/{repository}", name
+
+
+def _check_gguf(source: str, gguf_file: str, revision: str | None) -> None:
+    """Raise CheckpointError unless the file is there, has a header that can be read, and is of an architecture that
+    transformers reads."""
+    path = fetch(source, gguf_file, revision)
+    if path is None:
+        raise CheckpointError(f"{source!r} has no {gguf_file}")
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"{gguf_file} of {source!r} is read with the package gguf: pip install gguf")
+    architecture = _gguf_architecture(path)
+    if architecture in GGUF_ENCODERS:
+        raise CheckpointError(f"{gguf_file} of {source!r} holds {architecture!r}, an encoder: it gives no next token")
+    if architecture in GGUF_MASKED:
+        raise CheckpointError(
+            f"{gguf_file} of {source!r} holds {architecture!r}, a masked diffusion model, which transformers does not "
+            "read from GGUF; load the published checkpoint"
+        )
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
+    if re.sub("[-_]", "", architecture) not in [re.sub("[-_]", "", name) for name in known]:  # "qwen2moe", "qwen2_moe"
+        raise CheckpointError(
+            f"{gguf_file} of {source!r} holds {architecture!r}, which transformers does not read from GGUF; it "
+            f"reads {', '.join(known)}"
+        )
+
+
+def _gguf_architecture(path: Path) -> str:
+    from gguf import GGUFReader
+
+    try:
+        field = GGUFReader(path).fields["general.architecture"]
+        return bytes(field.parts[field.data[0]]).decode()
+    except Exception as error:  # of a broken file, whatever numpy and struct raise
+        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF file: {reason(error)}") from error
+
+
+# ---- heads for multi-token prediction, which `load` leaves to `load_drafter` ---------------------------------------
+
+
+MTP_PLACE = re.compile(
+    r"(?:model\.)?(?:layers\.(?P<after>\d+)|mtp_layers\.(?P<own>\d+)|mtp(?:\.layers\.(?P<inner>\d+))?)\."
+)
+"""After the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo, speculators), or under one name
+(Qwen3-Next, Mellum)."""
+MTP_PARTS = {
+    **{"enorm": "enorm", "pre_fc_norm_embedding": "enorm", "token_layernorm": "enorm"},
+    **{"hnorm": "hnorm", "pre_fc_norm_hidden": "hnorm", "hidden_layernorm": "hnorm"},
+    **{"eh_proj": "eh_proj", "fc": "eh_proj", "input_proj": "eh_proj"},
+    **{"shared_head.norm": "norm", "norm": "norm", "final_layernorm": "norm"},
+}
+"""What is beside the decoder layer, and what it is called here."""
+MTP_SHARED = ("embed_tokens", "shared_head.head")
+"""Copies of what the model has."""
+MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Fields of config.json that say how many layers there are."""
+
+
+class MtpNames(NamedTuple):
+    """The weights of the heads among those of a checkpoint."""
+
+    own: dict[str, str]
+    """What `paradec.models.mtp` calls the weights, by the checkpoint's names."""
+    prefixes: tuple[str, ...]
+    """How the checkpoint's names of the heads' weights begin, copies of the model's included."""
+
+
+def mtp_names(stored: Collection[str], config: Mapping[str, Any]) -> MtpNames:
+    """Which of the `stored` weights are those of heads.
+
+    A layer after the model's own is one only if config.json counts it and it has the matrix that heads have: else the
+    model would lose a layer.
+    """
+    first, count = config.get("num_hidden_layers"), stated_layers(config)
+    own, prefixes = {}, set()
+    for name in stored:
+        found = MTP_PLACE.match(name)
+        if found is None:
+            continue
+        at = int(found["own"] or found["inner"] or 0)
+        if found["after"] is not None:
+            if not isinstance(first, int) or not 0 <= int(found["after"]) - first < count:
+                continue
+            if f"{found.group()}eh_proj.weight" not in stored:
+                continue
+            at = int(found["after"]) - first
+        prefixes.add(found.group())
+        part, _, kind = name[found.end() :].rpartition(".")
+        if part not in MTP_SHARED:
+            block = f"block.{part}" if part not in MTP_PARTS or found["inner"] is not None else MTP_PARTS[part]
+            own[name] = f"layers.{at}.{block}.{kind}"
+    return MtpNames(own, tuple(sorted(prefixes)))
+
+
+def stated_layers(config: Mapping[str, Any]) -> int:
+    """How many layers of heads config.json says that there are; 0 where it says nothing.
+
+    Raises:
+        CheckpointError: no such number.
+    """
+    name = next((name for name in MTP_COUNTS if config.get(name) is not None), "")
+    value = config.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"config.json: {name}={shown(value)} must be a number of layers")
+    return value

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paradec.core.checks import is_finite, shown
+from paradec.models.tensor_parallel import distributed_config
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,10 +52,6 @@ NEUTRAL: Mapping[str, Any] = {
 """Fields of a configuration that say nothing of the maths: ids are for the model's facts, stores for caches."""
 COUNTERS = ("position_ids", "num_batches_tracked")
 """Buffers of image models in transformers' format that are integers: their names end so."""
-MIXTURES = ("qwen3_moe", "glm4_moe")
-"""transformers' names of its mixtures of experts among those that checkpoints are loaded on."""
-EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
-STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
 PROGRESS_BAR_FROM = 2**28
 """Bytes of weights from which loading shows a progress bar."""
 REACH_SECONDS = 5
@@ -343,53 +341,12 @@ def check_foreign_dtypes(
         check_dtypes(source, kept)
 
 
-def check_weights(source: str, stored: Mapping[str, Stored], config: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Compare what is stored with what a module of this config needs, before anything is built.
-
-    Args:
-        stored: names in the checkpoint, their shapes and dtypes.
-        names: the checkpoint's name patterns -> the model's names, as given to `from_pretrained(key_mapping=)`.
-
-    Returns:
-        The model's names of the weights -> the checkpoint's; where the module holds several as one, or one as several
-        (`paradec.models.stacked`), the names that `names` makes.
-
-    Raises:
-        CheckpointError: weights that are missing, left over, or of another shape or dtype, by name.
-    """
-    check_dtypes(source, {name: entry.dtype for name, entry in stored.items()})
-    if config.num_hidden_layers > len(stored):
-        raise CheckpointError(
-            f"the weights of {source!r} do not fit config.json: {config.num_hidden_layers} layers, but only "
-            f"{len(stored)} weights"
-        )
-    if config.model_type in MIXTURES:
-        _check_experts(source, stored, config)
-    original = {}
-    twice = []
-    for name in stored:
-        renamed = published_to_own(name, names)
-        if renamed in original:
-            twice.append(name)
-        original[renamed] = name
-    needed = _needed_shapes(config)
-    wrong = {
-        "missing": [name for name in needed if name not in original],
-        "unexpected": twice + [name for renamed, name in original.items() if renamed not in needed],
-        "mismatched": [
-            f"{name} {list(stored[name].shape)} instead of {list(needed[renamed])}"
-            for renamed, name in original.items()
-            if renamed in needed and stored[name].shape != needed[renamed]
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(wrong)}")
-    return original
-
-
 def published_to_own(name: str, names: Mapping[str, str]) -> str:
     """What the model calls a weight of the checkpoint."""
-    return next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
+    for pattern, replacement in names.items():
+        if re.search(pattern, name):
+            return re.sub(pattern, replacement, name)
+    return name
 
 
 def check_fit(
@@ -429,91 +386,76 @@ def listed(wrong: Mapping[str, list[str]]) -> str:
     return "; ".join(parts)
 
 
-def _needed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights, as files have them: Qwen2 has biases on q, k and v, Qwen3 has norms on q and k,
-    LLaDA2 (Glm4Moe) has them and one matrix for q, k and v. Experts are in the file one by one."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    wide, width = config.num_attention_heads * head, config.num_key_value_heads * head
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.o_proj.weight": (hidden, wide),
+# ---- reading a module of transformers, which all loaders of language share -----------------------------------------
+
+
+def read_module(
+    cls: Any,
+    source: str,
+    revision: str | None,
+    *,
+    gguf_file: str | None = None,
+    computed: Sequence[str] = (),
+    beside: tuple[str, ...] = (),
+    tp_plan: Any = None,
+    **given: Any,
+) -> Any:
+    """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
+
+    Args:
+        computed: how the names of stored tensors end that modules compute for themselves: these may be left over.
+        beside: how the names of stored tensors begin that others read: these may be left over, too.
+        tp_plan: as in `paradec.load`: this process reads a part of each matrix.
+        given: arguments of `from_pretrained`; None leaves one out.
+
+    Raises:
+        CheckpointError: weights that cannot be read, or that do not fit. ImportError, ValueError: as transformers has
+            them, of arguments that it cannot follow.
+    """
+    from safetensors import SafetensorError
+
+    files = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
+    given = {name: value for name, value in given.items() if value is not None} | files
+    if tp_plan is not None:
+        given["distributed_config"] = distributed_config(tp_plan, given["config"], source)
+    try:
+        with quietly(source, gguf_file or WEIGHTS, revision):
+            # strict below: sizes that differ are reported by name instead of raised by the first
+            module, info = cls.from_pretrained(
+                source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **given
+            )
+    except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
+        raise CheckpointError(f"the weights of {source!r} cannot be read: {reason(error)}") from error
+    problems = {
+        kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
+        for kind in ("missing", "unexpected", "mismatched")
     }
-    if config.model_type == "glm4_moe":
-        layer["self_attn.query_key_value.weight"] = (wide + 2 * width, hidden)
-    else:
-        layer |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in zip("qkv", (wide, width, width))}
-    if config.model_type == "qwen2":
-        for name, size in (("q", wide), ("k", width), ("v", width)):
-            layer[f"self_attn.{name}_proj.bias"] = (size,)
-    if config.model_type in ("qwen3", "qwen3_moe", "glm4_moe"):
-        layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
-    needed = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        needed["lm_head.weight"] = (vocab, hidden)
-    dense, mixture = _mlp("mlp.", hidden, config.intermediate_size), _mixture(config)
-    for index in range(config.num_hidden_layers):
-        parts = layer | (mixture if has_experts(config, index) else dense)
-        needed |= {f"model.layers.{index}.{name}": shape for name, shape in parts.items()}
-    return needed
+    problems["unexpected"] = [
+        name for name in problems["unexpected"] if not name.endswith(tuple(computed)) and not name.startswith(beside)
+    ]
+    if any(problems.values()):
+        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
+    return module
 
 
-def has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer of transformers' class is a mixture of experts."""
-    if config.model_type == "glm4_moe":
-        return bool(layer >= config.first_k_dense_replace)
-    if config.model_type == "qwen3_moe":
-        return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-    return False
+@contextmanager
+def quietly(source: str, weights: str, revision: str | None) -> Iterator[None]:
+    """Without transformers' table of keys, which is replaced by an error, and without a bar for what is soon loaded."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    found = fetch(source, weights, revision)
+    if found is not None and found.stat().st_size < PROGRESS_BAR_FROM:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
-def _mlp(place: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{place}gate_proj.weight": (inner, hidden),
-        f"{place}up_proj.weight": (inner, hidden),
-        f"{place}down_proj.weight": (hidden, inner),
-    }
-
-
-def _mixture(config: Any) -> dict[str, tuple[int, ...]]:
-    """The router and the experts of a layer; {} for models without."""
-    if config.model_type not in MIXTURES:
-        return {}
-    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, experts_of(config)
-    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
-    for index in range(experts):
-        found |= _mlp(f"mlp.experts.{index}.", hidden, inner)
-    if config.model_type == "glm4_moe":
-        found["mlp.gate.e_score_correction_bias"] = (experts,)
-        found |= _mlp("mlp.shared_experts.", hidden, inner * config.n_shared_experts)
-    return found
-
-
-def experts_of(config: Any) -> int:
-    """How many experts there are to choose from in a layer that has them."""
-    return int(config.n_routed_experts if config.model_type == "glm4_moe" else config.num_experts)
-
-
-def _check_experts(source: str, names: Iterable[str], config: Any) -> None:
-    """Raise CheckpointError where layers hold experts in another number than config.json says, or in another form."""
-    stored: dict[int, set[int]] = {}
-    for name in names:
-        if "language_model." in name or name.startswith("model.lm_head."):
-            raise CheckpointError(
-                f"the weights of {source!r} are those of a model with pictures ({name}), which load does not read"
-            )
-        if found := STACKED.fullmatch(name):
-            raise CheckpointError(
-                f"the weights of {source!r} are in the training form, with all experts of a layer in {found.group()}; "
-                "load reads the published form, with a matrix for each expert"
-            )
-        if found := EXPERT.match(name):
-            stored.setdefault(int(found.group(1)), set()).add(int(found.group(2)))
-    experts = experts_of(config)
-    for layer, indices in sorted(stored.items()):
-        if has_experts(config, layer) and (len(indices) != experts or max(indices) >= experts):
-            raise CheckpointError(
-                f"the weights of {source!r} do not fit config.json: {experts} experts, but layer {layer} holds "
-                f"{len(indices)}" + (f" (up to {max(indices)})" if len(indices) <= max(indices) else "")
-            )
+def reason(error: Exception) -> str:
+    """The first line of an error."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

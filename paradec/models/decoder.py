@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import check_memory
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query, WindowQuery
+from paradec.core.family_queries import CausalQuery, VisibleQuery
+from paradec.core.query import Query, WindowQuery, take_columns
 from paradec.models.base import Model
-from paradec.models.cache_argument import cache_keyword
-from paradec.models.calls import ModuleCall
-from paradec.models.visibility import beyond_plain, visible_keys
+from paradec.models.cache_argument import cache_keyword, thread
+from paradec.models.rotary import BY_CALL
 
 EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """A mask that hides nothing. transformers hands a mask of four dimensions on as it is; without one it makes its own."""
+PLAIN = frozenset(
+    f"{name}ForCausalLM" for name in "Llama Mistral Ministral3 Qwen2 Qwen3 Qwen3Moe Glm4Moe SmolLM3 GptOss".split()
+)
+"""Classes of transformers whose logits are `lm_head` of what `model` puts out, and nothing else."""
 
 
 class Decoder(Model):
@@ -31,6 +37,20 @@ class Decoder(Model):
         self._masks_itself = getattr(getattr(module, "config", None), "is_causal", True) is not False
         """Whether a causal module needs no mask of ours to be so (the modules that `load` makes do)."""
 
+    @cached_property
+    def _slices_rows(self) -> bool:
+        """Whether the module's forward takes [R, W] positions as `logits_to_keep`: transformers' own do from 5.23 on.
+        With layers on several devices it is not known which one the positions must be on."""
+        from transformers import modeling_utils
+
+        forward = type(self.module).forward
+        return (
+            hasattr(modeling_utils, "slice_logits_to_keep")
+            and forward.__module__.startswith("transformers.")
+            and "logits_to_keep" in inspect.signature(forward).parameters
+            and len({*(getattr(self.module, "hf_device_map", None) or {}).values()}) < 2
+        )
+
     @property
     def _takes_masks(self) -> bool:
         if self.facts.topology != "causal":
@@ -39,25 +59,64 @@ class Decoder(Model):
         name = self.attn_implementation or self.module.config._attn_implementation
         return name == "sdpa" and not beyond_plain(self.module)
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
-        extra = (
-            {} if store is None and getattr(query, "attention", None) is None else handed_on(self.module, query, store)
-        )
+    def _logits(self, query: Query, store: Any) -> Tensor:
+        if not isinstance(query, CausalQuery) or query.keep_layers is None:
+            return self._call(query, store)
+        if (layers := decoder_layers(self)) is None:
+            raise ValueError(f"{self.facts.name} has no list of decoder layers, whose outputs are asked for")
+        with LayerOutputs(layers, query.keep_layers) as outputs:
+            logits = self._call(query, store)
+        assert query.hidden is not None  # left by the call
+        query.hidden = outputs.concatenate(query.hidden)
+        return logits
+
+    def _call(self, query: Query, store: Any) -> Tensor:
+        """Call the module, or its parts, and check that they followed the arguments."""
+        extra = {}
+        if store is not None or getattr(query, "attention", None) is not None:
+            extra = cache_and_plan(self.module, query, store)
         mask = self._visible(query, store)
-        if mask is None and self._unmasked:
+        if mask is None and self._sees_all:
             mask = EVERYTHING
-        logits = self.module(
+        attended = thread.attended
+        attended.value = False
+        logits = self._evaluate(
+            query,
             input_ids=query.tokens,
             attention_mask=mask,
             position_ids=query.positions,
             use_cache=store is not None,
             **extra,
-        ).logits
-        if self._unmasked and not call.attended:
-            raise RuntimeError(unattended(self.facts, self._wrap is not None))
+        )
+        if self._sees_all and not attended.value:
+            raise RuntimeError(
+                f"{self.facts.name} does not attend through transformers' AttentionInterface, and cannot be evaluated "
+                f"with topology={self.facts.topology!r}"
+            )
         if extra:
             check_followed(self.facts.name, extra)
         return logits
+
+    def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
+        """Logits of the wanted columns, and the hidden states where the query asks for them."""
+        module = self.module
+        if calls_parts(module):
+            # embedding, layers and norm; then the output matrix on the wanted positions
+            hidden = module.model(**arguments).last_hidden_state
+            if keeps_hidden(query):
+                query.hidden = hidden
+            logits = module.lm_head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
+            return logits.to(query.tokens.device)
+        if self._slices_rows and query.wanted is not None:
+            arguments["logits_to_keep"] = query.wanted
+        if keeps_hidden(query):
+            arguments["output_hidden_states"] = True
+        output = module(**arguments)
+        if keeps_hidden(query):
+            query.hidden = output.hidden_states[-1]
+        if query.wanted is None or self._slices_rows:
+            return output.logits
+        return take_columns(output.logits, query.wanted)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
         """[R, 1, Q or 1, K] bool: which keys each column sees, or None when it sees all.
@@ -106,7 +165,23 @@ class Decoder(Model):
         return KeyValueStore(rows, length, self.device, dtype, start)
 
 
-def handed_on(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
+def keeps_hidden(query: Query) -> TypeGuard[CausalQuery]:
+    """Whether the model shall leave hidden states in the query."""
+    return isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers is not None)
+
+
+def calls_parts(module: Any) -> bool:
+    """Whether a call of the module is nothing but calls of its parts: of a class in `PLAIN`, without hooks, compiled
+    code or another forward of its owner's. (accelerate's hook on the whole module aligns devices.)"""
+    return (
+        type(module).__name__ in PLAIN
+        and type(module).__module__.startswith("transformers.")
+        and not (module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl)
+        and ("forward" not in vars(module) or hasattr(module, "_hf_hook"))
+    )
+
+
+def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
     """The module's keyword arguments for a call over a store, or with a plan for its attention."""
     extra: dict[str, Any] = {}
     if store is not None:
@@ -135,11 +210,125 @@ def check_followed(name: str, extra: Mapping[str, Any]) -> None:
         )
 
 
-def unattended(facts: ModelFacts, wrapped: bool) -> str:
-    """Why a call has not run through an attention function of ours."""
-    if not wrapped:
-        return f"{facts.name} was unwrapped, and attends as its module does; wrap the module again"
-    return (
-        f"{facts.name} does not attend through transformers' AttentionInterface, and cannot be evaluated with "
-        f"topology={facts.topology!r}"
-    )
+# ---- outputs of layers, for drafters that read them -----------------------------------------------------------------
+
+
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """A model's layers, in the order in which they run; None where no list of that length is found."""
+    lists = (part for part in model.module.modules() if isinstance(part, nn.ModuleList))
+    return next((part for part in lists if len(part) == model.text_config.num_hidden_layers), None)
+
+
+class LayerOutputs:
+    """A context in which calls of a network leave the outputs of some of its layers.
+
+    Args:
+        layers: all of the network's, in their order.
+        indices: which of them, from 0; as many as there are is the last one, before the final norm.
+    """
+
+    def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
+        self.layers, self.indices = layers, tuple(indices)
+        self.outputs: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> LayerOutputs:
+        for index in self.indices:
+            layer = self.layers[min(index, len(self.layers) - 1)]
+            self._handles.append(layer.register_forward_hook(partial(self._keep, index)))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _keep(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
+        self.outputs[index] = output[0] if isinstance(output, tuple) else output
+
+    def concatenate(self, last: Tensor) -> Tensor:
+        """[R, Q, layers * D]: in the order of `indices`. `last` [R, Q, D] are the hidden states after the final norm,
+        which are used as the last layer's, as in transformers' `output_hidden_states`."""
+        parts = [last if index == len(self.layers) - 1 else self.outputs[index] for index in self.indices]
+        return torch.cat([part.to(last.device) for part in parts], -1)
+
+
+# ---- which keys the columns of a call see ---------------------------------------------------------------------------
+
+
+def visible_keys(facts: ModelFacts, query: Query, store: Any, masks_itself: bool) -> Tensor | None:
+    """[R, 1, Q or 1, K] bool: which keys each column sees, or None when the module needs no mask for it.
+
+    Args:
+        facts: of the model.
+        store: whose keys the columns see; None for a call over its own columns (K = Q).
+        masks_itself: whether a causal module needs no mask to be so.
+
+    Raises:
+        ValueError: a query that does not say what the topology needs to know.
+    """
+    if store is None:
+        mask = None if query.valid is None else query.valid[:, None, None, :]
+        keys, structure = query.positions, query.visible
+    else:
+        mask, keys = store.visible(query)
+        structure = None  # the store's mask has it
+    if structure is None and facts.topology != "bidirectional":
+        itself = masks_itself and mask is None and store is None
+        structure = structure_of(facts, query, keys, store, itself)
+    if structure is None or mask is None:
+        return mask if structure is None else structure[:, None]
+    visible = structure[:, None] & mask
+    if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
+        visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+    return visible
+
+
+def beyond_plain(module: Any) -> dict[str, Any]:
+    """What a causal module's attention is besides plain, which no mask of ours replaces: fields of its config."""
+    config = module.config
+    layers = getattr(config, "layer_types", None)
+    found: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
+    if layers is None:
+        found["sliding_window"] = getattr(config, "sliding_window", None)
+    if getattr(module, "_is_stateful", False):
+        found["model_type"] = config.model_type
+    angles = getattr(config, "rope_parameters", None) or {}
+    if angles.get("rope_type") in BY_CALL:  # stored keys would be those of another length
+        found["rope_parameters"] = angles
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def structure_of(facts: ModelFacts, query: Query, keys: Tensor, store: Any, itself: bool) -> Tensor | None:
+    """[R, Q, K] bool: which keys each column sees by the model's topology, or None where that says nothing.
+
+    Args:
+        facts: of a model that is not bidirectional. keys: [R or 1, K] int64, the keys' positions.
+        store: whose keys they are; None for the call's own. itself: whether a causal module needs no mask to be so.
+
+    Raises:
+        ValueError: blocks that are counted from the prompt's end, or over causal context, and a query that does not say
+            where that is, or who sees what.
+    """
+    if store is not None and isinstance(query, VisibleQuery):
+        return None
+    if facts.topology == "block_causal":
+        origin = _origin(facts, query)
+        own = facts.block_numbers(query.positions, origin)
+        blocks: Tensor = own[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
+        return blocks
+    if facts.topology == "causal_context" and isinstance(query, WindowQuery):
+        if query.visible is None:
+            raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
+        return None
+    if facts.topology.startswith("causal") and not itself:
+        return query.positions[:, :, None] >= keys[:, None, :]
+    return None
+
+
+def _origin(facts: ModelFacts, query: Query) -> Tensor | None:
+    """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
+    if not facts.prompt_aligned:
+        return None
+    if not isinstance(query, WindowQuery) or query.origin is None:
+        raise ValueError(f"{facts.name} counts its blocks from the prompt's end: the query needs `origin`")
+    return query.origin

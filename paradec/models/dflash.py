@@ -15,7 +15,6 @@ their window leaves its end out; and z-lab's embeddings are the model's rows wit
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,17 +22,31 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from paradec.caches.store import KeyValueStore
 from paradec.core.checks import LARGEST_INT, check_number, shown
 from paradec.core.query import Query
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
-from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
-from paradec.models.layers import decoder_layers
-from paradec.models.pretrained import read_module
+from paradec.models.checkpoint import (
+    CheckpointError,
+    Stored,
+    check_foreign_dtypes,
+    flag,
+    positive,
+    read_module,
+    stored_weights,
+)
+from paradec.models.decoder import decoder_layers
+from paradec.models.drafter import (
+    FeatureDrafter,
+    angles_of,
+    check_base,
+    check_base_sizes,
+    configured,
+    layer_fields,
+    make_drafter,
+)
 
 IN_TREE = "muse_glimmer_assistant"
 """The `model_type` of transformers' format."""
@@ -103,7 +116,7 @@ class DFlashDrafter(FeatureDrafter):
                 f"drafter {name} has hidden_size={module.config.hidden_size}, {base.facts.name} {base.hidden_size}; it "
                 "drafts for another"
             )
-        layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
+        layers = decoder_layers(base)
         if layers is None:
             raise ValueError(
                 f"base {base.facts.name} has no list of decoder layers, whose outputs a DFlash drafter reads"
@@ -221,7 +234,7 @@ def load_dflash(
     """
     own, settings = _settings(source, config, base)
     module = read_network(source, network(source)[1], own, settings, base, dtype, revision, "dflash_config" in config)
-    return finished(DFlashDrafter, source, module, base, settings)
+    return make_drafter(DFlashDrafter, source, module, base, settings)
 
 
 def read_network(
@@ -256,14 +269,6 @@ def read_network(
     options |= {"computed": unused, "dtype": dtype or base.dtype}
     module = read_module(cls, source, revision, config=made, **options).to(base.device).requires_grad_(False)
     return module
-
-
-def finished(cls: Any, source: str, *parts: Any) -> Any:
-    """A drafter of class `cls`, by the name of its folder; CheckpointError where it refuses its parts."""
-    try:
-        return cls(*parts, os.path.basename(source.rstrip("/")) or source)
-    except ValueError as error:
-        raise CheckpointError(f"{source!r}: {error}") from error
 
 
 def network(source: str) -> tuple[Any, Any]:
@@ -329,19 +334,9 @@ def _network_fields(source: str, given: Mapping[str, Any], base: Model, publishe
         published: whether the format is z-lab's.
     """
     where = f"config.json of {source!r}"
-    hidden, heads, layers, wide = (
-        positive(given, name)
-        for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-    )
-    for name, needed in (
-        ("hidden_size", base.hidden_size),
-        ("vocab_size", base.facts.vocab_size),
-        ("num_target_layers", base.text_config.num_hidden_layers),
-    ):
-        if given.get(name) not in (None, needed):
-            raise CheckpointError(
-                f"{source!r} has {name}={given[name]}, {base.facts.name} {needed}: it drafts for another model"
-            )
+    names = ("hidden_size", "vocab_size", "num_target_layers")
+    check_base_sizes(source, base, **{name: given.get(name) for name in names})
+    layers = positive(given, "num_hidden_layers")
     if layers > MOST_LAYERS:
         raise CheckpointError(f"{where}: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
     kinds = given.get("layer_types", ["full_attention" if published else "sliding_attention"] * layers)
@@ -349,28 +344,8 @@ def _network_fields(source: str, given: Mapping[str, Any], base: Model, publishe
         raise CheckpointError(
             f"{where}: layer_types={shown(kinds)} must name num_hidden_layers={layers} of {', '.join(LAYER_TYPES)}"
         )
-    activation = given.get("hidden_act", "silu")
-    if not isinstance(activation, str) or activation not in ACT2FN:
-        raise CheckpointError(f"{where}: hidden_act={shown(activation)} is not known")
-    given = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, **given}
-    kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
-    if heads % kv_heads or width % 2:
-        raise CheckpointError(
-            f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
-            "together"
-        )
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": wide,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": width,
-        "rms_norm_eps": float(positive(given, "rms_norm_eps")),
-        "hidden_act": activation,
-        "max_position_embeddings": positive({"max_position_embeddings": 131072, **given}, "max_position_embeddings"),
-        "layer_types": kinds,
-    }
+    fields = layer_fields(source, given, max_position_embeddings=131072)
+    return fields | {"num_hidden_layers": layers, "layer_types": kinds}
 
 
 def _block_settings(source: str, given: Mapping[str, Any], base: Model, published: bool, slides: bool) -> BlockSettings:

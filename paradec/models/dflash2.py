@@ -26,8 +26,8 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from paradec.core.checks import shown
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, flag, positive
-from paradec.models.dflash import FIELDS, DFlashDrafter, finished, published_fields, read_network, settings_of
-from paradec.models.drafter import flat_config
+from paradec.models.dflash import FIELDS, DFlashDrafter, published_fields, read_network, settings_of
+from paradec.models.drafter import flat_config, make_drafter
 
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -182,7 +182,7 @@ def load_dflash2(
     settings = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
     sizes["model_vocab_size"] = base.facts.vocab_size
     module = read_network(source, DFlash2Network, own, settings, base, dtype, revision, **sizes)
-    found: DFlash2Drafter = finished(DFlash2Drafter, source, module, base, settings)
+    found: DFlash2Drafter = make_drafter(DFlash2Drafter, source, module, base, settings)
     return found
 
 

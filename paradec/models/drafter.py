@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -15,7 +17,7 @@ from paradec.caches.store import KeyValueStore, store_bytes
 from paradec.core.checks import check_bool, check_choice, check_memory, check_model, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.models.base import Model
-from paradec.models.checkpoint import CheckpointError, flag
+from paradec.models.checkpoint import CheckpointError, flag, positive
 
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
@@ -38,6 +40,8 @@ class FeatureDrafter:
     """Whether drafts go on from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
     """Layers of the model that are read; None reads its last hidden states."""
+    tokens: Tensor | None = None
+    """[Vd] int64: the model's id of each of the drafter's; None where it has all of them."""
     pads = supports_store = supports_visibility = True
     module: Any
     base: Any
@@ -79,6 +83,13 @@ class FeatureDrafter:
         )
         return KeyValueStore(rows, length, self.device)
 
+    def of_all_tokens(self, logits: Tensor) -> Tensor:
+        """[..., V] of logits [..., Vd] of the drafter's own tokens: minus infinity for the others."""
+        if self.tokens is None:
+            return logits
+        every = logits.new_full((*logits.shape[:-1], self.facts.vocab_size), -torch.inf)
+        return every.index_copy_(-1, self.tokens, logits)
+
     def fused(self, features: Tensor) -> Tensor:
         """What is carried from position to position [R, F, D] of what the model left [R, F, layers * D]: the same, but
         for drafters that read several layers and say otherwise."""
@@ -114,6 +125,63 @@ def check_base(base: Any) -> None:
         raise ValueError(f"base {facts.name} names no output matrix, which makes a drafter's logits")
     if not (base.supports_store and base.supports_visibility):
         raise ValueError(f"base {facts.name} does not run over a key/value store, which a drafter needs")
+
+
+def check_base_sizes(source: str, base: Model, **stated: Any) -> None:
+    """Raise CheckpointError for a drafter whose config.json states other sizes than its model's; None states none."""
+    needed = {
+        "hidden_size": base.hidden_size,
+        "target_hidden_size": base.hidden_size,
+        "vocab_size": base.facts.vocab_size,
+        "num_target_layers": base.text_config.num_hidden_layers,
+    }
+    for name, value in stated.items():
+        if value not in (None, needed[name]):
+            raise CheckpointError(
+                f"{source!r} has {name}={shown(value)}, {base.facts.name} {needed[name]}: it drafts for another model"
+            )
+
+
+def layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Sizes of a drafter's decoder layers, as transformers' configurations have them.
+
+    Args:
+        defaults: of fields that config.json may leave out, besides the usual ones of heads and the norm.
+
+    Raises:
+        CheckpointError: a field that is missing or out of its range.
+    """
+    where = f"config.json of {source!r}"
+    hidden, heads = (positive(config, name) for name in ("hidden_size", "num_attention_heads"))
+    defaults |= {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    given = defaults | {name: value for name, value in config.items() if value is not None}
+    kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
+    if heads % kv_heads or width % 2:
+        raise CheckpointError(
+            f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
+            "together"
+        )
+    activation = given["hidden_act"]
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise CheckpointError(f"{where}: hidden_act={shown(activation)} is not known")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": positive(config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width,
+        "hidden_act": activation,
+        "rms_norm_eps": float(positive(given, "rms_norm_eps")),
+        "max_position_embeddings": positive(given, "max_position_embeddings"),
+    }
+
+
+def make_drafter(cls: Any, source: str, *parts: Any) -> Any:
+    """A drafter of class `cls`, by the name of its folder; CheckpointError where it refuses its parts."""
+    try:
+        return cls(*parts, os.path.basename(source.rstrip("/")) or source)
+    except ValueError as error:
+        raise CheckpointError(f"{source!r}: {error}") from error
 
 
 def angles_of(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -175,9 +243,19 @@ def configured(source: str, cls: Any, **fields: Any) -> Any:
     )
 
 
-def read_inputs(inputs: list[int], count: int) -> tuple[int, ...]:
-    """Layers that are counted by what they read, as `CausalQuery.keep_layers` has them: number l is the output of layer
-    l - 1, and `count`, that of the last layer, is before the final norm."""
+def input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
+    """Layers that config.json counts by what they read, as `CausalQuery.keep_layers` has them: number l is the output
+    of layer l - 1, and the last number, the last layer's output, is before the final norm.
+
+    Raises:
+        CheckpointError: no list of layers.
+    """
+    count = base.text_config.num_hidden_layers
+    if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
+        raise CheckpointError(
+            f"config.json of {source!r}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the "
+            f"layers of {base.facts.name}; l is what layer l reads"
+        )
     return tuple(count if layer == count else layer - 1 for layer in inputs)
 
 
@@ -239,19 +317,10 @@ def flat_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str
         raise CheckpointError(f"{where}: transformer_layer_config={shown(sizes)} must be an object")
     if flag(sizes, "attention_bias", False):
         raise CheckpointError(f"{where}: attention_bias={shown(sizes['attention_bias'])}; these layers have none")
-    if config.get("target_hidden_size") not in (None, base.hidden_size):
-        raise CheckpointError(
-            f"{source!r} has target_hidden_size={shown(config['target_hidden_size'])}, {base.facts.name} "
-            f"{base.hidden_size}: it drafts for another model"
-        )
-    name, count = "aux_hidden_state_layer_ids", base.text_config.num_hidden_layers
-    inputs = config.get(name)
-    if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
-        raise CheckpointError(
-            f"{where}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the layers of "
-            f"{base.facts.name}; l is what layer l reads"
-        )
+    check_base_sizes(source, base, target_hidden_size=config.get("target_hidden_size"))
+    name = "aux_hidden_state_layer_ids"
+    layers = input_layers(source, name, config.get(name), base)
     stated = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
     sees_all = flag(stated, "sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
     own = {key: value for key, value in sizes.items() if value is not None}
-    return {**own, **stated, "target_layer_ids": list(read_inputs(inputs, count)), "is_causal": not sees_all}
+    return {**own, **stated, "target_layer_ids": list(layers), "is_causal": not sees_all}

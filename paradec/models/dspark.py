@@ -21,8 +21,8 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from paradec.core.checks import check_choice
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, flag, positive, stored_tensors, stored_weights
-from paradec.models.dflash import BlockSettings, DFlashDrafter, finished, published_fields, read_network, settings_of
-from paradec.models.drafter import TABLES, drafted_ids, flat_config
+from paradec.models.dflash import BlockSettings, DFlashDrafter, published_fields, read_network, settings_of
+from paradec.models.drafter import TABLES, drafted_ids, flat_config, make_drafter
 
 HEADS = ("vanilla", "gated", "rnn")
 
@@ -177,13 +177,6 @@ class DSparkDrafter(DFlashDrafter):
         logits: Tensor = self.module.lm_head(states).to(self.base.dtype)
         return logits
 
-    def of_all_tokens(self, logits: Tensor) -> Tensor:
-        """[R, V] of logits [R, Vd]."""
-        if self.tokens is None:
-            return logits
-        every = logits.new_full((len(logits), self.facts.vocab_size), -torch.inf)
-        return every.index_copy_(-1, self.tokens, logits)
-
     def _embedded(self, ids: Tensor) -> Tensor:
         table = self.module.embed_tokens
         found: Tensor = super()._embedded(ids) if table is None else table(ids)
@@ -219,7 +212,7 @@ def load_dspark(
         "heads": rows is not None,
     }
     module = read_network(source, DSparkNetwork, own, settings, base, dtype, revision, unused=TABLES, dspark=parts)
-    found: DSparkDrafter = finished(DSparkDrafter, source, module, base, settings, tokens)
+    found: DSparkDrafter = make_drafter(DSparkDrafter, source, module, base, settings, tokens)
     return found
 
 

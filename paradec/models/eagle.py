@@ -17,24 +17,29 @@ with embed_tokens.weight, fc.weight, sometimes fc.bias, and layers.0: a Llama's 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, positive
-from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
+from paradec.models.drafter import (
+    FeatureDrafter,
+    angles_of,
+    check_base,
+    check_base_sizes,
+    configured,
+    layer_fields,
+    make_drafter,
+)
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.models.images.llamagen_network import angles
 
@@ -166,10 +171,8 @@ def load_eagle(
         weights = halves_of_pairs(weights, own.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    try:
-        return EagleDrafter(module, base, os.path.basename(source.rstrip("/")) or source)
-    except ValueError as error:  # heads that LlamaGen's angles do not split
-        raise CheckpointError(f"{source!r}: {error}") from error
+    drafter: EagleDrafter = make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles split no odd heads
+    return drafter
 
 
 def halves_of_pairs(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
@@ -188,12 +191,7 @@ def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
     layers = config.get("num_hidden_layers", 1)
     if layers != 1:
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
-    hidden, vocab = (positive(config, name) for name in ("hidden_size", "vocab_size"))
-    for name, own, needed in (("hidden_size", hidden, base.hidden_size), ("vocab_size", vocab, base.facts.vocab_size)):
-        if own != needed:
-            raise CheckpointError(
-                f"{source!r} has {name}={own}, {base.facts.name} {needed}: it drafts for another model"
-            )
+    check_base_sizes(source, base, **{name: positive(config, name) for name in ("hidden_size", "vocab_size")})
     return layer_config(source, config)
 
 
@@ -203,33 +201,12 @@ def layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:
     Raises:
         CheckpointError: a field that is missing or out of its range.
     """
-    hidden, vocab, heads, inner = (
-        positive(config, name) for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
-    )
-    defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6}
-    given = {**defaults, **{name: value for name, value in config.items() if value is not None}}
-    kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
-    if heads % kv_heads or width % 2:
-        raise CheckpointError(
-            f"config.json of {source!r}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim="
-            f"{width} do not go together"
-        )
-    activation = config.get("hidden_act", "silu")
-    if not isinstance(activation, str) or activation not in ACT2FN:
-        raise CheckpointError(f"config.json of {source!r}: hidden_act={shown(activation)} is not known")
     return configured(
         source,
         LlamaConfig,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        intermediate_size=inner,
+        **layer_fields(source, config, max_position_embeddings=2048),
+        vocab_size=positive(config, "vocab_size"),
         num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=width,
-        hidden_act=activation,
-        rms_norm_eps=float(positive(given, "rms_norm_eps")),
-        max_position_embeddings=positive({"max_position_embeddings": 2048, **given}, "max_position_embeddings"),
         rope_parameters=angles_of(source, config, 10000.0),
         attention_bias=False,
         mlp_bias=False,

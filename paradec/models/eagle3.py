@@ -14,7 +14,6 @@ both: number l is what layer l reads, the output of layer l - 1.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +31,21 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.calls import take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, flag
-from paradec.models.drafter import TABLES, FeatureDrafter, check_base, drafted_ids, read_inputs
+from paradec.models.decoder import decoder_layers
+from paradec.models.drafter import (
+    TABLES,
+    FeatureDrafter,
+    check_base,
+    check_base_sizes,
+    drafted_ids,
+    input_layers,
+    make_drafter,
+)
 from paradec.models.eagle import layer_config
-from paradec.models.layers import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
         check_base(base)
-        layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
+        layers = decoder_layers(base)
         if layers is None:
             raise ValueError(f"base {base.facts.name} has no list of decoder layers, whose outputs the drafter reads")
         if not all(0 <= layer <= len(layers) for layer in module.settings.layers):
@@ -186,11 +192,7 @@ class Eagle3Drafter(FeatureDrafter):
         """[R, W, V] of normed states [R, W, D]."""
         if self.module.lm_head is None:
             return self.base.head(normed.to(self.base.dtype))
-        logits = self.module.lm_head(normed).to(self.base.dtype)
-        if self.tokens is None:
-            return logits
-        every = logits.new_full((*logits.shape[:2], self.facts.vocab_size), -torch.inf)
-        return every.index_copy_(-1, self.tokens, logits)
+        return self.of_all_tokens(self.module.lm_head(normed).to(self.base.dtype))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -229,10 +231,8 @@ def load_eagle3(
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    try:
-        return Eagle3Drafter(module, base, tokens, os.path.basename(source.rstrip("/")) or source)
-    except ValueError as error:
-        raise CheckpointError(f"{source!r}: {error}") from error
+    drafter: Eagle3Drafter = make_drafter(Eagle3Drafter, source, module, base, tokens)
+    return drafter
 
 
 def _check_base_sizes(source: str, config: Mapping[str, Any], sizes: Mapping[str, Any], base: Model) -> None:
@@ -240,15 +240,9 @@ def _check_base_sizes(source: str, config: Mapping[str, Any], sizes: Mapping[str
     if sizes.get("num_hidden_layers", 1) != 1:
         layers = shown(sizes["num_hidden_layers"])
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
-    read = config.get("target_hidden_size") or sizes.get("hidden_size")
-    for name, own, needed in (
-        ("target_hidden_size" if config.get("target_hidden_size") else "hidden_size", read, base.hidden_size),
-        ("vocab_size", sizes.get("vocab_size"), base.facts.vocab_size),
-    ):
-        if own != needed:
-            raise CheckpointError(
-                f"{source!r} has {name}={shown(own)}, {base.facts.name} {needed}: it drafts for another model"
-            )
+    name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+    stated = {name: config.get("target_hidden_size") or sizes.get("hidden_size"), "vocab_size": sizes.get("vocab_size")}
+    check_base_sizes(source, base, **stated)
 
 
 def _settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Settings:
@@ -267,13 +261,8 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> Eagle3Sett
             raise CheckpointError(f"{where}: eagle_config.{name}={shown(inner[name])} is not supported")
     name, count = "eagle_aux_hidden_state_layer_ids", base.text_config.num_hidden_layers
     inputs = config.get(name) or inner.get(name) or [2, count // 2, count - 3]
-    if not isinstance(inputs, list) or not all(type(layer) is int and 0 < layer <= count for layer in inputs):
-        raise CheckpointError(
-            f"{where}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the layers of "
-            f"{base.facts.name}; l is what layer l reads"
-        )
     return Eagle3Settings(
-        read_inputs(inputs, count),
+        input_layers(source, name, inputs, base),
         norm_before_residual=bool(flag(config, "norm_before_residual", False)),
         norm_output=bool(flag(config, "norm_output", False)),
     )

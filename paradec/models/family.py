@@ -1,12 +1,28 @@
-"""What the loader must know of a checkpoint family: one value per `model_type`, defined in the family's own file."""
+"""What the loader must know of a checkpoint family, one value per `model_type`, and the ids and the tokenizer that a
+checkpoint of language has in its own files."""
 
 from __future__ import annotations
 
+import logging
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.models.checkpoint import positive
+from paradec.core.facts import ModelFacts
+from paradec.models.checkpoint import (
+    NEUTRAL,
+    TURN_ENDS,
+    CheckpointError,
+    fetch,
+    flag,
+    positive,
+    refuse_unless,
+    require,
+    token_id,
+)
+from paradec.models.rotary import lengths
 
 
 @dataclass(frozen=True)
@@ -81,3 +97,161 @@ def stated_block(config: Mapping[str, Any], name: str) -> int | None:
         CheckpointError: something else than a positive integer is there.
     """
     return None if config.get(name) is None else positive(config, name)
+
+
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+"""Fields by the same name in config.json and in transformers' configurations."""
+
+
+def shared_fields(
+    config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, tuple[Any, ...]], whole: bool = True
+) -> dict[str, Any]:
+    """The fields that all configurations of transformers' decoders have, but for the rotary angles.
+
+    Args:
+        required: fields that config.json must state. only: fields that change the maths, and the supported values.
+        whole: whether all of a head is rotated.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+    """
+    require(config, required)
+    refuse_unless(config, only)
+    sizes = {name: positive(config, name) for name in SIZES}
+    hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if config.get("head_dim") is None and hidden % heads:
+        raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    width = hidden // heads if config.get("head_dim") is None else positive(config, "head_dim")
+    if whole and width % 2:
+        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
+    return {
+        **sizes,
+        "head_dim": width,
+        "rms_norm_eps": float(positive(config, "rms_norm_eps")),
+        "hidden_act": "silu",
+        "tie_word_embeddings": bool(flag(config, "tie_word_embeddings", False)),
+        **NEUTRAL,
+    }
+
+
+# ---- ids and the tokenizer ------------------------------------------------------------------------------------------
+
+CONTROL = ("delete_token_id", "split_token_id")
+"""Ids by which a model edits its text, in config.json (LLaDA2.2)."""
+logger = logging.getLogger("paradec")
+
+
+def facts_of(
+    source: str,
+    config: dict[str, Any],
+    generation: dict[str, Any],
+    tokenizer: Any,
+    hf_config: Any,
+    family: Family,
+    mask_token_id: int | None,
+    block_length: int | None,
+    raised: bool = False,
+) -> ModelFacts:
+    """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer.
+    `raised` says whether `load` was given another base of the rotary angles."""
+    vocab = hf_config.vocab_size
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
+    if tokenizer_mask is None:
+        tokenizer_mask = known.get(family.mask_token)
+    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer_mask, mask_token_id)
+    if mask is None:
+        raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
+    ends = stated_ends(config, generation, tokenizer, family)
+    pad = _first_stated(source, "pad_token_id", config, {}, getattr(tokenizer, "pad_token_id", None))
+    control = {name: config.get(name) for name in CONTROL}
+    stated = (("mask_token_id", mask), ("pad_token_id", pad), *control.items())
+    for name, value in (*stated, *(("eos_token_id", end) for end in ends)):
+        token_id(name, value, vocab)
+    longest, trained = lengths(hf_config, raised)
+    try:
+        return ModelFacts(
+            vocab_size=vocab,
+            mask_token_id=mask,
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+            pad_token_id=pad,
+            max_length=longest,
+            trained_length=trained,
+            prediction=family.prediction,
+            topology=family.topology,
+            block_length=block_length,
+            block_align=family.block_align,
+            whole_blocks=getattr(hf_config, "expert_capacity", None) is not None,
+            tokenizer_size=tokenizer_size(tokenizer),
+            **control,
+            name=os.path.basename(source.rstrip("/")) or source,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def tokenizer_size(tokenizer: Any) -> int | None:
+    """One more than the largest id that a tokenizer has a token for; None without a tokenizer that lists them."""
+    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return max(known.values()) + 1 if known else None
+
+
+def stated_ends(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
+    """The ids that end answers, by what a checkpoint states; whether they are ids is not checked."""
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    ends: list[Any] = []
+    for data in (config, generation):
+        stated = data.get("eos_token_id")
+        ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not ends and family.padding_ends:
+        places = (getattr(tokenizer, "eos_token_id", None), config.get("pad_token_id"))
+        ends += [place for place in places if place is not None][:1]
+    return ends + [known[token] for token in TURN_ENDS if token in known]
+
+
+def _first_stated(
+    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, given: Any = None
+) -> Any:
+    """The first of the places that state this id. Others that state another one are mentioned to the log; of the mask,
+    without which nothing is read as it was trained, in a warning unless the id is given."""
+    stated = {
+        "argument": given,
+        "config.json": config.get(name),
+        "generation_config.json": generation.get(name),
+        "tokenizer": tokenizer_id,
+    }
+    stated = {place: value for place, value in stated.items() if value is not None}
+    if not stated:
+        return None
+    used, value = next(iter(stated.items()))
+    if any(other != value for other in stated.values()):
+        text = f"{source!r}: {name}={value!r} as its {used} says, of {stated!r}"
+        if name == "mask_token_id" and given is None:
+            warnings.warn(f"{text}; load(..., mask_token_id=...) gives another one", stacklevel=5)
+        else:
+            logger.info(text)
+    return value
+
+
+def tokenizer_of(source: str, family: Family, revision: str | None) -> Any:
+    """The checkpoint's tokenizer, or None when it ships none."""
+    if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    has_json = fetch(source, "tokenizer.json", revision) is not None
+    cls = PreTrainedTokenizerFast if has_json else Qwen2Tokenizer if family.qwen2_tokenizer else None
+    if cls is None:
+        raise CheckpointError(f"{source!r} has no tokenizer.json")
+    try:
+        return cls.from_pretrained(source, revision=revision)
+    except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {reason}") from error

@@ -14,7 +14,6 @@ from torch import nn
 
 from paradec.core.checks import check_choice, check_int, check_number, shown
 from paradec.models import causal, lora
-from paradec.models import gguf_file as gguf
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
@@ -136,7 +135,7 @@ def load(
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation(attn_implementation)
-    source, gguf_file = gguf.file_of(os.fspath(source), gguf_file)
+    source, gguf_file = causal.split_gguf_path(os.fspath(source), gguf_file)
     if adapter is None and gguf_file is None and (alone := _adapter_alone(source, revision)):
         source, revision, for_text["adapter"] = *alone, lora.read_lora(source, revision)
     if tp_plan is not None:

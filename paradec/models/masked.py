@@ -6,6 +6,7 @@ What `load` reads where config.json names one of `FAMILIES`. The module is one o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,23 +18,21 @@ from paradec.core.checks import shown
 from paradec.models import lora, own_drafts
 from paradec.models.checkpoint import (
     CheckpointError,
-    check_weights,
     fetch,
     published_to_own,
     read_json,
+    read_module,
+    reason,
     states_quantiser,
     stored_weights,
 )
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family, stated_block
+from paradec.models.family import Family, facts_of, stated_block, tokenizer_of
 from paradec.models.lora import LoRA
-from paradec.models.pretrained import read_module, reason
 from paradec.models.rotary import with_base
-from paradec.models.saving import Published
+from paradec.models.saving import Published, check_weights
 from paradec.models.text import (
-    d2f,
     dream,
-    fast_dllm_v2,
     llada,
     llada2,
     llada_moe,
@@ -41,14 +40,13 @@ from paradec.models.text import (
     sdar,
     stable_diffcoder,
 )
-from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation
 
 FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
     "Dream": dream.FAMILY,
     "sdar": sdar.FAMILY,
-    "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
+    "Fast_dLLM_Qwen": dream.FAST_DLLM_V2,
     "sdar_moe": sdar.FAMILY_MOE,
     "llada2_moe": llada2.FAMILY,
     "mmada": llada.FAMILY,
@@ -69,6 +67,15 @@ REFUSED = {
     "own code",
 }
 """Diffusion language models that `load` does not read, and why."""
+D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
+"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and kin) over Dream and LLaDA: Wang et al., "Diffusion
+LLMs can do faster-than-AR inference via discrete diffusion forcing", arXiv 2508.09192. The prompt is one block, which
+sees itself; the answer is cut into blocks from the prompt's end, which see the prompt, the blocks before and
+themselves. Nothing in the files says so."""
+D2F_BLOCK_LENGTH = 32
+"""What most of its published scripts decode with. (It was trained with 16.)"""
+PROMPT_BLOCK = "prompt_block_length"
+"""The field of config.json that `save_pretrained` states D2F's block in: no published file has one."""
 DEFAULT_NEW_TOKENS = 128
 """Answer length where neither the request nor generation_config.json names one."""
 
@@ -109,7 +116,7 @@ def load_masked(
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
         names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
     else:
-        names = check_weights(source, stored, hf_config, family.key_mapping or {})
+        names = check_weights(source, stored, hf_config, family)
     if adapter is not None and not family.modes:
         layers = adapter.layers(source, stored)
     generation = read_json(source, "generation_config.json", revision)
@@ -256,17 +263,17 @@ def _blocks(
         if topology == "bidirectional":
             raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")
         return family, _block_length(source, config, family, given)
-    stated = stated_block(config, d2f.STATED)
-    named = d2f.is_published(None if adapter is None else adapter.source)
+    stated = stated_block(config, PROMPT_BLOCK)
+    named = adapter is not None and D2F.fullmatch(os.path.basename(adapter.source.rstrip("/"))) is not None
     if topology == "bidirectional" or (topology is None and stated is None and not named):
         return family, _block_length(source, config, family, given)
-    length = next((n for n in (given, stated, d2f.BLOCK_LENGTH if named else None) if n is not None), None)
+    length = next((n for n in (given, stated, D2F_BLOCK_LENGTH if named else None) if n is not None), None)
     if length is None:
         raise CheckpointError(
             f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
             "(D2F's scripts have 32 to 64)"
         )
-    return replace(family, block_name=d2f.STATED, block_align="prompt"), length
+    return replace(family, block_name=PROMPT_BLOCK, block_align="prompt"), length
 
 
 def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:

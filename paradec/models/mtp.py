@@ -18,90 +18,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import re
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from paradec.caches.store import KeyValueStore
 from paradec.core.checks import shown
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.calls import take_columns
+from paradec.models.causal import mtp_names, stated_layers
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit, stored_tensors, stored_weights
+from paradec.models.decoder import decoder_layers
 from paradec.models.drafter import FeatureDrafter, check_base
-from paradec.models.layers import decoder_layers
-from paradec.models.stacked import parts_of
-
-PLACE = re.compile(
-    r"(?:model\.)?(?:layers\.(?P<after>\d+)|mtp_layers\.(?P<own>\d+)|mtp(?:\.layers\.(?P<inner>\d+))?)\."
-)
-"""After the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo, speculators), or under one name
-(Qwen3-Next, Mellum)."""
-PARTS = {
-    **{"enorm": "enorm", "pre_fc_norm_embedding": "enorm", "token_layernorm": "enorm"},
-    **{"hnorm": "hnorm", "pre_fc_norm_hidden": "hnorm", "hidden_layernorm": "hnorm"},
-    **{"eh_proj": "eh_proj", "fc": "eh_proj", "input_proj": "eh_proj"},
-    **{"shared_head.norm": "norm", "norm": "norm", "final_layernorm": "norm"},
-}
-"""What is beside the decoder layer, and what it is called here."""
-SHARED = ("embed_tokens", "shared_head.head")
-"""Copies of what the model has."""
-COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Fields of config.json that say how many layers there are."""
-
-
-class MtpNames(NamedTuple):
-    """The weights of the heads among those of a checkpoint."""
-
-    own: dict[str, str]
-    """What the weights are called here, by the checkpoint's names."""
-    prefixes: tuple[str, ...]
-    """How the checkpoint's names of the heads' weights begin, copies of the model's included."""
-
-
-def mtp_names(stored: Collection[str], config: Mapping[str, Any]) -> MtpNames:
-    """Which of the `stored` weights are those of heads.
-
-    A layer after the model's own is one only if config.json counts it and it has the matrix that heads have: else the
-    model would lose a layer.
-    """
-    first, count = config.get("num_hidden_layers"), stated_layers(config)
-    own, prefixes = {}, set()
-    for name in stored:
-        found = PLACE.match(name)
-        if found is None:
-            continue
-        at = int(found["own"] or found["inner"] or 0)
-        if found["after"] is not None:
-            if not isinstance(first, int) or not 0 <= int(found["after"]) - first < count:
-                continue
-            if f"{found.group()}eh_proj.weight" not in stored:
-                continue
-            at = int(found["after"]) - first
-        prefixes.add(found.group())
-        part, _, kind = name[found.end() :].rpartition(".")
-        if part not in SHARED:
-            block = f"block.{part}" if part not in PARTS or found["inner"] is not None else PARTS[part]
-            own[name] = f"layers.{at}.{block}.{kind}"
-    return MtpNames(own, tuple(sorted(prefixes)))
-
-
-def stated_layers(config: Mapping[str, Any]) -> int:
-    """How many layers of heads config.json says that there are; 0 where it says nothing.
-
-    Raises:
-        CheckpointError: no such number.
-    """
-    name = next((name for name in COUNTS if config.get(name) is not None), "")
-    value = config.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"config.json: {name}={shown(value)} must be a number of layers")
-    return value
-
+from paradec.models.saving import parts_of
 
 SAME = (
     *("hidden_size", "vocab_size", "model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -146,7 +78,7 @@ class MtpNetwork(nn.Module):
 
     def __init__(self, base: Model, count: int, hidden_first: bool):
         super().__init__()
-        layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
+        layers = decoder_layers(base)
         assert layers is not None  # `check_layers` has seen to it
         self.config, self.hidden_first = copy.deepcopy(base.text_config), hidden_first
         self.config._attn_implementation = "sdpa"
@@ -234,7 +166,7 @@ def check_layers(base: Any) -> None:
     """Raise TypeError or ValueError for a model that no such heads can draft for."""
     check_base(base)
     decoder = getattr(base.module, "get_decoder", lambda: None)()
-    layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
+    layers = decoder_layers(base)
     if layers is None or not hasattr(decoder, "rotary_emb") or not hasattr(layers[-1], "input_layernorm"):
         raise ValueError(
             f"base {base.facts.name} has no list of decoder layers of transformers' usual form, of which MTP heads are "
@@ -289,7 +221,7 @@ def load_mtp(
 def _places(module: nn.Module) -> dict[str, Tensor]:
     """Where each of a file's weights belongs: experts one by one."""
     state = module.state_dict()
-    return {name: part.of(state) for name, part in parts_of(state, None).items()}
+    return {name: part.of(state.__getitem__) for name, part in parts_of(state, None).items()}
 
 
 def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:

@@ -4,10 +4,10 @@ and the adapter that acts on such calls alone."""
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +53,18 @@ class DraftAdapter:
 
     @contextmanager
     def on(self, module: nn.Module) -> Iterator[None]:
-        """Add the products to what the layers make of calls of this thread; other threads' calls go on without."""
-        thread = threading.get_ident()
+        """Add the products to what the layers make."""
         with ExitStack() as hooks:
             for name, product in self.products.items():
-                handle = module.get_submodule(name).register_forward_hook(_adding(thread, *product))
+                handle = module.get_submodule(name).register_forward_hook(partial(_add_product, *product))
                 hooks.callback(handle.remove)
             yield
 
 
-def _adding(thread: int, down: Tensor, up: Tensor, scale: float) -> Any:
-    """A forward hook that adds a product to what a linear layer made."""
-
-    def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if threading.get_ident() != thread:
-            return None
-        into, out = (part.to(output.device, output.dtype) for part in (down, up))
-        return output + scale * torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], into), out)
-
-    return add
+def _add_product(down: Tensor, up: Tensor, scale: float, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """What a linear layer made, and the product."""
+    into, out = (part.to(output.device, output.dtype) for part in (down, up))
+    return output + scale * torch.nn.functional.linear(torch.nn.functional.linear(inputs[0], into), out)
 
 
 def in_mode(source: str, family: Family, topology: str | None) -> Family:

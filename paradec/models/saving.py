@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import LARGEST_INT64, check_int, shown
-from paradec.models.checkpoint import DTYPES, INDEX, Stored, check_weights
-from paradec.models.family import Family
-from paradec.models.stacked import Fetched, StackedWeight, parts_of
-from paradec.models.vocabulary import stated_ends
+from paradec.models.checkpoint import DTYPES, INDEX, CheckpointError, Stored, check_dtypes, check_fit, published_to_own
+from paradec.models.family import Family, stated_ends
 
 OWN_FORMAT = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
 """How the names of transformers' classes end that `wrap` knows as more than a map from ids to logits."""
@@ -103,7 +103,7 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     config, generation = _stated(model)
     stored = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
     try:
-        check_weights(str(path), stored, published.family.config(config), published.family.key_mapping or {})
+        check_weights(str(path), stored, published.family.config(config), published.family)
     except ValueError as error:
         raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
     split = _split(sizes, max_shard_size)
@@ -168,6 +168,136 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
+GATE_UP = ".mlp.experts.gate_up_proj"
+DOWN = ".mlp.experts.down_proj"
+"""Experts, which a file has one by one and a module as one."""
+EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(\d+)\.")
+STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """One weight of a file, by what the module holds.
+
+    Args:
+        own: the module's names of the weights that it is made of, whose rows follow each other in it.
+        index: what of them it is.
+    """
+
+    own: tuple[str, ...]
+    index: tuple[Any, ...] = ()
+
+    def of(self, get: Callable[[str], Tensor]) -> Tensor:
+        """The file's weight, of the module's own, which `get` gives by name."""
+        parts = [get(name)[self.index] if self.index else get(name) for name in self.own]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def parts_of(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
+    """What a file holds of a module, under the module's names (but for what they do not name).
+
+    Args:
+        state: the module's `state_dict`; sizes are all that is looked at.
+        fused: as in `paradec.models.family.Family`.
+    """
+    found: dict[str, StackedWeight] = {}
+    for own, tensor in state.items():
+        if own.endswith(GATE_UP):
+            experts, inner = tensor.shape[0], tensor.shape[1] // 2
+            place = own.removesuffix("gate_up_proj")
+            for index in range(experts):
+                found[f"{place}{index}.gate_proj.weight"] = StackedWeight((own,), (index, slice(0, inner)))
+                found[f"{place}{index}.up_proj.weight"] = StackedWeight((own,), (index, slice(inner, None)))
+        elif own.endswith(DOWN):
+            place = own.removesuffix("down_proj")
+            for index in range(tensor.shape[0]):
+                found[f"{place}{index}.down_proj.weight"] = StackedWeight((own,), (index,))
+        elif (whole := _whole(own, fused)) is not None:
+            found[whole[0]] = StackedWeight(whole[1])
+        else:
+            found[own] = StackedWeight((own,))
+    return found
+
+
+def _whole(own: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
+    """The weight of the file that holds this one's rows, and all whose rows are in it."""
+    for name, parts in (fused or {}).items():
+        for part in parts:
+            if own.endswith(f".{part}"):
+                place = own.removesuffix(part)
+                return place + name, tuple(place + other for other in parts)
+    return None
+
+
+def check_weights(source: str, stored: Mapping[str, Stored], config: Any, family: Family) -> dict[str, str]:
+    """Compare what is stored with what a module of this config needs, before memory is taken for it.
+
+    Args:
+        stored: names in the checkpoint, their shapes and dtypes.
+        config: transformers' configuration.
+
+    Returns:
+        The module's names of the weights -> the checkpoint's; where the module holds several as one, or one as several
+        (`StackedWeight`), the names that `family.key_mapping` makes.
+
+    Raises:
+        CheckpointError: weights that are missing, left over, or of another shape or dtype, by name.
+    """
+    check_dtypes(source, {name: entry.dtype for name, entry in stored.items()})
+    needed = _needed_weights(source, stored, config, family)
+    names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
+    check_fit({names.get(own, own): weight for own, weight in needed.items()}, stored, source, "config.json")
+    return names
+
+
+def _needed_weights(source: str, stored: Collection[str], config: Any, family: Family) -> dict[str, Tensor]:
+    """The weights of a family's module as files have them, without numbers, under the module's names.
+
+    Raises:
+        CheckpointError: sizes that the stored weights cannot have.
+    """
+    import transformers
+
+    where, layers = f"the weights of {source!r} do not fit config.json:", config.num_hidden_layers
+    if layers > len(stored):
+        raise CheckpointError(f"{where} {layers} layers, but only {len(stored)} weights")
+    try:
+        with torch.device("meta"):
+            module = getattr(transformers, family.module)(copy.deepcopy(config))
+    except RuntimeError as error:
+        raise CheckpointError(f"{where} its sizes are too large: {error}") from error
+    state, tied = module.state_dict(), getattr(module, "all_tied_weights_keys", None) or {}
+    if family.experts:
+        _check_experts(source, stored, state)
+    parts = parts_of({name: tensor for name, tensor in state.items() if name not in tied}, family.fused)
+    return {name: part.of(state.__getitem__) for name, part in parts.items()}
+
+
+def _check_experts(source: str, stored: Collection[str], state: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError where layers hold experts in another number than the module's `state`, or another form."""
+    held: dict[str, set[int]] = {}
+    for name in stored:
+        if "language_model." in name or name.startswith("model.lm_head."):
+            raise CheckpointError(
+                f"the weights of {source!r} are those of a model with pictures ({name}), which load does not read"
+            )
+        if stacked := STACKED.fullmatch(name):
+            raise CheckpointError(
+                f"the weights of {source!r} are in the training form, with all experts of a layer in "
+                f"{stacked.group()}; load reads the published form, with a matrix for each expert"
+            )
+        if expert := EXPERT.match(name):
+            held.setdefault(expert.group(1), set()).add(int(expert.group(2)))
+    for name, tensor in state.items():
+        indices = held.get(name.removesuffix(DOWN))
+        if indices and (len(indices), max(indices)) != (len(tensor), len(tensor) - 1):
+            layer = name.removesuffix(DOWN).rpartition(".")[2]
+            raise CheckpointError(
+                f"the weights of {source!r} do not fit config.json: {len(tensor)} experts, but layer {layer} holds "
+                f"{len(indices)}" + (f" (up to {max(indices)})" if len(indices) <= max(indices) else "")
+            )
+
+
 def published_state(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
     """The file's names of the weights -> what the module has of them. A tensor that the file does not hold, being
     another one's under a second name, is left out; others that it does not know keep their names.
@@ -197,7 +327,7 @@ def _sizes(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, T
     """The weights' shapes and dtypes, as tensors without numbers, each alone in its memory."""
     state_dict = module.state_dict()
     empty = {own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for own, tensor in state_dict.items()}
-    return {name: torch.empty_like(part.of(empty)) for name, part in state.items()}
+    return {name: torch.empty_like(part.of(empty.__getitem__)) for name, part in state.items()}
 
 
 def _place(tensor: Tensor) -> Any:
@@ -209,6 +339,7 @@ def _reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[
     """What gives the file's weights by their names, here."""
     own = module.state_dict()
 
+    @lru_cache(maxsize=1)  # the parts of a stacked weight are asked for one after the other
     def here(name: str) -> Tensor:
         if own[name].device.type != "meta":
             return own[name].detach().cpu()
@@ -219,8 +350,7 @@ def _reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[
         with align_module_device(part, torch.device("cpu")):
             return getattr(part, attribute).detach().clone()
 
-    fetched = Fetched(here)
-    return lambda name: state[name].of(fetched)
+    return lambda name: state[name].of(here)
 
 
 def _reads_its_files(module: nn.Module) -> bool:

@@ -16,11 +16,10 @@ from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Encoder, Opaque
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument
-from paradec.models.decoder import Decoder
+from paradec.models.decoder import Decoder, beyond_plain
+from paradec.models.family import tokenizer_size
 from paradec.models.tensor_parallel import spread
 from paradec.models.text import diffusion_gemma
-from paradec.models.visibility import beyond_plain
-from paradec.models.vocabulary import tokenizer_size
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
@@ -56,9 +55,8 @@ def wrap(
     one of these is treated as the class that it extends. Any other module is called with ids alone, without padding and
     without a key/value store.
 
-    Other users of the module, in other threads too, see no change: the module's own calls attend as before, and parts
-    in training mode stay in training mode (calls through the model are in evaluation mode, with no dropout). A module
-    may be wrapped several times; `Model.unwrap()` undoes one wrap, in any order.
+    The model takes the module: it is put into evaluation mode and attends as the model needs it, until
+    `Model.unwrap()`. Its parameters' `requires_grad` stays.
 
     Args:
         mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
@@ -127,8 +125,10 @@ def wrap(
         raise ValueError(f"block_align='prompt' does not work with {name}, which is not told where a prompt ends")
     sparse = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
     own: str | None = None
-    if adapter is Decoder:
-        own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, registered)
+    if adapter is Decoder and topology != "causal":
+        own = module.get_correct_attn_implementation(registered)  # type: ignore[operator]
+    elif adapter is Decoder and config._attn_implementation.startswith("paradec_"):  # a module that `load` made
+        own = "sdpa"
     _check_experts(module, config)
     return spread(adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own))
 
@@ -217,17 +217,6 @@ def _conventions(
     return prediction, topology
 
 
-def _unmasked_attention(module: Any, implementation: str) -> str:
-    """Raises ValueError: the module cannot run with this attention function."""
-    return module.get_correct_attn_implementation(implementation)
-
-
-def _causal_attention(config: Any) -> str | None:
-    """What a causal decoder attends with: its own attention, or sdpa where that is one of ours, without a causal mask
-    (modules that `load` made)."""
-    return "sdpa" if str(config._attn_implementation).startswith("paradec_") else None
-
-
 def _ends(eos_token_id: Any) -> tuple[Any, ...]:
     """End ids as a tuple; whether they are ids is for `ModelFacts` to check."""
     if eos_token_id is None:
@@ -262,7 +251,7 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
     if topology == "causal":
         if getattr(config, "is_causal", True) is False:
             own = config._attn_implementation
-            if (_causal_attention(config) or own) != "sdpa":
+            if own != "sdpa" and not own.startswith("paradec_"):
                 raise ValueError(
                     f"config.is_causal=False of {name} takes its causal mask off, and its attention {own!r} none of "
                     "ours; call module.set_attn_implementation('sdpa') first"

@@ -21,9 +21,8 @@ from paradec import samplers
 from paradec.core.checks import shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import plain
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.core.registry import unknown
-from paradec.models.calls import take_columns
 from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 

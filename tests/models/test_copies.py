@@ -38,10 +38,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": pi
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 
-def hooks(model: Any) -> int:
-    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.module.modules())
-
-
 def zero(model: Any) -> None:
     """Ruin a model's weights in place."""
     with torch.no_grad():
@@ -54,20 +50,17 @@ def zero(model: Any) -> None:
 def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
     """So does a copy of a copy, whatever becomes of those before it."""
     model = shared(kind)
-    before, tokens = hooks(model), expected(kind)
+    tokens = expected(kind)
     copies = [model]
     for way in WAYS.values():
         copies.append(way(copies[-1]))
         assert type(copies[-1]) is type(model)
     assert len({id(copied.module) for copied in copies}) == len(copies)
-    assert {hooks(copied) for copied in copies} == {before}
     for copied in copies[1:-1]:
         if hasattr(model, "unwrap"):
             assert copied.unwrap() is copied.module
-            assert hooks(copied) == 0
         zero(copied)
     for left in (copies[-1], model):
-        assert hooks(left) == before
         assert torch.equal(decoded(left, kind), tokens)
 
 
@@ -80,9 +73,7 @@ def test_the_original_may_be_unwrapped_first(way: str) -> None:
     copied = WAYS[way](model)
     assert model.unwrap() is module
     assert torch.equal(decoded(copied, "Llama"), tokens)
-    assert hooks(model) == 0 and hooks(copied) == 1
     late = WAYS[way](model)
-    assert hooks(late) == 0
     with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
         decoded(late, "Llama")
 

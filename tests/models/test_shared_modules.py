@@ -1,12 +1,10 @@
-"""One module under several wraps, in several threads, and in its owner's hands all the while."""
+"""Modules that a model takes: evaluation mode, attention, threads, devices, quantised weights, adapters."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +12,7 @@ import torch
 from every_model import EVERY, decoded, expected, shared
 from shared_modules import TOPOLOGIES, Dropping, wrapping
 from side_by_side import together
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor, nn
 from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
 
 import paradec
@@ -27,26 +22,16 @@ from paradec.models.adapter import Model
 IDS9 = random_ids(2, 9)
 
 
-def users_own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    """A causal attention of the owner's, which no other gives the numbers of; like flash attention's it reads its name
-    from the config."""
-    assert module.config._attn_implementation == "users_own"
-    return sdpa_attention_forward(module, -query, key, value, mask, **kwargs)
+def logits(model: Model, **more: Any) -> Tensor:
+    """The model's logits of `IDS9`."""
+    positions = torch.arange(9).expand(2, 9)
+    return model(Query(rows=torch.arange(2).numpy(), tokens=IDS9, positions=positions, **more))
 
 
-AttentionInterface.register("users_own", users_own)
-AttentionMaskInterface.register("users_own", sdpa_mask)
-
-
-def plain(module: Any, ids: Tensor = IDS9) -> Tensor:
+def plain(module: Any) -> Tensor:
     """What the module computes in its owner's hands."""
     with torch.inference_mode():
-        return module(input_ids=ids).logits
-
-
-def logits(model: Model, ids: Tensor = IDS9) -> Tensor:
-    positions = torch.arange(ids.shape[1]).expand(ids.shape)
-    return model(Query(rows=torch.arange(len(ids)).numpy(), tokens=ids, positions=positions))
+        return module(input_ids=IDS9).logits
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
@@ -63,69 +48,41 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return found
 
 
-@lru_cache
-def alone(topology: str, implementation: str) -> Tensor:
-    """Logits of a wrap that has its module for itself."""
-    module = decoder()
-    module.set_attn_implementation(implementation)
-    return logits(paradec.wrap(module, **TOPOLOGIES[topology], **IDS))
+# ---- what a model does to its module --------------------------------------------------------------------------------
 
 
-def orders() -> Iterator[tuple[str, ...]]:
-    """Every order of wrapping by A and B, and of unwrapping both."""
-    for order in set(itertools.permutations(("A", "B", "A", "B"))):
-        if order[0] == "A":
-            yield order
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "users_own"])
-@pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(TOPOLOGIES, 2)), ids="+".join)
-def test_two_wraps_in_every_order(pair: tuple[str, str], implementation: str) -> None:
-    """After each wrap and unwrap every live wrap computes what it computes alone, and the module what it did."""
-    module = decoder().eval()
-    module.set_attn_implementation(implementation)
-    own, topologies = plain(module), dict(zip("AB", pair, strict=True))
-    for order in orders():
-        live: dict[str, Model] = {}
-        for name in order:
-            if name in live:
-                assert live.pop(name).unwrap() is module
-            else:
-                live[name] = paradec.wrap(module, **TOPOLOGIES[topologies[name]], **IDS)
-            assert torch.equal(plain(module), own)
-            assert module.config._attn_implementation == implementation
-            for wrap, model in live.items():
-                assert torch.equal(logits(model), alone(topologies[wrap], implementation)), (order, name, wrap)
-        assert sum(len(part._forward_hooks) for part in module.modules()) == 0
-        configs = {id(part.config) for part in module.modules() if hasattr(part, "config")}
-        assert configs == {id(module.config)}
-
-
-def test_an_unwrapped_model_says_so() -> None:
-    model = paradec.wrap(decoder(), **TOPOLOGIES["bidirectional"], **IDS)
-    model.unwrap()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_takes_its_module_and_gives_it_back(frozen: bool) -> None:
+    module = decoder(attention_dropout=0.5).requires_grad_(not frozen)
+    own = plain(copy.deepcopy(module).eval())
+    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
+    assert not any(part.training for part in module.modules())
+    assert torch.equal(logits(model), logits(model)) and not logits(model).requires_grad
+    assert all(parameter.requires_grad != frozen for parameter in module.parameters())
+    assert not torch.equal(plain(module), own)  # it sees both ways now
+    assert model.unwrap() is module and model.unwrap() is module
+    assert torch.equal(plain(module), own) and module.config._attn_implementation == "sdpa"
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
         logits(model)
 
 
-def test_what_runs_past_the_attention_is_an_error() -> None:
-    """A module whose layers choose their attention in another way would decode with its causal mask."""
-    module = decoder().eval()
-    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
-    for layer in module.model.layers:
-        layer.self_attn.config = copy.copy(module.config)
-    with pytest.raises(RuntimeError, match="does not attend through transformers' AttentionInterface"):
-        logits(model)
-    model.unwrap()
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("kind", EVERY)
-def test_two_threads_on_one_model(kind: str) -> None:
-    model = shared(kind)
-    found = in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
-    assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
+def test_models_of_one_module() -> None:
+    """Any number with one attention. Of two the last one is served, the other is refused until that is unwrapped."""
+    module = decoder()
+    first, second = (paradec.wrap(module, **TOPOLOGIES[name], **IDS) for name in ("bidirectional", "block_causal"))
+    assert not torch.equal(logits(first), logits(second))
+    wanted, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **IDS)
+    assert torch.equal(logits(causal), plain(module))
+    with pytest.raises(RuntimeError, match="wrapped anew or changed: it attends with 'sdpa', .* for 'paradec_sdpa'"):
+        logits(first)
+    causal.unwrap()
+    assert torch.equal(logits(first), wanted)
+    module.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="it attends with 'eager'"):
+        logits(second)
+    second.unwrap()
+    assert module.config._attn_implementation == "eager"  # its owner's own choice
 
 
 WITH_DROPOUT: dict[str, Callable[[], Any]] = {
@@ -136,36 +93,100 @@ WITH_DROPOUT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WITH_DROPOUT)
-def test_modes_are_the_owners(kind: str) -> None:
-    """Whatever the owner sets and when: decoding is without dropout, and his modes stay."""
-    module = WITH_DROPOUT[kind]().eval()
-    expected = paradec.generate(wrapping(kind, module), ROWS, max_new_tokens=6).new_tokens
-    child = list(module.children())[0]
-
-    def modes() -> list[bool]:
-        return [part.training for part in module.modules()]
-
-    first, second = wrapping(kind, module), wrapping(kind, module)
-    changes: list[Callable[[], Any]] = [module.train, module.eval, child.train, first.unwrap, module.train, child.eval]
-    live, steps = first, []
-    for change in changes:
-        change()
-        live = second if change == first.unwrap else live
-        before = modes()
-        steps.clear()
-        out = paradec.generate(live, ROWS, max_new_tokens=6, callback=lambda *_: steps.append(modes()))
-        assert torch.equal(out.new_tokens, expected)
-        assert modes() == before
-        assert steps and all(found == before for found in steps)
-    before = modes()
-    second.unwrap()
-    assert modes() == before
+def test_a_module_in_training_mode_is_refused(kind: str) -> None:
+    module = WITH_DROPOUT[kind]()
+    model = wrapping(kind, module)
+    tokens = paradec.generate(model, ROWS, max_new_tokens=6).new_tokens
+    module.train()
+    with pytest.raises(RuntimeError, match=r"is in training mode, with its dropout: call module.eval\(\)"):
+        paradec.generate(model, ROWS, max_new_tokens=6)
+    module.eval()
+    assert torch.equal(paradec.generate(model, ROWS, max_new_tokens=6).new_tokens, tokens)
 
 
-def test_a_call_that_fails_gives_the_modes_back() -> None:
-    module = Dropping()
-    model = wrapping("opaque", module)
-    module.head.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        paradec.generate(model, [[8]], max_new_tokens=2)
-    assert module.training and module.drop.training
+def test_what_runs_past_the_attention_is_an_error() -> None:
+    """A module whose layers attend in another way would decode with its causal mask."""
+    module = decoder()
+    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
+    for layer in module.model.layers:
+        layer.self_attn.config = copy.copy(module.config)
+        layer.self_attn.config._attn_implementation = "sdpa"
+    with pytest.raises(RuntimeError, match="does not attend through transformers' AttentionInterface"):
+        logits(model)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("kind", EVERY)
+def test_two_threads_on_one_model(kind: str) -> None:
+    model = shared(kind)
+    found = in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
+    assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
+
+
+# ---- modules that are more than their class -------------------------------------------------------------------------
+
+
+def offloaded(module: Any) -> Any:
+    from accelerate import dispatch_model
+
+    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    return dispatch_model(module, {**places, "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def quantised(module: Any) -> Any:
+    """int8 weights but in the output matrix, whose inputs would be rounded by what columns there are."""
+    head = module.lm_head.float()
+    module = torch.ao.quantization.quantize_dynamic(module.float(), {nn.Linear}, dtype=torch.qint8)
+    module.lm_head = head
+    return module
+
+
+def with_adapter(module: Any) -> Any:
+    from peft import LoraConfig
+
+    try:
+        module.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    except ValueError as error:
+        pytest.skip(str(error))  # transformers needs another peft
+    return module.double()
+
+
+def compiled(module: Any) -> Any:
+    module.compile(backend="eager")
+    return module
+
+
+def overridden(module: Any) -> Any:
+    class Capped(type(module)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.tanh()
+            return output
+
+    module.__class__ = Capped
+    return module
+
+
+MORE = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "compiled": compiled, "own": overridden}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's quantisation is deprecated
+@pytest.mark.parametrize("topology", ["bidirectional", "causal"])
+@pytest.mark.parametrize("how", MORE)
+def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
+    """Of all columns and of some, those of the module itself with the mask that the topology says."""
+    torch.manual_seed(0)
+    module = MORE[how](decoder().eval()).eval()
+    unlike = decoder().eval()
+    seen = torch.ones(9, 9, dtype=torch.bool)
+    seen = (seen if topology == "bidirectional" else seen.tril())[None, None]
+    module.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        own, of_class = (part(input_ids=IDS9, attention_mask=seen).logits for part in (module, unlike))
+    model = paradec.wrap(module, **TOPOLOGIES[topology], **IDS)
+    assert model.kind == "decoder"
+    torch.testing.assert_close(logits(model), own, rtol=0, atol=1e-6)
+    assert (how in ("device_map", "compiled")) == torch.allclose(own.double(), of_class, atol=1e-4)
+    wanted = torch.tensor([[1, 8], [0, 3]])
+    columns = wanted.unsqueeze(-1).expand(-1, -1, own.shape[-1])
+    torch.testing.assert_close(logits(model, wanted=wanted), own.gather(1, columns), rtol=0, atol=1e-6)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from moe_models import golden_moe
-from places import GOLDEN, ROOT
+from places import GOLDEN
 from safetensors.torch import load_file
 from tiny_models import tiny
 from torch import Tensor
@@ -217,32 +215,3 @@ def test_an_update_waits_and_requests_within_requests_go_on() -> None:
     paradec.generate(model, ROWS, callback=nested, **GIVEN)
     thread.join(10)
     assert order == ["nested", "update"]
-
-
-@pytest.mark.full
-def test_a_child_process_waits_for_no_thread_of_its_parent() -> None:
-    code = """
-import os, sys, threading
-sys.path.insert(0, "tests/support")
-import paradec
-from tiny_models import tiny
-
-model, there, go = tiny(1), threading.Event(), threading.Event()
-
-def hold(state, commit):
-    there.set()
-    go.wait()
-    return True
-
-thread = threading.Thread(target=lambda: paradec.generate(model, [[1]], max_new_tokens=4, callback=hold))
-thread.start()
-there.wait()
-child = os.fork()
-if not child:
-    os._exit(model.update_weights({}) - 1)
-found = os.waitpid(child, 0)[1]
-go.set()
-thread.join()
-sys.exit(found)
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True, timeout=120)

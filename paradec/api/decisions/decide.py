@@ -13,7 +13,7 @@ import numpy as np
 from paradec.api.decisions.questions import TYPES, Question, check_json
 from paradec.api.decisions.rows import Step, Template, lay_out, read
 from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
-from paradec.models.requests import UNSHARED
+from paradec.core.weights import weights_lock
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def decide(
             for (name, question), labels in zip(row.items(), steps, strict=True):
                 phrasings[name].append((question, sign, labels))
     steps_read = [step for ways in phrasings.values() for *_, labels in ways for step in chain(*labels)]
-    with getattr(model, "requests", UNSHARED).slot.lock:
+    with weights_lock(model):
         log_probs, forwards = read(model, steps_read, batch_size, seeds, before_call)
     answers: dict[str, Decision] = {}
     for name, question in questions.items():

@@ -13,7 +13,7 @@ from openai.types.completion_choice import Logprobs
 from paradec.constraints.spelling import spelling_of
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
 from paradec.core.query import whole_rows
-from paradec.models.requests import UNSHARED
+from paradec.core.weights import weights_lock
 
 IMPOSSIBLE = -9999.0
 """OpenAI's number for a token without a probability."""
@@ -92,7 +92,7 @@ class TokenScores:
 def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
     """Log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first one."""
     parts, size = [], max(1, MAX_LOGITS // model.facts.vocab_size)
-    with torch.inference_mode(), getattr(model, "requests", UNSHARED).slot.lock:
+    with torch.inference_mode(), weights_lock(model):
         for begin in range(0, len(ids), size):
             positions = [*range(begin, min(begin + size, len(ids)))]
             logits = model(whole_rows(model, [ids], [positions], [len(ids)]))

@@ -17,13 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
-from paradec.core.family_queries import CausalQuery
-from paradec.core.query import Query, WindowQuery
-from paradec.models.calls import Evaluation, take_columns
-from paradec.models.decoder import Decoder
+from paradec.core.query import Query, WindowQuery, take_columns
+from paradec.models.decoder import Decoder, keeps_hidden
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
-from paradec.models.layers import answer_with_layers
 
 
 class ImageModel(PictureModel, Decoder):
@@ -36,7 +33,6 @@ class ImageModel(PictureModel, Decoder):
     """
 
     makes = "image"
-    gathers = False
     family = "draft_verify"
     default_sampler = "sjd"
     decoder_option = "vq"
@@ -96,17 +92,13 @@ class ImageModel(PictureModel, Decoder):
             draft_nfe=state.draft_nfe.tolist(),
         )
 
-    def __call__(self, query: Query, store: Any = None) -> Tensor:
-        """Evaluate one query: logits [R, W, V] of the wanted columns ([R, Q, V] when none are named)."""
-        if isinstance(query, CausalQuery) and query.keep_layers is not None:
-            return answer_with_layers(self, query, store)
-        with torch.no_grad(), Evaluation(self.module):
-            cache = None if store is None else store.bind(query)
-            mask = self._visible(query) if store is None else self._over_store(query, store)
-            hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
-            if isinstance(query, CausalQuery) and query.keep_hidden:
-                query.hidden = hidden
-            return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
+    def _call(self, query: Query, store: Any) -> Tensor:
+        cache = None if store is None else store.bind(query)
+        mask = self._visible(query) if store is None else self._over_store(query, store)
+        hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
+        if keeps_hidden(query):
+            query.hidden = hidden
+        return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _over_store(self, query: Query, store: Any) -> Tensor:
         """[R, 1, Q, K] bool: stored keys, and the call's own, up to each column's position."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.prompts import Prompts
 from paradec.core.registry import unknown
-from paradec.models.calls import Evaluation
 from paradec.models.images.grid import Grid, pixels_to_codes
 
 
@@ -72,6 +71,7 @@ class PictureModel:
     other_sizes: ClassVar[str] = ""
     """How to get pictures of another size, for messages."""
     module: Any
+    evaluating: Any
     device: torch.device
     facts: Any
 
@@ -152,7 +152,7 @@ class PictureModel:
     def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
         self.check_decodes()
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             images = self._pixels(self.latent(tokens.to(self.device), grid or self.grid()))
         return (images.float() / 2 + 0.5).clamp(0, 1)
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from paradec.core.query import LatentQuery
 from paradec.models.base import Adapter
-from paradec.models.calls import Evaluation
 from paradec.models.images.base import labels_of
 
 
@@ -77,7 +76,7 @@ class DiffusionModel(Adapter):
         Returns:
             [R, C, H, W]: the output in the latent's channels, in the module's dtype; a learned variance is left out.
         """
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             output = self.module(
                 query.latent.to(self.module.dtype),
                 timestep=torch.as_tensor(query.timestep, device=self.device).expand(len(query.latent)),

@@ -18,7 +18,6 @@ from torch.nn.functional import layer_norm
 
 from paradec.core.checks import check_int
 from paradec.models.base import Adapter
-from paradec.models.calls import Evaluation
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.grid import Grid
 
@@ -148,7 +147,7 @@ class DistilledModel(PictureModel, Adapter):
 
     def __call__(self, query: DistilledQuery) -> DistilledAnswer:
         """Evaluate one query."""
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.kept)
         wide = torch.promote_types(continuous.dtype, torch.float32)
         return DistilledAnswer(continuous.to(wide), logits.to(wide))

@@ -27,7 +27,6 @@ from paradec.core.family_queries import GroupQuery, RankedQuery
 from paradec.core.orders import LPD as LPDOrder
 from paradec.core.orders import group_sizes
 from paradec.core.query import Query, StoreCall
-from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.base import ImageRequest, exact_prompts, labels_of, merge_defaults
@@ -267,7 +266,7 @@ class LPDModel(ImageModel):
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         if not isinstance(query, RankedQuery):
             return super().__call__(query, store)
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             return answer_ranked(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_choice, check_int
 from paradec.models.base import Adapter
-from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import Block
@@ -230,7 +229,7 @@ class MARModel(PictureModel, Adapter):
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
         """Evaluate one query."""
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             return self._answer(query)
 
     def _answer(self, query: ContinuousQuery) -> ContinuousAnswer:

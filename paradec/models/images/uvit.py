@@ -21,8 +21,9 @@ from torch.nn.functional import gelu, linear
 
 from paradec.core.checks import check_int
 from paradec.core.facts import ModelFacts
+from paradec.core.query import Query, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.decoder import Decoder
+from paradec.models.decoder import Decoder, keeps_hidden
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, tokens_of
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
@@ -65,16 +66,11 @@ class UViT(nn.Module):
         self.in_blocks = nn.ModuleList(Block(width, heads, layer, bias=False) for layer in range(half))
         self.mid_block = Block(width, heads, half, bias=False)
         self.out_blocks = nn.ModuleList(SkipBlock(width, heads, layer) for layer in range(half + 1, depth + 1))
-        self.norm = FinalNorm(width)
+        self.norm = nn.LayerNorm(width)
         self.mlm_layer = Head(width, codebook_size + 1)
         self.config = SimpleNamespace(  # what key/value stores ask for
             num_hidden_layers=depth + 1, num_attention_heads=heads, hidden_size=width, model_type="uvit"
         )
-
-    @property
-    def base_model(self) -> nn.Module:
-        """What gives the hidden states before the output matrix."""
-        return self.norm
 
     @property
     def vocab_size(self) -> int:
@@ -89,15 +85,22 @@ class UViT(nn.Module):
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        """Logits of any subset of the positions.
+        """Logits `.logits` [R, Q, vocab_size] of any subset of the positions; arguments as for `states`."""
+        return SimpleNamespace(logits=self.head(self.states(input_ids, attention_mask, position_ids, past_key_values)))
+
+    def states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        """Last hidden states [R, Q, width] of any subset of the positions.
 
         Args:
             input_ids: [R, Q] int64. position_ids: [R, Q]; None is 0 to Q - 1.
             attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
             past_key_values: a store whose `update(keys, values, layer)` returns what is attended to.
-
-        Returns:
-            `.logits` [R, Q, vocab_size], the lowest number for what is no image token (guidance subtracts them).
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -109,10 +112,11 @@ class UViT(nn.Module):
         x = self.mid_block(x, attention_mask, past_key_values)
         for block in self.out_blocks:
             x = block(x, attention_mask, past_key_values, skips.pop())
-        return SimpleNamespace(logits=self.head(self.norm(x).last_hidden_state))
+        return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], as `forward` has them."""
+        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], the lowest number for what is no image token
+        (guidance subtracts them)."""
         logits = self.mlm_layer(x, self.token_emb.word_embeddings.weight)[..., : self.codebook_size]
         others = self.vocab_size - self.codebook_size
         return nn.functional.pad(logits, (0, others), value=torch.finfo(logits.dtype).min)
@@ -152,13 +156,6 @@ class SkipBlock(Block):
         return super().forward(self.skip_linear(torch.cat((x, skip), -1)), mask, store)
 
 
-class FinalNorm(nn.LayerNorm):
-    """The last norm; its output is wrapped, as adapters expect it of a model without its head."""
-
-    def forward(self, x: Tensor) -> Any:
-        return SimpleNamespace(last_hidden_state=super().forward(x))
-
-
 class Head(nn.Module):
     """Logits by the token embeddings themselves."""
 
@@ -187,6 +184,13 @@ class UViTModel(Decoder):
             name=type(module).__name__,
         )
         super().__init__(module.eval(), facts, default_max_new_tokens=module.size**2)
+
+    def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
+        arguments.pop("use_cache")
+        hidden = self.module.states(**arguments)
+        if keeps_hidden(query):
+            query.hidden = hidden
+        return self.module.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def token_embeddings(self) -> Tensor:
         """[vocab_size, width]: of image tokens, the mask and the classes, before positions are added."""

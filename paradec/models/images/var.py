@@ -22,7 +22,6 @@ from torch.nn.functional import layer_norm, linear, normalize, scaled_dot_produc
 
 from paradec.core.checks import check_bool, check_int, shown
 from paradec.models.base import Adapter
-from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
 from paradec.models.images.blocks import mlp
@@ -418,7 +417,7 @@ class VARModel(ScalePictures, Adapter):
 
     def __call__(self, query: ScaleQuery, store: Any = None) -> ScaleAnswer:
         """Evaluate one query."""
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             labels = query.labels
             if query.branches == 2:
                 labels = torch.cat((labels, torch.full_like(labels, self.module.classes)))

@@ -27,11 +27,10 @@ from torch import Tensor
 from paradec.core.checks import check_int, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import AnyOrderQuery
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.core.registry import unknown
 from paradec.core.rows import row_layout
 from paradec.models.adapter import Opaque
-from paradec.models.calls import Evaluation, ModuleCall, take_columns
 from paradec.models.checkpoint import CheckpointError, check_dtypes, check_fit
 from paradec.models.proteins.network import Encoding, LigandMPNN, MembraneMPNN, ProteinMPNN
 from paradec.models.proteins.rules import Columns, DesignRules
@@ -198,7 +197,7 @@ class ProteinMPNNModel(Opaque):
         )
         super().__init__(module, facts, tokenizer=Residues(self.names), default_max_new_tokens=1)
         self.encodings: list[Encoding] = []
-        with torch.inference_mode(False), torch.no_grad(), Evaluation(module):
+        with torch.inference_mode(False), torch.no_grad():
             self.encodings = [module.encode(structure) for structure in given]
 
     def save_pretrained(self, folder: Any, **named: Any) -> None:
@@ -275,7 +274,7 @@ class ProteinMPNNModel(Opaque):
         columns, of = self.columns[number], self.columns[number].of.to(self.device)
         place = torch.arange(len(masked))
         rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), place)
-        with torch.no_grad(), Evaluation(self.module):
+        with self.evaluating():
             logits = self.module(self.encodings[number], letters[:, of], rank.to(self.device)[:, of])
         row, residue = torch.ones_like(letters[:, of]).nonzero(as_tuple=True)
         logits = columns.averaged(logits[..., :RESIDUES].double().flatten(0, 1), row, residue, len(letters))
@@ -353,7 +352,7 @@ class ProteinMPNNModel(Opaque):
             raise ValueError("a row names a second structure; a row has one, at its beginning")
         return found
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
+    def _logits(self, query: Query, store: Any) -> Tensor:
         if query.branches > 1:
             raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
         kept: list[Tensor] = []
@@ -388,10 +387,10 @@ class ProteinMPNNModel(Opaque):
             logits[rows[row_at], column + 1, :RESIDUES] = said[row_at, column].to(logits.dtype)
             for own, new in zip(kept, states or (), strict=True):
                 own[rows[row], residue] = new[row, residue]
-        if store is None:
-            return logits
-        store.keep(query, kept)
-        return take_columns(logits, query.positions)
+        if store is not None:
+            store.keep(query, kept)
+            logits = take_columns(logits, query.positions)
+        return logits if query.wanted is None else take_columns(logits, query.wanted)
 
 
 def load_protein_mpnn(

@@ -19,11 +19,8 @@ from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CanvasQuery
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
-from paradec.models.calls import ModuleCall
-from paradec.models.checkpoint import CheckpointError
-from paradec.models.pretrained import read_module, reason
-from paradec.models.vocabulary import tokenizer_size
-from paradec.models.wraps import SoftWrap
+from paradec.models.checkpoint import CheckpointError, read_module, reason
+from paradec.models.family import tokenizer_size
 
 MODEL_TYPE = "diffusion_gemma"
 CLASS = "DiffusionGemmaForBlockDiffusion"
@@ -46,8 +43,7 @@ class DiffusionGemmaModel(Model):
     """`DiffusionGemmaForBlockDiffusion`, called by queries of two kinds: "encode" and "canvas".
 
     Args:
-        module: a `DiffusionGemmaForBlockDiffusion`. A pre-hook on its self-conditioning feeds soft embeddings inside
-            calls of ours; `unwrap()` takes it off.
+        module: a `DiffusionGemmaForBlockDiffusion`.
         facts, tokenizer, default_max_new_tokens: as in `Model`.
         denoising: values of `DEFAULTS` that the checkpoint states otherwise.
         processor: a transformers processor, for prompts with images; it is only kept.
@@ -56,7 +52,6 @@ class DiffusionGemmaModel(Model):
     kind = "canvas"
     makes = "canvas"
     default_sampler = "diffusion_gemma"
-    gathers = False
 
     def __init__(
         self,
@@ -70,9 +65,6 @@ class DiffusionGemmaModel(Model):
         super().__init__(module, facts, tokenizer, default_max_new_tokens)
         self.denoising = {**DEFAULTS, **(denoising or {})}
         self.processor = processor
-
-    def _wrapped(self) -> Any:
-        return SoftWrap(self.module.model.decoder.self_conditioning)
 
     @property
     def _takes_masks(self) -> bool:
@@ -149,28 +141,37 @@ class DiffusionGemmaModel(Model):
         distribution = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
         return distribution @ weight * embedding.embed_scale.to(weight.dtype)
 
-    def _logits(self, query: CanvasQuery, store: Any, call: ModuleCall) -> Tensor:  # type: ignore[override]
+    def _logits(self, query: CanvasQuery, store: Any) -> Tensor:  # type: ignore[override]
         if store is None:
             raise ValueError(f"{self.facts.name} reads what is final from a store: make_store makes one")
-        if call.wrap is None:
-            raise RuntimeError(f"{self.facts.name} was unwrapped, and conditions on nothing of ours; wrap it again")
-        call.soft, call.columns, query.soften = query.soft, None, self.soften
+        query.soften = self.soften
         store.bind(query)
         masks = self._masks(query, store)
         if query.kind == "encode":
             self._encode(query, store, masks)
             return torch.empty((len(query.tokens), 0, self.facts.vocab_size), device=query.tokens.device)
-        decoder = self.module.model.decoder
-        hidden = decoder(
-            decoder_input_ids=query.tokens,
-            decoder_attention_mask=masks,
-            decoder_position_ids=query.positions,
-            **cache_keyword(decoder, store),
-        ).last_hidden_state
+        hidden = self._decode(query, store, masks)
         # as the module's forward, in place: of a large vocabulary each copy is 256 MiB a row
         logits = self.module.lm_head(hidden).to(torch.float32)
         cap = self.module.final_logit_softcapping
         return logits.div_(cap).tanh_().mul_(cap)
+
+    def _decode(self, query: CanvasQuery, store: Any, masks: dict[str, Tensor | None]) -> Tensor:
+        """Hidden states [R, Q, D] of a canvas: the decoder's parts, as its forward calls them."""
+        decoder, types = self.module.model.decoder, self.text_config.layer_types
+        hidden = decoder.embed_tokens(query.tokens)
+        hidden = decoder.self_conditioning(hidden, torch.zeros_like(hidden) if query.soft is None else query.soft)
+        angles = {kind: decoder.rotary_emb(hidden, query.positions, kind) for kind in decoder.unique_layer_types}
+        cache = cache_keyword(decoder, store)
+        for kind, layer in zip(types, decoder.layers):
+            hidden = layer(
+                hidden,
+                position_embeddings=angles[kind],
+                attention_mask=masks[kind],
+                position_ids=query.positions,
+                **cache,
+            )
+        return decoder.norm(hidden)
 
     def _encode(self, query: CanvasQuery, store: Any, masks: dict[str, Tensor | None]) -> None:
         encoder = self.module.model.encoder

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
+from paradec.models.checkpoint import CheckpointError, positive
 from paradec.models.decoder import Decoder
-from paradec.models.family import Family, stated_block
+from paradec.models.family import Family, shared_fields, stated_block
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import experts_per_token
 
@@ -90,56 +90,35 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Glm4MoeConfig
 
-    require(config, REQUIRED)
-    refuse_unless(config, ONLY)
+    if not config.get("num_key_value_heads"):
+        config = {**config, "num_key_value_heads": config.get("num_attention_heads")}
+    fields = shared_fields(config, REQUIRED, ONLY, whole=False)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
             "query_key_value matrices are split where they are read, which quantised ones cannot be"
         )
-    hidden, layers, heads = (
-        positive(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
-    kv_heads = positive(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    dense = config["first_k_dense_replace"]
+    dense, layers = config["first_k_dense_replace"], fields["num_hidden_layers"]
     if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense <= layers:
         raise CheckpointError(
             f"config.json: first_k_dense_replace={shown(dense)} must be an integer from 0 to num_hidden_layers={layers}"
         )
-    width, factor = _rotated(config, hidden, heads)
     return Glm4MoeConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=width,
+        **fields,
         intermediate_size=positive(config, "intermediate_size"),
         moe_intermediate_size=positive(config, "moe_intermediate_size"),
-        vocab_size=positive(config, "vocab_size"),
-        max_position_embeddings=positive(config, "max_position_embeddings"),
         first_k_dense_replace=dense,
         n_shared_experts=positive(config, "num_shared_experts"),
         routed_scaling_factor=float(positive(config, "routed_scaling_factor")),
         **_routing(config),
-        rope_parameters=rope_parameters(config, factor),
-        rms_norm_eps=float(positive(config, "rms_norm_eps")),
-        hidden_act="silu",
+        rope_parameters=rope_parameters(config, _rotated_share(config, fields["head_dim"])),
         use_qk_norm=True,
         attention_bias=False,
-        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        **NEUTRAL,
     )
 
 
-def _rotated(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, float]:
-    """The width of a head, and the part of it that is rotated."""
-    if config.get("head_dim") is None and hidden % heads:
-        raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
-    width = hidden // heads if config.get("head_dim") is None else positive(config, "head_dim")
+def _rotated_share(config: Mapping[str, Any], width: int) -> float:
+    """The part of a head of this width that is rotated."""
     factor = positive(config, "partial_rotary_factor")
     rotated = int(width * factor)
     if factor > 1 or rotated < 2 or rotated % 2:
@@ -152,7 +131,7 @@ def _rotated(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, f
             f"config.json: rotary_dim={shown(config['rotary_dim'])} contradicts partial_rotary_factor={factor}, which "
             f"rotates {rotated} of {width}"
         )
-    return width, float(factor)
+    return float(factor)
 
 
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from paradec.core.query import Query
-from paradec.models.calls import ModuleCall, thread
 from paradec.models.decoder import Decoder
 
 
@@ -88,6 +87,9 @@ class BlockRouter(Glm4MoeTopkRouter):
 
     capacity: int
     block: int
+    blocks: tuple[Tensor, Tensor | None] | None = None
+    """[R, Q] int64 and bool: the blocks of a call's columns, and which are no padding; None: whole rows from position
+    0."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, length = hidden_states.shape[:2]
@@ -108,16 +110,13 @@ class BlockRouter(Glm4MoeTopkRouter):
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """[R, Q] int64 below R * Q, one number for each block of each row; and which columns are no padding."""
-        call = thread.call
-        own = torch.arange(rows, device=device).unsqueeze(1) * length
-        if call is None or call.blocks is None:  # a call of the owner's: whole rows from position 0
-            return own + torch.arange(length, device=device) // self.block, None
-        blocks, valid = call.blocks[0].to(device), call.blocks[1]
-        known, valid = blocks, None if valid is None else valid.to(device)
-        if valid is not None:
-            known = blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
+        row_start = torch.arange(rows, device=device).unsqueeze(1) * length
+        if self.blocks is None:
+            return row_start + torch.arange(length, device=device) // self.block, None
+        blocks, valid = self.blocks[0].to(device), None if self.blocks[1] is None else self.blocks[1].to(device)
+        real = blocks if valid is None else blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
         # the columns of a call are neighbours or whole rows, so that there are fewer blocks than columns
-        return own + (blocks - known.amin(1, keepdim=True)).clamp(0, length - 1), valid
+        return row_start + (blocks - real.amin(1, keepdim=True)).clamp(0, length - 1), valid
 
 
 class BlockRouted(Decoder):
@@ -125,13 +124,19 @@ class BlockRouted(Decoder):
 
     def __init__(self, module: Any, *others: Any, **named: Any):
         super().__init__(module, *others, **named)
-        for part in module.modules():
-            if isinstance(part, Glm4MoeTopkRouter):
-                part.__class__ = BlockRouter
-                part.capacity, part.block = module.config.expert_capacity, self.facts.block_unit
+        self._routers = [part for part in module.modules() if isinstance(part, Glm4MoeTopkRouter)]
+        for router in self._routers:
+            router.__class__ = BlockRouter
+            router.capacity, router.block = module.config.expert_capacity, self.facts.block_unit
 
-    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
+    def _logits(self, query: Query, store: Any) -> Tensor:
         if query.visible is not None:
             raise ValueError(f"{self.facts.name} chooses experts for whole blocks: a call cannot say who sees whom")
-        call.blocks = self.facts.block_numbers(query.positions), query.valid
-        return super()._logits(query, store, call)
+        blocks = self.facts.block_numbers(query.positions), query.valid
+        try:
+            for router in self._routers:
+                router.blocks = blocks
+            return super()._logits(query, store)
+        finally:
+            for router in self._routers:
+                router.blocks = None

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
-from paradec.models.family import Family
+from paradec.models.checkpoint import CheckpointError, positive, refuse_unless
+from paradec.models.family import Family, shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import experts_per_token
 
@@ -63,36 +63,14 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Qwen3MoeConfig
 
-    require(config, REQUIRED)
-    refuse_unless(config, ONLY)
-    hidden, layers, heads, kv_heads = (
-        positive(config, name)
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    )
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    if hidden % (2 * heads):
-        raise CheckpointError(
-            f"config.json: hidden_size={hidden} is not a multiple of twice num_attention_heads={heads}; rotary angles "
-            "need an even width"
-        )
-    if config.get("head_dim") not in (None, hidden // heads):
-        raise CheckpointError(
-            f"config.json: head_dim={shown(config['head_dim'])} is not supported; supported: {hidden // heads}"
-        )
+    fields = shared_fields(config, REQUIRED, ONLY)
+    layers = fields["num_hidden_layers"]
+    refuse_unless(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
     experts, chosen = experts_per_token(config)
     dense = _dense_layers(config, layers)
     inner = positive(config, "expert_intermediate_size")
     return Qwen3MoeConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocab_size=positive(config, "vocab_size"),
-        max_position_embeddings=positive(config, "max_position_embeddings"),
+        **fields,
         intermediate_size=positive(config, "dense_intermediate_size") if dense else inner,
         moe_intermediate_size=inner,
         num_experts=experts,
@@ -101,12 +79,8 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
         decoder_sparse_step=1,
         mlp_only_layers=dense,
         rope_parameters=rope_parameters(config),
-        rms_norm_eps=float(positive(config, "rms_norm_eps")),
-        hidden_act="silu",
         attention_bias=False,
         use_sliding_window=False,
-        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        **NEUTRAL,
     )
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
-from paradec.models.family import Family
+from paradec.models.checkpoint import positive
+from paradec.models.family import Family, shared_fields
 from paradec.models.rotary import rope_parameters
 
 KEY_MAPPING = {r"^encoder\.": "model.", r"^diffusion_head\.": "lm_head."}
@@ -52,30 +52,14 @@ def ministral3_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Ministral3Config
 
-    require(config, REQUIRED)
-    refuse_unless(config, ONLY)
-    sizes = {name: positive(config, name) for name in REQUIRED if name not in ("dlm_paradigm", "rms_norm_eps")}
-    heads, kv_heads, width = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    if width % 2:
-        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
+    fields = shared_fields(config, REQUIRED, ONLY)
     angles = {
         SCALE: 0.0,
-        "original_max_position_embeddings": sizes["max_position_embeddings"],  # read even where nothing is scaled
+        "original_max_position_embeddings": fields["max_position_embeddings"],  # read even where nothing is scaled
         **rope_parameters(config, also=(SCALE,)),
     }
-    return Ministral3Config(
-        **sizes,
-        rope_parameters=angles,
-        rms_norm_eps=float(positive(config, "rms_norm_eps")),
-        hidden_act="silu",
-        sliding_window=None,
-        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        **NEUTRAL,
-    )
+    inner = positive(config, "intermediate_size")
+    return Ministral3Config(**fields, intermediate_size=inner, rope_parameters=angles, sliding_window=None)
 
 
 FAMILY = Family(

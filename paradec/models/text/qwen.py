@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.core.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, require
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
+from paradec.models.family import shared_fields
 from paradec.models.rotary import rope_parameters
 
 ONLY = {
@@ -42,17 +43,10 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Qwen2Config
 
-    hidden, heads = _sizes(config, REQUIRED, ONLY)
-    if hidden % heads:
-        raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
-    width = hidden // heads
-    if width % 2:
-        raise CheckpointError(
-            f"config.json: hidden_size={hidden} / num_attention_heads={heads} is odd; rotary angles need an even width"
-        )
-    if config.get("head_dim") not in (None, width):
-        raise CheckpointError(f"config.json: head_dim={shown(config['head_dim'])} is not supported; supported: {width}")
-    return Qwen2Config(**_fields(config))
+    fields = _fields(config, REQUIRED, ONLY)
+    refuse_unless(config, {"head_dim": (None, fields["hidden_size"] // fields["num_attention_heads"])})
+    del fields["head_dim"]
+    return Qwen2Config(**fields)
 
 
 def qwen3_config(config: Mapping[str, Any]) -> Any:
@@ -63,11 +57,7 @@ def qwen3_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Qwen3Config
 
-    _sizes(config, (*REQUIRED, "head_dim"), {**ONLY, **ONLY_QWEN3})
-    width = positive(config, "head_dim")
-    if width % 2:
-        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
-    return Qwen3Config(**_fields(config), head_dim=width, attention_bias=False)
+    return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), ONLY | ONLY_QWEN3), attention_bias=False)
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
@@ -78,10 +68,8 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Qwen3MoeConfig
 
-    _sizes(config, (*REQUIRED, *REQUIRED_MOE), {**ONLY, **ONLY_QWEN3})
-    width, layers = positive(config, "head_dim"), positive(config, "num_hidden_layers")
-    if width % 2:
-        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
+    fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), ONLY | ONLY_QWEN3)
+    layers = fields["num_hidden_layers"]
     experts, chosen = experts_per_token(config)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(entry) is not int or not 0 <= entry < layers for entry in dense):
@@ -89,8 +77,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
             f"config.json: mlp_only_layers={shown(dense)} must be a list of layers, 0 to {layers - 1}"
         )
     return Qwen3MoeConfig(
-        **_fields(config),
-        head_dim=width,
+        **fields,
         attention_bias=False,
         moe_intermediate_size=positive(config, "moe_intermediate_size"),
         num_experts=experts,
@@ -113,34 +100,10 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
     return experts, chosen
 
 
-def _sizes(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> tuple[int, int]:
-    """Refuse what is missing or not supported; hidden size and attention heads."""
-    require(config, required)
-    refuse_unless(config, only)
-    layers = config.get("layer_types")
+def _fields(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that the three configurations share."""
+    fields, layers = shared_fields(config, required, only), config.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
         raise CheckpointError(f"config.json: layer_types={shown(layers)} is not supported; supported: 'full_attention'")
-    hidden, heads, kv_heads = (
-        positive(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    return hidden, heads
-
-
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = [name for name in REQUIRED if name != "rms_norm_eps"]
-    return {name: positive(config, name) for name in sizes} | {
-        "rope_parameters": rope_parameters(config),
-        "rms_norm_eps": float(positive(config, "rms_norm_eps")),
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": bool(flag(config, "tie_word_embeddings", False)),
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "use_cache": False,
-    }
+    inner, angles = positive(config, "intermediate_size"), rope_parameters(config)
+    return fields | {"intermediate_size": inner, "rope_parameters": angles, "use_sliding_window": False}

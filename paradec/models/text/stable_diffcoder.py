@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import shown
-from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require
-from paradec.models.family import Family
+from paradec.models.checkpoint import positive
+from paradec.models.family import Family, shared_fields
 from paradec.models.rotary import rope_parameters
 from paradec.models.text.qwen import REQUIRED
 
@@ -39,30 +38,12 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import LlamaConfig
 
-    require(config, REQUIRED)
-    refuse_unless(config, ONLY)
-    sizes = {name: positive(config, name) for name in REQUIRED if name != "rms_norm_eps"}
-    hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    width = positive(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
-    if width % 2 or (config.get("head_dim") is None and hidden % heads):
-        raise CheckpointError(
-            f"config.json: hidden_size={hidden} over num_attention_heads={heads}, head_dim="
-            f"{shown(config.get('head_dim'))}: rotary angles need heads of an even width"
-        )
     return LlamaConfig(
-        **sizes,
-        head_dim=width,
+        **shared_fields(config, REQUIRED, ONLY),
+        intermediate_size=positive(config, "intermediate_size"),
         rope_parameters=rope_parameters(config),
-        rms_norm_eps=float(positive(config, "rms_norm_eps")),
-        hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
-        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        **NEUTRAL,
     )
 
 

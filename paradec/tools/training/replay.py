@@ -23,7 +23,6 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout
 from paradec.models.base import Model
-from paradec.models.calls import with_gradients
 from paradec.samplers.guidance import guided
 
 
@@ -340,7 +339,7 @@ def _answer(model: Any, states: Rollout, parts: list[_Part], scale: float, tempe
     query: Any = (
         CausalQuery(**asked) if causal else WindowQuery(**asked, window=WindowLogits(np.arange(count)), origin=origin)
     )
-    logits = with_gradients(model, query)
+    logits = model.evaluate(query)
     logits = guided(logits, scale) if scale != 1 else logits.to(_wide(model))
     counts = torch.tensor([len(part.wanted) for part in parts])
     sources = torch.arange(count).repeat_interleave(counts)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from paradec.core.checks import check_int
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
-from paradec.models.calls import Calling, ModuleCall
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Of the probe, as a share of the largest logit; narrower types get 0.1."""
@@ -241,7 +240,6 @@ class BlockCausalModule(nn.Module):
                 "block_causal models that predict in place ('same'), with blocks from position 0"
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
-        self._wrap = model._wrap
 
     @property
     def device(self) -> torch.device:
@@ -271,14 +269,13 @@ class BlockCausalModule(nn.Module):
         seen = seen & attention_mask[:, None, :].bool()
         # left padding sees no key: it sees itself, so that its softmax is defined
         seen |= (position_ids[:, :, None] == keys) & ~seen.any(-1, keepdim=True)
-        with Calling(self.model, ModuleCall(self._wrap)):
-            return self.model(
-                input_ids=input_ids,
-                attention_mask=seen[:, None],
-                position_ids=position_ids,
-                use_cache=use_cache,
-                **cache_keyword(self.model, past_key_values),
-            )
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=seen[:, None],
+            position_ids=position_ids,
+            use_cache=use_cache,
+            **cache_keyword(self.model, past_key_values),
+        )
 
 
 def block_length_of(scheduler: Any) -> int:

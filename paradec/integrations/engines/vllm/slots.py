@@ -73,8 +73,8 @@ def served_by(model: Any) -> Served:
         CheckpointError: files that do not say what is needed.
     """
     from paradec.models.checkpoint import read_json
+    from paradec.models.family import facts_of, tokenizer_of
     from paradec.models.loading import FAMILIES
-    from paradec.models.vocabulary import facts_of, tokenizer_of
 
     own, source, revision = model.hf_config, model.model, model.revision
     family = FAMILIES[own.model_type]

@@ -330,22 +330,16 @@ def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
     assert not model.engines
 
 
-def test_engines_serve_a_module_in_any_mode() -> None:
-    """A captured forward would keep the mode of its first request: it is without dropout, whatever the mode."""
+def test_a_module_in_training_mode_is_refused() -> None:
+    """A captured forward would keep the dropout of its first request."""
     model = tiny(1)
-    for layer in model.module.model.layers:
-        layer.self_attn.attention_dropout = 0.5
+    expected, keys = assert_same(model, "threshold").canvas, list(model.engines)
+    model.module.train()
+    with pytest.raises(RuntimeError, match="training mode"):
+        assert_same(model, "threshold")
     model.module.eval()
-    expected = assert_same(model, "threshold").canvas
-    keys = list(model.engines)
-    for training in (True, False):
-        model.engines.clear()
-        model.module.train(training)
-        assert torch.equal(assert_same(model, "threshold").canvas, expected)
-        model.module.train(not training)
-        assert torch.equal(assert_same(model, "threshold").canvas, expected)
-        assert list(model.engines) == keys
-        assert model.module.training is not training
+    assert torch.equal(assert_same(model, "threshold").canvas, expected)
+    assert list(model.engines) == keys
 
 
 def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.core.facts import ModelFacts
-from paradec.core.query import Query
-from paradec.models.adapter import take_columns
+from paradec.core.query import Query, take_columns
 from paradec.samplers.masked.loop import MaskedSampler, Needs, Revision, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
