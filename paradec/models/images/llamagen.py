@@ -246,7 +246,14 @@ def read_network(
     """What an adapter is made of: network, VQ autoencoder, text encoder, name, and defaults of requests. See
     `load_llamagen`."""
     name, path, fields, vq = find_files(source, "vq", vq)
-    weights = read_weights(path, UNUSED.pattern, format.nested)[0]
+    try:
+        weights = read_weights(path, UNUSED.pattern, format.nested)[0]
+    except CheckpointError as error:
+        if os.path.isdir(source):
+            raise
+        raise CheckpointError(
+            f"{str(path)!r} is not a folder with a checkpoint, and no {format.name}: {error}"
+        ) from error
     state = {key: tensor for key, tensor in weights.items() if not UNUSED.search(key)}
     if missing := [key for key in format.marks if key not in state]:
         raise CheckpointError(f"{str(path)!r} holds no {format.name}: {', '.join(missing)} missing")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from serving import NAME
-from test_protocol import BEGIN, CALL, scripted
+from test_openai_protocol import BEGIN, CALL, scripted
 
 langchain = pytest.importorskip("langchain_openai", reason='needs the extra "clients"')
 litellm = pytest.importorskip("litellm", reason='needs the extra "clients"')

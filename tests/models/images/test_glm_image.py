@@ -19,6 +19,7 @@ from paradec.core.query import Query
 from paradec.models.images import glm_image
 from paradec.models.images.base import ImageRequest
 from paradec.models.images.glm_image import GlmImageModel, PreviewGrid
+from paradec.samplers.causal.window import copy_neighbours
 from paradec.samplers.causal.zipar import schedule
 
 RECORDED = golden("images-autumn") / "glm_image"
@@ -194,7 +195,7 @@ def test_guesses_stay_in_their_raster(init: str) -> None:
     while not state.done:
         rows, places = state.rows, state.positions(state.rows)
         nothing = torch.zeros((len(rows), 1), dtype=torch.int64)
-        found = method._copied(state, rows, places, nothing, state.memory["drafts"][rows])
+        found = copy_neighbours(state, rows, init, places, nothing, state.memory["drafts"][rows])
         for row, at, tokens in zip(rows, places.tolist(), found.tolist(), strict=True):
             known = state.canvas[row].tolist()
             for slot, token in zip(at, tokens, strict=True):

@@ -289,7 +289,7 @@ def test_a_zero_in_a_preset_s_mapping_counts() -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "num_return_sequences", "compile", "stop_strings", "chat"])
 def test_presets_that_mean_nothing_for_pictures(case: tuple[Any, dict[str, Any]], name: str) -> None:
     value = {"stop_strings": "a", "chat": True, "compile": True}.get(name, 4)
-    with pytest.raises(ValueError, match=f"^{name}=.* has no meaning for pictures: leave it out of the preset"):
+    with pytest.raises(ValueError, match=f"^{name}=.* has no meaning for pictures: leave it out"):
         paint(case[0], preset=Request(**{name: value}))
 
 
