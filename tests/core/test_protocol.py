@@ -71,8 +71,8 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
         families |= {"scales", "groups", "distilled"}
         assert cls.family in families
         if cls.family != "cache":
-            # combinations, and other rules on canvases, are nobody's paper; no number of CORA-Diff is known
-            assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence", "canvas")
+            # combinations, other rules on canvases and forecasts in parts have no paper; CORA-Diff has no number
+            assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence", "canvas", "forecast")
 
 
 @pytest.mark.parametrize("name", samplers.names())

@@ -215,7 +215,7 @@ class Sums(Opaque):
         self.pairs = torch.randn(12, 7, 12, 7, generator=draw, dtype=torch.float64)
         self.calls: list[Query] = []
 
-    def _logits(self, query: Query, store: Any, call: Any) -> Tensor:
+    def _logits(self, query: Query, store: Any) -> Tensor:
         assert store is None and query.valid is None and query.decided_at is not None
         self.calls.append(query)
         size = query.tokens.shape[1]

@@ -542,7 +542,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert ran.exit_code == 2 and match in ran.output, ran.output
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Sort: fig ant"}\n{"answer": 3}\n')
-    with pytest.raises(ValueError, match="line 2: .* is no object"):
+    with pytest.raises(ValueError, match="line 2: prompt=None must be a text"):
         training.read_prompts(file)
 
 
