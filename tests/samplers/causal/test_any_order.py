@@ -20,7 +20,7 @@ from paradec.core import orders, rng
 from paradec.core.facts import ModelFacts
 from paradec.core.orders import keyed
 from paradec.core.protocol import decode
-from paradec.core.query import Query
+from paradec.core.query import Query, take_columns
 from paradec.core.rows import replace_rows
 from paradec.models.adapter import Opaque
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
@@ -223,7 +223,8 @@ class Sums(Opaque):
         rank = torch.where(known, (query.decided_at + 1) * size + place, 10_000)
         sees = (rank.unsqueeze(1) < rank.unsqueeze(2)).double()  # [R, i, j]
         pairs = self.pairs[place, query.tokens][:, :, :size]  # [R, j, i, V]
-        return self.first[:size] + torch.einsum("rij,rjiv->riv", sees, pairs)
+        logits = self.first[:size] + torch.einsum("rij,rjiv->riv", sees, pairs)
+        return logits if query.wanted is None else take_columns(logits, query.wanted)
 
 
 def plain(model: Sums, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
