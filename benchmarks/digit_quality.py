@@ -1,7 +1,7 @@
 """How good generated digits are: a small classifier of handwritten digits, and the Frechet distance on its features.
 
 The classifier and the moments of its features over held-out real digits ship inside the package
-(`examples/train_digits_ar.py` makes them). The distance is that of Heusel et al., "GANs Trained by a Two Time-Scale
+(`examples/training/digits_ar.py` makes them). The distance is that of Heusel et al., "GANs Trained by a Two Time-Scale
 Update Rule ...", arXiv 1706.08500, with these features in place of Inception's: its values compare with each other, not
 with FIDs of other sets.
 """

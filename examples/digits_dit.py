@@ -2,7 +2,6 @@
 
     python examples/digits_dit.py                      # offline, no GPU; writes digits-dit.png, a row for each run
     python examples/digits_dit.py --interval 3 --basis newton --order 2
-    python examples/digits_dit.py --plot errors.png    # error over speed, a curve for each basis
     python examples/digits_dit.py --tiny               # two pictures, few steps, no file
 
 `paradec.accelerate` attaches to the pipeline as to any other of diffusers, and `session.report()` says what it did.
@@ -19,7 +18,6 @@ from torch import Tensor
 import paradec
 from paradec.api.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
-from paradec.tools.evaluation.plot import check_plot
 
 
 def main() -> None:
@@ -32,11 +30,8 @@ def main() -> None:
     parser.add_argument("--target", default="module", help="module, block, output")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", metavar="FILE.png", default="digits-dit.png", help="(default: %(default)s)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--tiny", action="store_true", help="two pictures, 10 steps, no file")
     args = parser.parse_args()
-    if args.plot:
-        check_plot(args.plot)
     if args.tiny:
         args.classes, args.steps = [3, 8], 10
 
@@ -63,12 +58,6 @@ def main() -> None:
     print(session.report())
     if not args.tiny:
         contact_sheet(to_pil(torch.cat(rows)), columns=len(args.classes), enlarge=4).save(args.compare)
-    if args.plot:
-        import forecast_cost  # beside this file
-
-        points = forecast_cost.sweep(pipe, lambda: paint(args.steps))
-        print(forecast_cost.table(points))
-        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

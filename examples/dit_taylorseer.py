@@ -1,7 +1,6 @@
 """A class-conditional DiT, plain and with TaylorSeer: how long both take, how far the pictures are apart, a report.
 
     python examples/dit_taylorseer.py --device cuda --classes "golden retriever" volcano --compare dit.png
-    python examples/dit_taylorseer.py --device cuda --plot errors.png     # error over speed, a curve for each basis
     python examples/dit_taylorseer.py --tiny           # random weights: no download, no GPU, no picture worth a look
 
 The settings are the paper's for DiT-XL/2: 50 DDIM steps of which 14 are evaluated, fourth order.
@@ -18,7 +17,6 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 
 import paradec
 from paradec.api.images import contact_sheet
-from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> DiTPipeline:
@@ -39,11 +37,8 @@ def main() -> None:
     parser.add_argument("--basis", default="taylor", help="taylor, newton, hermite, reuse, foca, dmd")
     parser.add_argument("--target", default="module", help="module, block, output")
     parser.add_argument("--compare", metavar="FILE.png", help="save the pictures, the plain run's above")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    if args.plot:
-        check_plot(args.plot)
 
     if args.tiny:
         pipe, labels = tiny(), [1, 2]
@@ -69,12 +64,6 @@ def main() -> None:
     print(f"mean difference of the pixels: {np.abs(plain - fast).mean():.4f}")
     if args.compare:
         contact_sheet(pipe.numpy_to_pil(np.concatenate((plain, fast))), columns=len(labels)).save(args.compare)
-    if args.plot:
-        import forecast_cost  # beside this file
-
-        points = forecast_cost.sweep(pipe, lambda: torch.from_numpy(run()))
-        print(forecast_cost.table(points))
-        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

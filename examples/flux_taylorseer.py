@@ -1,7 +1,6 @@
 """FLUX, plain and with TaylorSeer: how long both take, how far the latents are apart, and the report.
 
     python examples/flux_taylorseer.py --device cuda --compare flux.png "a tiger in the snow"
-    python examples/flux_taylorseer.py --device cuda --plot errors.png    # error over speed, a curve for each basis
     python examples/flux_taylorseer.py --device cuda --max-memory 2GB "a tiger in the snow"
     python examples/flux_taylorseer.py --tiny          # random weights: no download, no GPU
 
@@ -19,7 +18,6 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 
 import paradec
 from paradec.api.images import contact_sheet
-from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
@@ -48,11 +46,8 @@ def main() -> None:
     parser.add_argument("--target", default="module", help="module, block, output")
     parser.add_argument("--max-memory", default=None, help='what the histories may take, "2GB", say')
     parser.add_argument("--compare", metavar="FILE.png", help="save both pictures side by side, the plain run's first")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    if args.plot:
-        check_plot(args.plot)
 
     if args.tiny:
         pipe, call = tiny()
@@ -81,12 +76,6 @@ def main() -> None:
         with paradec.accelerate(pipe, sampler):
             pictures += run("pil")
         contact_sheet(pictures, columns=2).save(args.compare)
-    if args.plot:
-        import forecast_cost  # beside this file
-
-        points = forecast_cost.sweep(pipe, run)
-        print(forecast_cost.table(points))
-        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Wan, plain, with TaylorSeer, and with BAC's schedules: guidance makes two calls a step, which share one decision.
 
     python examples/wan_taylorseer.py --device cuda --compare wan.png "a fox runs through tall grass"
-    python examples/wan_taylorseer.py --device cuda --plot errors.png     # error over speed, a curve for each basis
     python examples/wan_taylorseer.py --tiny           # random weights: no download, no GPU
 
 The settings are the public code's for Wan2.1: 50 steps of which 10 are evaluated, first order. BAC's calibration
@@ -20,7 +19,6 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 import paradec
 from paradec.api.images import contact_sheet
 from paradec.integrations.diffusers.hooks import bac
-from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:
@@ -44,11 +42,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="use random weights")
     parser.add_argument("--steps", type=int, default=None, help="default: 50, or 12 with --tiny")
     parser.add_argument("--compare", metavar="FILE.png", help="save every run's middle frame, the plain run's first")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    if args.plot:
-        check_plot(args.plot)
     steps = args.steps or (12 if args.tiny else 50)
 
     if args.tiny:
@@ -96,12 +91,6 @@ def main() -> None:
         )
     if args.compare:
         contact_sheet(frames, columns=len(frames)).save(args.compare)
-    if args.plot:
-        import forecast_cost  # beside this file
-
-        points = forecast_cost.sweep(pipe, run)
-        print(forecast_cost.table(points))
-        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`paradec image` over every family of image models, and the curves of error over speed."""
+"""`paradec image` over every family of image models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from diffusers import (
 from PIL import Image, ImageChops
 from places import GOLDEN
 from safetensors.torch import save_file
-from scripts import load_script
 from tiny_pipelines import dit_pipeline
 from transformers import (
     CLIPTextConfig,
@@ -35,7 +34,6 @@ from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.models.images.vq import KLDecoder, VQConfig
 
-forecasts = load_script("examples/forecast_cost.py")
 RUNNER = CliRunner()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -252,27 +250,6 @@ def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str,
 def test_load_points_to_accelerate() -> None:
     with pytest.raises(paradec.CheckpointError, match="is a diffusers pipeline: load it with diffusers and give it"):
         paradec.load("digits-dit")
-
-
-# ---- error over speed -----------------------------------------------------------------------------------------------
-
-
-def test_curves(tmp_path: Path) -> None:
-    pipe = PixelDiTPipeline.digits()
-    pipe.set_progress_bar_config(disable=True)
-
-    def paint() -> torch.Tensor:
-        draw = torch.Generator().manual_seed(0)
-        return pipe([3], num_inference_steps=4, generator=draw, output_type="pt").images
-
-    points = forecasts.sweep(pipe, paint, {"output": {"where": "output"}}, intervals=(1, 2, 4))
-    assert [point.interval for point in points] == [1, 2, 4]
-    assert [point.evaluated for point in points] == pytest.approx([1, 1 / 2, 1 / 4])
-    assert points[0].error == 0 < points[1].error < points[2].error
-    assert "interval 2: 50% evaluated" in forecasts.table(points)
-    pytest.importorskip("matplotlib")
-    forecasts.draw(points, tmp_path / "errors.png")
-    assert Image.open(tmp_path / "errors.png").size == (900, 380)
 
 
 # ---- drafters -------------------------------------------------------------------------------------------------------

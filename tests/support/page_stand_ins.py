@@ -11,6 +11,7 @@ from typing import Any
 
 import eagle_drafters
 import text_families
+from image_models import tiny_emu3, tiny_llamagen, tiny_nar, tiny_student
 from places import GOLDEN
 from scripts import load_script
 from tiny_pipelines import glm_image_pipeline
@@ -69,18 +70,16 @@ class StandIn:
         return vars(self)[name]
 
     def _nar(self) -> dict[str, Any]:
-        return {"nar": load_script("examples/nar_images.py").tiny()}
+        return {"nar": tiny_nar()}
 
     def _student(self) -> dict[str, Any]:
-        student, teacher = load_script("examples/distilled_images.py").tiny()
-        teacher.vq = student.vq
-        return {"student": student, "teacher": teacher}
+        return {"student": tiny_student(), "teacher": tiny_llamagen()}
 
     _teacher = _student
 
     def _emu3(self) -> dict[str, Any]:
-        model, request = load_script("examples/emu3_images.py").tiny()
-        return {"emu3": model, "portrait": request}
+        request = {"prompts": [[1, 12, 9]], "negative_prompt": [[1, 9]], "height": 40, "width": 40}
+        return {"emu3": tiny_emu3(), "portrait": request}
 
     _portrait = _emu3
 

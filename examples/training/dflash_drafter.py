@@ -1,6 +1,6 @@
 """Train a small DFlash drafter for the packaged digit model, on one CPU core, and count what it saves.
 
-    python examples/train_dflash_drafter.py --out runs/dflash [--minutes 10]     # the same command goes on
+    python examples/training/dflash_drafter.py --out runs/dflash [--minutes 10]     # the same command goes on
 
 The data are the model's own pictures, drawn as they will be decoded (guidance 2). A place is chosen in each; the
 drafter sees what layers of the model made of the codes before it, with and without the class, and a block of masks.

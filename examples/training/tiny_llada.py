@@ -1,7 +1,7 @@
 """Train the small LLaDA model that ships inside paradec, from nothing, on two CPU cores.
 
-    python examples/train_tiny_llada.py --out runs/tiny --minutes 90      # Ctrl-C at any time ...
-    python examples/train_tiny_llada.py --out runs/tiny --minutes 90 --resume     # ... and go on
+    python examples/training/tiny_llada.py --out runs/tiny --minutes 90      # Ctrl-C at any time ...
+    python examples/training/tiny_llada.py --out runs/tiny --minutes 90 --resume     # ... and go on
 
 The model (under 2M parameters) learns the list tasks of ``paradec.tools.evaluation.tasks`` as a masked
 diffusion model (LLaDA, arXiv 2502.09992): the prompt is visible, some positions of the answer are

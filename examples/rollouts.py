@@ -1,8 +1,8 @@
 """Reinforcement learning with rollouts: the packaged model learns to write an answer in one forward.
 
-    python examples/train_rollouts.py                        # about a minute on one core, no download
-    python examples/train_rollouts.py --task latin_square --rounds 60 --seed 1
-    python examples/train_rollouts.py --tiny                 # two small rounds, to see that it runs
+    python examples/rollouts.py                        # about a minute on one core, no download
+    python examples/rollouts.py --task latin_square --rounds 60 --seed 1
+    python examples/rollouts.py --tiny                 # two small rounds, to see that it runs
 
 "Insert a word anywhere" has many right answers. Tokens that are drawn at once, independently of each other, mix them,
 and the answer is wrong; the model has to agree with itself on one of them. The reward is 1 for a right answer and 0 for
